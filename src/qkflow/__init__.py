@@ -1,0 +1,1 @@
+"""qkflow: attention whose queries and keys move."""

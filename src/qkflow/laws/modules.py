@@ -1,0 +1,154 @@
+"""Laws of modules: what a mechanism declares is what it does, compiled, saved, looked at, and in fewer bits."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from qkflow.laws.cases import Bench, LawAbsent, LawBroken, run, same, same_values_and_gradients
+from qkflow.layout import Layout
+
+BFLOAT16 = 0.05
+"""Norm of the difference between bfloat16 and float64 outputs, relative to the latter: bfloat16 keeps 8 bits."""
+
+
+def compilation(bench: Bench) -> None:
+    """The whole call compiles into one graph, with a state and with a layout too, and computes the same."""
+    mechanism = bench.make()
+    torch.compiler.reset()
+    compiled = torch.compile(mechanism, fullgraph=True, backend=bench.backend)
+    x = bench.input(2, 5).requires_grad_()
+    for case, layout in (("t=5", None), ("t=5, padded", Layout.padded([3, 5], 5, side="left"))):
+        (got, got_state), (want, want_state) = run(compiled, x, layout=layout), run(mechanism, x, layout=layout)
+        same_values_and_gradients(f"{case}, compiled", mechanism, [(got, want)], x)
+        with torch.no_grad():
+            got_state, want_state = got_state.detach(), want_state.detach()
+            for step in range(3):
+                token = bench.input(2, 1, seed=step)
+                (got, got_state), (want, want_state) = (
+                    run(compiled, token, got_state),
+                    run(mechanism, token, want_state),
+                )
+                same(f"{case}, then {step + 1} tokens, compiled", "output", got, want)
+
+
+def declaration(bench: Bench) -> None:
+    """Declared parameters, FLOPs and state bytes are the counted ones."""
+    mechanism = bench.make()
+    if not hasattr(mechanism, "cost"):
+        raise LawAbsent("no cost()")
+    for t in (16, 64):
+        cost = mechanism.cost(t)
+        counted = sum(p.numel() for p in mechanism.parameters())
+        if cost.parameters != counted:
+            raise LawBroken(f"declares {cost.parameters} parameters, has {counted}")
+        x = bench.input(1, t)
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            _, state = run(mechanism, x)
+        square = cost.linear_flops + cost.pair_flops * t * t
+        if counter.get_total_flops() != square:
+            raise LawBroken(
+                f"t={t}: declares {square} FLOPs with every pair counted, torch counts {counter.get_total_flops()}"
+            )
+        if cost.pair_flops and hasattr(mechanism, "weights"):
+            meeting = int((mechanism.weights(x)[0, 0] != 0).sum())
+            if abs(meeting - cost.pairs) > t / 2:
+                raise LawBroken(f"t={t}: declares {cost.pairs:g} pairs, {meeting} meet")
+        with torch.enable_grad():
+            _, state = run(mechanism, x)
+        if state.nbytes != cost.state_bytes:
+            raise LawBroken(f"t={t}: declares a state of {cost.state_bytes} bytes, holds {state.nbytes}")
+
+
+def saving(bench: Bench) -> None:
+    """Parameters loaded into another instance make it the same, to the bit."""
+    mechanism, other = bench.make(0), bench.make(1)
+    x = bench.input(2, 5)
+    other.load_state_dict({name: value.clone() for name, value in mechanism.state_dict().items()})
+    same("loaded into a second instance, t=5", "output", run(other, x)[0], run(mechanism, x)[0], tolerance=0.0)
+
+
+def precision(bench: Bench) -> None:
+    """In bfloat16 it stays in bfloat16, and near its float64 self, also token by token."""
+    exact, rounded = bench.make(), bench.make(dtype=torch.bfloat16)
+    for t in (1, 9):
+        x = bench.input(2, t)
+        want = run(exact, x)[0]
+        whole, _ = run(rounded, x.bfloat16())
+        state, steps = None, []
+        with torch.no_grad():
+            for token in x.bfloat16().split(1, 1):
+                y, state = run(rounded, token, state)
+                steps.append(y)
+        for case, got in (("whole", whole), ("token by token", torch.cat(steps, 1))):
+            if got.dtype != torch.bfloat16:
+                raise LawBroken(f"t={t}, {case}: bfloat16 in, {got.dtype} out")
+            error = float(((got.double() - want).norm() / want.norm()).detach())
+            if not error <= BFLOAT16:
+                raise LawBroken(f"t={t}, {case}: relative error {error:.3f} in bfloat16, allowed {BFLOAT16}")
+
+
+def determinism(bench: Bench) -> None:
+    """The same call gives the same bits, forward and backward."""
+    mechanism = bench.make(dtype=torch.float32).train()
+    for t in (1, 33):
+        x = bench.input(2, t, dtype=torch.float32).requires_grad_()
+        first, second = (run(mechanism, x)[0] for _ in range(2))
+        leaves = [x, *mechanism.parameters()]
+        grads = [torch.autograd.grad(y.square().sum(), leaves, materialize_grads=True) for y in (first, second)]
+        for a, b in zip((first, *grads[0]), (second, *grads[1]), strict=True):
+            same(f"t={t}, called twice", "output or gradient", a, b, tolerance=0.0)
+
+
+def mapping(bench: Bench) -> None:
+    """The map is the computation: weights times values, read out, is the output; it is zero where nothing is seen."""
+    mechanism = bench.make()
+    for method in ("weights", "values", "read"):
+        if not hasattr(mechanism, method):
+            raise LawAbsent(f"no {method}()")
+    padded = Layout.padded([2, 5], 6, side="left")
+    packed = Layout.packed([0, 3, 4, 9])
+    for case, b, t, layout in (
+        ("t=1", 1, 1, None),
+        ("t=7", 2, 7, None),
+        ("padded", 2, 6, padded),
+        ("packed", 1, 9, packed),
+    ):
+        x = bench.input(b, t).requires_grad_()
+        weights = mechanism.weights(x, layout=layout)
+        if bool(weights.triu(1).any()):
+            raise LawBroken(f"{case}: the map is not zero above the diagonal")
+        if layout is None:
+            z = torch.einsum("bhts,bshv->bthv", weights, mechanism.values(x))
+            same_values_and_gradients(case, mechanism, [(mechanism.read(z, x), run(mechanism, x)[0])], x)
+            continue
+        apart = (layout.sequences[:, :, None] != layout.sequences[:, None, :]) | ~layout.valid[:, None, :]
+        if bool(weights.masked_select(apart[:, None]).any()):
+            raise LawBroken(f"{case}: the map joins tokens of different sequences, or padding")
+        for i in range(len(layout.lengths)):
+            row, columns = (layout.sequences == i).nonzero(as_tuple=True)
+            own = weights[row[0]][:, columns][:, :, columns]
+            same(f"{case}, sequence {i}", "map", own, mechanism.weights(x[row[0]][columns][None])[0])
+
+
+def circuitry(bench: Bench) -> None:
+    """Circuits name parameters that exist; QK decides the map and not the values, OV never decides the map."""
+    mechanism = bench.make()
+    if not hasattr(mechanism, "circuits"):
+        raise LawAbsent("no circuits()")
+    circuits, parameters = mechanism.circuits(), dict(mechanism.named_parameters())
+    for name in (*circuits.qk, *circuits.ov):
+        if name not in parameters:
+            raise LawBroken(f"circuits() names {name!r}, which is no parameter")
+    if len({*circuits.qk, *circuits.ov}) < len(circuits.qk) + len(circuits.ov):
+        raise LawBroken("a parameter is named twice by circuits()")
+    if not hasattr(mechanism, "weights") or not hasattr(mechanism, "values"):
+        return
+    x = bench.input(1, 5)
+    for circuit, names, reading in (("QK", circuits.qk, mechanism.values), ("OV", circuits.ov, mechanism.weights)):
+        before = reading(x)
+        for name in names:
+            with torch.no_grad():
+                parameters[name].mul_(1.5)
+            same(f"{name} changed, t=5", f"what {circuit} must not decide", reading(x), before, tolerance=0.0)

@@ -1,0 +1,20 @@
+"""Mechanisms: the modules in which tokens see each other, one a file."""
+
+from qkflow.mechanisms.base import Circuits, Cost, Factory, Mechanism
+from qkflow.mechanisms.differential import DifferentialAttention, DifferentialConfig
+from qkflow.mechanisms.registry import mechanism, mechanisms, register
+from qkflow.mechanisms.standard import StandardAttention, StandardConfig
+
+__all__ = [
+    "Circuits",
+    "Cost",
+    "DifferentialAttention",
+    "DifferentialConfig",
+    "Factory",
+    "Mechanism",
+    "StandardAttention",
+    "StandardConfig",
+    "mechanism",
+    "mechanisms",
+    "register",
+]

@@ -1,0 +1,89 @@
+"""The contract of a mechanism: the part of a block in which tokens see each other.
+
+    y, state = mechanism(x, state=None, layout=None)          x, y: [b, t, d]
+
+`x` alone is a batch of whole sequences. With a `state` it continues the ones that made the state. With a `layout` it is
+padded or packed; padding comes out as zeros. Two readings of the same computation serve those who look at it:
+
+    A = weights(x)       [b, h, t, s]     the influence of token s on token t
+    v = values(x)        [b, s, h, v]     what is passed on
+    y = read(A v, x)                      so that nothing is hidden between the map and the output
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qkflow.layout import Layout
+from qkflow.state import State
+
+Stream = Float[Tensor, "b t d"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a mechanism costs on one sequence of `t` tokens. FLOPs are those of matrix products, two a multiply-add."""
+
+    parameters: int
+    linear_flops: int
+    """Products that grow with t alone: projections, and a linear mechanism's memory."""
+    pair_flops: int
+    """Products for each pair of a query and a key that meet."""
+    pairs: float
+    """Pairs that meet: half a square when causal."""
+    state_bytes: int
+    """The state after t tokens, in the parameters' precision."""
+
+    @property
+    def flops(self) -> int:
+        """Products of one forward pass."""
+        return self.linear_flops + round(self.pair_flops * self.pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circuits:
+    """The names of a mechanism's parameters by what they decide: where to look (QK), and what to pass on (OV)."""
+
+    qk: tuple[str, ...]
+    ov: tuple[str, ...]
+
+
+class Mechanism(nn.Module, ABC):
+    """A causal map from a stream to a stream. See the module's text for what the methods owe each other."""
+
+    @abstractmethod
+    def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
+        """The output for each token and the state after the last of each sequence."""
+
+    @abstractmethod
+    def weights(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> Float[Tensor, "b h t s"]:
+        """The influence of each token on each: first the tokens of the state, slot by slot, then those of `x`."""
+
+    @abstractmethod
+    def values(self, x: Stream) -> Float[Tensor, "b s h v"]:
+        """What each token passes on to those that look at it, for every head."""
+
+    @abstractmethod
+    def read(self, z: Float[Tensor, "b t h v"], x: Stream) -> Stream:
+        """The output, from what the map has gathered."""
+
+    @abstractmethod
+    def cost(self, t: int) -> Cost:
+        """What one sequence of `t` tokens costs."""
+
+    @abstractmethod
+    def circuits(self) -> Circuits:
+        """Which parameters are the QK circuit and which the OV circuit; the rest is neither."""
+
+
+class Factory(Protocol):
+    """Something that makes a mechanism for one layer of a stack; layers count from 0."""
+
+    def __call__(self, width: int, heads: int, layer: int, layers: int) -> Mechanism:
+        """The mechanism of layer `layer` out of `layers`."""
+        ...

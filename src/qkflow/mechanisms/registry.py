@@ -1,0 +1,71 @@
+"""Mechanisms by name, and the short way to write one down: `mechanism[:key=value,...]`, e.g. `standard:window=128`.
+
+Other packages join through the entry point group `qkflow.mechanisms`, whose entries are config classes: frozen
+dataclasses that make a mechanism when called with (width, heads, layer, layers).
+
+    [project.entry-points."qkflow.mechanisms"]
+    mine = "mypackage.attention:MyConfig"
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any, cast
+
+from qkflow.configs import from_dict
+from qkflow.errors import UsageError, unknown
+from qkflow.mechanisms.base import Factory
+from qkflow.mechanisms.differential import DifferentialConfig
+from qkflow.mechanisms.standard import StandardConfig
+
+_BUILT_IN: dict[str, type[Any]] = {"standard": StandardConfig, "differential": DifferentialConfig}
+_GROUP = "qkflow.mechanisms"
+
+
+def register(name: str, config: type[Any]) -> None:
+    """Make a mechanism known in this process; a package does it for good through the entry point."""
+    if not dataclasses.is_dataclass(config) or not callable(getattr(config, "__call__", None)):  # noqa: B004
+        raise UsageError(f"{name!r} must be a dataclass with __call__(width, heads, layer, layers), got {config!r}")
+    if name in mechanisms() and mechanisms()[name] is not config:
+        raise UsageError(f"a mechanism named {name!r} exists already: choose another name")
+    _BUILT_IN[name] = config
+
+
+def mechanisms() -> Mapping[str, type[Any]]:
+    """The config class of every known mechanism, ours and those that installed packages add.
+
+    >>> sorted(mechanisms())
+    ['differential', 'standard']
+    """
+    found = {entry.name: entry.load() for entry in entry_points(group=_GROUP) if entry.name not in _BUILT_IN}
+    return {**_BUILT_IN, **found}
+
+
+def mechanism(spec: str) -> Factory:
+    """The factory that a spec names.
+
+    >>> mechanism("standard:window=128,key_heads=2")
+    StandardConfig(key_heads=2, rotary_base=10000.0, qk_norm=False, window=128)
+    """
+    name, _, options = spec.partition(":")
+    known = mechanisms()
+    if name not in known:
+        raise unknown("mechanism", name, known)
+    return cast(Factory, from_dict(known[name], _parse(options, spec), where=f" of {name!r}"))
+
+
+def _parse(options: str, spec: str) -> dict[str, Any]:
+    """`key=value,...` as plain data; a value that is no Python literal is a string."""
+    values: dict[str, Any] = {}
+    for item in filter(None, options.split(",")):
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise UsageError(f"{spec!r}: expected key=value after the colon, got {item!r}")
+        try:
+            values[key.strip()] = ast.literal_eval(text.strip())
+        except (SyntaxError, ValueError):
+            values[key.strip()] = text.strip()
+    return values

@@ -1,0 +1,188 @@
+"""What the softmax mechanisms share: projections, rotary position, cache, window, and who may see whom.
+
+        x ──► W_q ─► [norm] ─► rotate ─► q ─┐
+        x ──► W_k ─► [norm] ─► rotate ─► k ─┼─► attend ─► read ─► y
+        x ──► W_v ─────────────────────► v ─┘
+                                  k, v also go into the cache, rotated: a cached key never changes again
+
+A mechanism of this family says how q, k and v are shaped (`shape`), what happens at `attend`, and how its map is made.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qkflow.errors import UsageError
+from qkflow.layout import Layout
+from qkflow.mechanisms.base import Circuits, Cost, Mechanism, Stream
+from qkflow.ops.norm import rms_norm
+from qkflow.ops.rotary import rotate, turns
+from qkflow.ops.softmax import Mask, visible
+from qkflow.state import Cache, State
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxConfig:
+    """The options that every softmax mechanism has."""
+
+    key_heads: int | None = None
+    """Heads of keys and values, each shared by a group of query heads; `None` is one for each query head."""
+    rotary_base: float | None = 10000.0
+    """Base of the rotary angles; `None` for no positions at all."""
+    qk_norm: bool = False
+    """Normalise queries and keys over the head's width before they turn."""
+    window: int | None = None
+    """How many tokens back a token sees, itself included; `None` is all the way."""
+
+
+class HeadShape(NamedTuple):
+    """Heads and widths of a softmax mechanism."""
+
+    queries: int
+    keys: int
+    key_width: int
+    values: int
+    value_width: int
+    outputs: int
+
+
+class Rows(NamedTuple):
+    """A call in row form: what to attend with, what came before, and who sees whom."""
+
+    q: Float[Tensor, "n t h k"]
+    k: Float[Tensor, "n s g k"]
+    v: Float[Tensor, "n s u v"]
+    causal: bool
+    mask: Mask | None
+    cache: Cache
+    first: int
+    """Slots of the cache that lie before the first one of `k` and `v` (out of the window's reach)."""
+
+
+class SoftmaxMechanism(Mechanism):
+    """A mechanism that scores every pair it can see. Subclasses choose the heads' shape and say how to attend."""
+
+    def __init__(self, width: int, shape: HeadShape, config: SoftmaxConfig) -> None:
+        super().__init__()
+        if shape.key_width % 2 and config.rotary_base is not None:
+            raise UsageError(f"rotary positions need an even head width, got {shape.key_width}: change width or heads")
+        if config.window is not None and config.window < 1:
+            raise UsageError(f"window must be at least 1, got {config.window}")
+        self.width, self.shape, self.config = width, shape, config
+        self.query = nn.Linear(width, shape.queries * shape.key_width, bias=False)
+        self.key = nn.Linear(width, shape.keys * shape.key_width, bias=False)
+        self.value = nn.Linear(width, shape.values * shape.value_width, bias=False)
+        self.output = nn.Linear(shape.outputs * shape.value_width, width, bias=False)
+        if config.qk_norm:
+            self.query_norm = nn.Parameter(torch.ones(shape.key_width))
+            self.key_norm = nn.Parameter(torch.ones(shape.key_width))
+
+    @abstractmethod
+    def attend(self, rows: Rows) -> Float[Tensor, "n t h v"]:
+        """What each query gathers."""
+
+    @abstractmethod
+    def map(self, rows: Rows) -> Float[Tensor, "n h t s"]:
+        """With which weights it does."""
+
+    def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
+        """The output for each token, and the keys and values seen so far."""
+        rows = self._rows(x, state, layout)
+        z = self.attend(rows)
+        z = z if layout is None else layout.batch(z)
+        return self.read(z, x), rows.cache.trim()
+
+    def weights(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> Float[Tensor, "b h t s"]:
+        """The exact map, over the slots of the state (in a packed batch: of each token's own sequence) and then `x`."""
+        rows = self._rows(x, state, layout)
+        scores = torch.nn.functional.pad(self.map(rows), (rows.first, 0))
+        if layout is None:
+            return scores
+        sequence, position = layout.sequences.clamp_min(0), layout.positions
+        past = rows.cache.used - layout.span
+        scores = rearrange(scores, "n h t s -> n t h s")[sequence, position]  # [b t h s]: each token's own row
+        own = repeat(past + position, "b s -> b t h s", t=scores.shape[1], h=scores.shape[2])
+        together = (sequence[:, :, None] == sequence[:, None, :]) & layout.valid[:, None, :] & layout.valid[:, :, None]
+        here = scores.gather(3, own) * together[:, :, None]
+        before = scores[..., :past] * layout.valid[:, :, None, None]
+        return rearrange(torch.cat([before, here], -1), "b t h s -> b h t s")
+
+    def values(self, x: Stream) -> Float[Tensor, "b s h v"]:
+        """The value each head's queries read from each token."""
+        v = self._split(self.value, x, self.shape.values)
+        return repeat(v, "b s g v -> b s (g r) v", r=self.shape.outputs // self.shape.values)
+
+    def read(self, z: Float[Tensor, "b t h v"], x: Stream) -> Stream:
+        """The heads side by side, projected back to the stream."""
+        return self.output(z.flatten(2))
+
+    def cost(self, t: int) -> Cost:
+        """Four projections, and a product for the score and one for the value of every pair."""
+        shape, window = self.shape, min(t, self.config.window or t)
+        projections = sum(m.weight.numel() for m in (self.query, self.key, self.value, self.output))
+        cached = shape.keys * shape.key_width + shape.values * shape.value_width
+        return Cost(
+            parameters=sum(p.numel() for p in self.parameters()),
+            linear_flops=2 * t * projections,
+            pair_flops=2 * self._pair_products(),
+            pairs=t * window - window**2 / 2,
+            state_bytes=window * cached * self.key.weight.element_size(),
+        )
+
+    def circuits(self) -> Circuits:
+        """Queries and keys, with their norms, against values and output."""
+        norms = ("query_norm", "key_norm") if self.config.qk_norm else ()
+        return Circuits(qk=("query.weight", "key.weight", *norms), ov=("value.weight", "output.weight"))
+
+    def _pair_products(self) -> int:
+        return self.shape.queries * self.shape.key_width + self.shape.outputs * self.shape.value_width
+
+    def _split(self, projection: nn.Linear, x: Stream, heads: int) -> Float[Tensor, "b t h k"]:
+        return projection(x).unflatten(-1, (heads, -1))
+
+    def _rows(self, x: Stream, state: State | None, layout: Layout | None) -> Rows:
+        """Project, move to row form, turn, and put behind what the state holds."""
+        if layout is not None:
+            layout.check(x)
+            x = layout.clean(x)
+        q = self._split(self.query, x, self.shape.queries)
+        k = self._split(self.key, x, self.shape.keys)
+        v = self._split(self.value, x, self.shape.values)
+        if self.config.qk_norm:
+            q, k = rms_norm(q, self.query_norm), rms_norm(k, self.key_norm)
+        if layout is not None:
+            q, k, v = layout.rows(q), layout.rows(k), layout.rows(v)
+        if state is not None and not isinstance(state, Cache):
+            raise UsageError(
+                f"{type(self).__name__} continues a Cache, got {type(state).__name__}: a state of another mechanism"
+            )
+        past = Cache.start((k, v), self.config.window) if state is None else state
+        positions = torch.arange(q.shape[1], device=x.device)
+        offset = past.offset
+        positions = positions + (offset if isinstance(offset, int) else offset[:, None])
+        if self.config.rotary_base is not None:
+            by = turns(positions, self.shape.key_width, base=self.config.rotary_base, dtype=x.dtype)
+            q, k = rotate(q, by), rotate(k, by)
+        cache = past.extend((k, v), None if layout is None or layout.even else layout.lengths)
+        return self._sight(q, k, v, positions, past, cache)
+
+    def _sight(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, past: Cache, cache: Cache) -> Rows:
+        """The keys and values in reach, and the mask over them: none where causality alone, or nothing, does it."""
+        t, window = q.shape[1], self.config.window
+        if past.used == 0 and (window is None or t <= window):
+            return Rows(q, k, v, True, None, cache, 0)
+        first = 0
+        if cache.table is None and window is not None:
+            first = max(0, cache.used - (window + t - 1))
+        keys, values = (x[:, first:] for x in cache.tensors)
+        if cache.table is None and t == 1:
+            return Rows(q, keys, values, False, None, cache, first)
+        mask = visible(positions, cache.positions[..., first:], window)
+        return Rows(q, keys, values, False, mask, cache, first)

@@ -1,0 +1,160 @@
+"""A causal language model: one block after the other over a stream of tokens.
+
+tokens ─► embedding ─► block ─► block ─► ... ─► norm ─► head ─► logits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from qkflow.errors import UsageError
+from qkflow.layout import Layout
+from qkflow.mechanisms.base import Cost, Mechanism
+from qkflow.mechanisms.registry import mechanism
+from qkflow.models.blocks import Block, RMSNorm
+from qkflow.state import State
+
+Tokens = Int[Tensor, "b t"]
+Logits = Float[Tensor, "b t vocabulary"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The shape of a `Decoder`."""
+
+    width: int
+    """Numbers a token in the stream."""
+    layers: int
+    """Blocks."""
+    heads: int
+    """Heads of the mechanism; must divide the width."""
+    hidden: int
+    """Width of the feed-forward network inside a block."""
+    vocabulary: int = 257
+    """Tokens there are; 257 is the bytes and an end-of-document token."""
+    mechanism: str | tuple[str, ...] = "standard"
+    """The mechanism of every block, as in `standard:window=128`; or a list of them, one a layer, for a hybrid stack."""
+    tied: bool = True
+    """Whether the head is the embedding, transposed."""
+    dropout: float = 0.0
+    """Share of each branch's output that is dropped in training."""
+    norm_eps: float = 1e-5
+    """Added to mean squares before a root is taken."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "hidden", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"dropout must be from 0 up to 1, got {self.dropout}")
+        if not isinstance(self.mechanism, str) and len(self.mechanism) != self.layers:
+            raise UsageError(
+                f"a list of mechanisms names one a layer: got {len(self.mechanism)} for {self.layers} layers"
+            )
+
+    @property
+    def mechanisms(self) -> tuple[str, ...]:
+        """The mechanism of each layer."""
+        return (self.mechanism,) * self.layers if isinstance(self.mechanism, str) else self.mechanism
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderState(State):
+    """The states of a decoder's layers."""
+
+    layers: tuple[State, ...]
+
+    @property
+    def length(self) -> Int[Tensor, " b"]:
+        """Tokens seen so far of each row."""
+        return self.layers[0].length
+
+    def select(self, rows: Int[Tensor, " n"]) -> DecoderState:
+        """The rows asked for, in every layer."""
+        return DecoderState(tuple(layer.select(rows) for layer in self.layers))
+
+    def detach(self) -> DecoderState:
+        """Every layer cut from the graph that made it."""
+        return DecoderState(tuple(layer.detach() for layer in self.layers))
+
+    def to(self, device: torch.device | str) -> DecoderState:
+        """Every layer on another device."""
+        return DecoderState(tuple(layer.to(device) for layer in self.layers))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the layers hold together."""
+        return sum(layer.nbytes for layer in self.layers)
+
+
+class Decoder(nn.Module):
+    """A language model over any mechanism.
+
+    >>> model = Decoder(DecoderConfig(width=32, layers=2, heads=4, hidden=64))
+    >>> logits, state = model(torch.tensor([[72, 105]]))
+    >>> logits.shape, state.length.tolist()
+    (torch.Size([1, 2, 257]), [2])
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        factories = [mechanism(spec) for spec in config.mechanisms]
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.blocks = nn.ModuleList(
+            Block(
+                factory(config.width, config.heads, layer, config.layers),
+                config.width,
+                config.hidden,
+                dropout=config.dropout,
+                eps=config.norm_eps,
+            )
+            for layer, factory in enumerate(factories)
+        )
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
+        self._initialise()
+
+    def forward(
+        self, tokens: Tokens, state: DecoderState | None = None, layout: Layout | None = None
+    ) -> tuple[Logits, DecoderState]:
+        """Scores of the token after each, and what to carry on with."""
+        x = self.embedding(tokens)
+        past: Sequence[State | None] = [None] * len(self.blocks) if state is None else state.layers
+        states = []
+        for block, before in zip(self.blocks, past, strict=True):
+            x, after = block(x, before, layout)
+            states.append(after)
+        return self.logits(self.norm(x)), DecoderState(tuple(states))
+
+    def logits(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... vocabulary"]:
+        """Scores of every token, from the normalised stream."""
+        return F.linear(x, self.embedding.weight if self.head is None else self.head.weight)
+
+    def cost(self, t: int) -> Cost:
+        """What one sequence of `t` tokens costs: the blocks' mechanisms, their feed-forward networks, and the head."""
+        blocks = [cast(Block, block) for block in self.blocks]
+        mechanisms = [cast(Mechanism, block.mechanism).cost(t) for block in blocks]
+        dense = sum(p.numel() for block in blocks for p in block.feed_forward.parameters())
+        mixing = sum(cost.pair_flops * cost.pairs for cost in mechanisms)
+        pairs = t * t / 2
+        return Cost(
+            parameters=sum(p.numel() for p in self.parameters()),
+            linear_flops=sum(c.linear_flops for c in mechanisms) + 2 * t * (dense + self.embedding.weight.numel()),
+            pair_flops=sum(c.pair_flops for c in mechanisms),
+            pairs=mixing / sum(c.pair_flops for c in mechanisms) if mixing else pairs,
+            state_bytes=sum(c.state_bytes for c in mechanisms),
+        )
+
+    def _initialise(self) -> None:
+        """Embeddings small enough that a tied head starts near uniform; the rest is torch's own start."""
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        if self.head is not None:
+            nn.init.normal_(self.head.weight, std=0.02)
