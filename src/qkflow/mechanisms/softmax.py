@@ -145,7 +145,7 @@ class SoftmaxMechanism(Mechanism):
         return self.shape.queries * self.shape.key_width + self.shape.outputs * self.shape.value_width
 
     def _split(self, projection: nn.Linear, x: Stream, heads: int) -> Float[Tensor, "b t h k"]:
-        return projection(x).unflatten(-1, (heads, -1))
+        return projection(x).view(*x.shape[:2], heads, -1)
 
     def _rows(self, x: Stream, state: State | None, layout: Layout | None) -> Rows:
         """Project, move to row form, turn, and put behind what the state holds."""
@@ -164,16 +164,17 @@ class SoftmaxMechanism(Mechanism):
                 f"{type(self).__name__} continues a Cache, got {type(state).__name__}: a state of another mechanism"
             )
         past = Cache.start((k, v), self.config.window) if state is None else state
-        positions = torch.arange(q.shape[1], device=x.device)
-        offset = past.offset
-        positions = positions + (offset if isinstance(offset, int) else offset[:, None])
         if self.config.rotary_base is not None:
-            by = turns(positions, self.shape.key_width, base=self.config.rotary_base, dtype=x.dtype)
+            heads, width = (
+                self.shape.queries,
+                self.shape.key_width,
+            )  # there are never more heads of keys than of queries
+            by = turns(past.offset, q.shape[1], heads=heads, width=width, base=self.config.rotary_base, like=q)
             q, k = rotate(q, by), rotate(k, by)
         cache = past.extend((k, v), None if layout is None or layout.even else layout.lengths)
-        return self._sight(q, k, v, positions, past, cache)
+        return self._sight(q, k, v, past, cache)
 
-    def _sight(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, past: Cache, cache: Cache) -> Rows:
+    def _sight(self, q: Tensor, k: Tensor, v: Tensor, past: Cache, cache: Cache) -> Rows:
         """The keys and values in reach, and the mask over them: none where causality alone, or nothing, does it."""
         t, window = q.shape[1], self.config.window
         if past.used == 0 and (window is None or t <= window):
@@ -184,5 +185,7 @@ class SoftmaxMechanism(Mechanism):
         keys, values = (x[:, first:] for x in cache.tensors)
         if cache.table is None and t == 1:
             return Rows(q, keys, values, False, None, cache, first)
-        mask = visible(positions, cache.positions[..., first:], window)
+        offset = past.offset
+        queries = torch.arange(t, device=q.device) + (offset if isinstance(offset, int) else offset[:, None])
+        mask = visible(queries, cache.positions[..., first:], window)
         return Rows(q, keys, values, False, mask, cache, first)

@@ -20,8 +20,7 @@ from torch import Tensor
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        inverse = _inverse_root(x, eps)
         ctx.save_for_backward(x, weight, inverse)
         return (x * inverse).mul_(weight)
 
@@ -35,6 +34,11 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.add_((grad @ weight).unsqueeze(-1).mul_(inverse).div_(size)), grad_weight, None
 
 
+def _inverse_root(x: Float[Tensor, "... d"], eps: float) -> Float[Tensor, "... 1"]:
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(norm.new_full((), eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
 def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float = 1e-5) -> Float[Tensor, "... d"]:
     """Equation (1) over the last dimension.
 
@@ -42,5 +46,7 @@ def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float 
     [[0.20000000298023224, 1.399999976158142]]
     """
     if x.dtype in (torch.bfloat16, torch.float16):  # sums of squares need float32's range and digits
-        return _RMSNorm.apply(x.float(), weight.float(), eps).to(x.dtype)
+        return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
+    if not torch.is_grad_enabled():
+        return (x * _inverse_root(x, eps)).mul_(weight)
     return _RMSNorm.apply(x, weight, eps)

@@ -8,49 +8,68 @@ pass over memory, where pairing the halves, as some published weights do, takes 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from einops import rearrange
-from jaxtyping import Complex, Float, Int
+from jaxtyping import Complex, Float, Int, Shaped
 from torch import Tensor
 
-Turns = Float[Tensor, "*b t 1 i 2"]
-"""Cosine and sine of each angle."""
+Turns = Complex[Tensor, "*b t h i"] | Float[Tensor, "*b t h i 2"]
+"""e^{j angle}, the same for every head: as a complex number, or as cosine and sine where torch cannot use one."""
 
 
-def turns(positions: Int[Tensor, "*b t"], width: int, *, base: float, dtype: torch.dtype) -> Turns:
-    """The turn of every pair of `width` coordinates at every position.
+def turns(
+    offset: int | Int[Tensor, " b"], t: int, *, heads: int, width: int, base: float, like: Float[Tensor, "..."]
+) -> Turns:
+    """The turns of `width` coordinates at the `t` positions from `offset` on, in the precision and place of `like`.
 
-    Angles are computed in at least float32: at position 10,000 a bfloat16 angle would be off by whole turns.
+    Spread over the heads, so that the product runs along memory instead of in strides of one head. The layers of a
+    model ask for the same turns one after the other: where all rows begin alike, they are made once.
     """
-    wide = torch.promote_types(dtype, torch.float32)
+    if isinstance(offset, int) and type(like) is Tensor and not torch.compiler.is_compiling():
+        mode = torch.is_inference_mode_enabled()  # a tensor made in this mode may not be used outside
+        return _turns_from(offset, t, heads, width, base, like.dtype, like.device, mode)
+    positions = torch.arange(t, device=like.device)
+    positions = positions + (offset if isinstance(offset, int) else offset[:, None])
+    return _turns(positions, heads, width, base, like.dtype)
+
+
+@lru_cache(maxsize=4)
+def _turns_from(
+    offset: int, t: int, heads: int, width: int, base: float, dtype: torch.dtype, device: torch.device, mode: bool
+) -> Turns:
+    return _turns(torch.arange(offset, offset + t, device=device), heads, width, base, dtype)
+
+
+def _turns(positions: Int[Tensor, "*b t"], heads: int, width: int, base: float, dtype: torch.dtype) -> Turns:
+    wide = torch.promote_types(dtype, torch.float32)  # at position 10,000 a bfloat16 angle would be off by whole turns
     exponents = torch.arange(0, width, 2, device=positions.device, dtype=wide) / width
-    angles = positions[..., None].to(wide) * base**-exponents
-    return torch.stack([angles.cos(), angles.sin()], -1).to(dtype).unsqueeze(-3)
+    angles = positions[..., None, None].to(wide) * base**-exponents
+    each = torch.stack([angles.cos(), angles.sin()], -1).to(dtype)
+    spread = each.expand(*positions.shape, heads, -1, -1).contiguous()
+    # the compiler fuses the real form and does not know complex numbers, nor do the short formats
+    real = torch.compiler.is_compiling() or dtype in (torch.bfloat16, torch.float16)
+    return spread if real else torch.view_as_complex(spread)
 
 
 def rotate(x: Float[Tensor, "b t h k"], by: Turns) -> Float[Tensor, "b t h k"]:
-    """Turn every pair of coordinates of `x`.
+    """Turn every pair of coordinates of `x`; `by` may have more heads than `x` has.
 
     >>> x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
-    >>> one = turns(torch.tensor([1]), 2, base=1.0, dtype=torch.float32)
-    >>> [round(v, 4) for v in rotate(x, one).flatten().tolist()]
+    >>> [round(v, 4) for v in rotate(x, turns(1, 1, heads=1, width=2, base=1.0, like=x)).flatten().tolist()]
     [0.5403, 0.8415]
     """
-    pairs = x.unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling() or x.dtype in (torch.bfloat16, torch.float16):
-        # the compiler fuses the real form and does not know complex numbers, nor do the short formats
-        (a, b), (cos, sin) = pairs.unbind(-1), by.unbind(-1)
-        return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-    # spread over the heads: then the product runs along memory instead of in strides of one head
-    spread = torch.view_as_complex(by.contiguous()).expand(*by.shape[:-3], x.shape[2], -1).contiguous()
-    return _as_real(torch.view_as_complex(pairs) * spread)
+    b, t, h, k = x.shape
+    pairs = x.view(b, t, h, k // 2, 2)
+    if by.is_complex():
+        by = by if by.shape[-2] == h else by[..., :h, :]
+        return torch.view_as_real(torch.view_as_complex(pairs) * by).view(b, t, h, k)
+    (even, odd), (cos, sin) = pairs.unbind(-1), by[..., :h, :, :].unbind(-1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).view(b, t, h, k)
 
 
-def _as_real(z: Complex[Tensor, "b t h i"]) -> Float[Tensor, "b t h k"]:
-    return torch.view_as_real(z).flatten(-2)
-
-
-def halves_to_pairs(weight: Float[Tensor, "hk *d"], heads: int) -> Float[Tensor, "hk *d"]:
+def halves_to_pairs(weight: Shaped[Tensor, "hk *d"], heads: int) -> Shaped[Tensor, "hk *d"]:
     """Reorder a query or key projection (or its norm) made for paired halves, such as Llama's, for paired neighbours.
 
     >>> halves_to_pairs(torch.arange(4), heads=1).tolist()
@@ -59,6 +78,6 @@ def halves_to_pairs(weight: Float[Tensor, "hk *d"], heads: int) -> Float[Tensor,
     return rearrange(weight, "(h two i) ... -> (h i two) ...", h=heads, two=2)
 
 
-def pairs_to_halves(weight: Float[Tensor, "hk *d"], heads: int) -> Float[Tensor, "hk *d"]:
+def pairs_to_halves(weight: Shaped[Tensor, "hk *d"], heads: int) -> Shaped[Tensor, "hk *d"]:
     """The inverse of `halves_to_pairs`."""
     return rearrange(weight, "(h i two) ... -> (h two i) ...", h=heads, two=2)
