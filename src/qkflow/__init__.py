@@ -1,1 +1,82 @@
-"""qkflow: attention whose queries and keys move."""
+"""Attention whose queries and keys move: mechanisms, the laws they obey, and a laboratory to judge them in.
+
+>>> import torch
+>>> from qkflow import StandardAttention
+>>> layer = StandardAttention(width=64, heads=4)
+>>> y, state = layer(torch.randn(2, 10, 64))
+>>> y.shape
+torch.Size([2, 10, 64])
+"""
+
+from qkflow.data import Corpus, CorpusConfig, Split, open_corpus
+from qkflow.errors import (
+    BusyError,
+    CheckpointError,
+    DiskError,
+    DivergenceError,
+    Interrupted,
+    UsageError,
+)
+from qkflow.laws import LAWS, Verdict, check
+from qkflow.layout import Layout
+from qkflow.mechanisms import (
+    Circuits,
+    Cost,
+    DifferentialAttention,
+    DifferentialConfig,
+    Factory,
+    Mechanism,
+    StandardAttention,
+    StandardConfig,
+    mechanism,
+    mechanisms,
+    register,
+)
+from qkflow.models import SIZES, Decoder, DecoderConfig, DecoderState, Sampling, generate, matched, size, stream
+from qkflow.state import Cache, State
+from qkflow.training import Callback, Evaluation, TrainConfig, evaluate, load_run, train
+
+__all__ = [
+    "LAWS",
+    "SIZES",
+    "BusyError",
+    "Cache",
+    "Callback",
+    "CheckpointError",
+    "Circuits",
+    "Corpus",
+    "CorpusConfig",
+    "Cost",
+    "Decoder",
+    "DecoderConfig",
+    "DecoderState",
+    "DifferentialAttention",
+    "DifferentialConfig",
+    "DiskError",
+    "DivergenceError",
+    "Evaluation",
+    "Factory",
+    "Interrupted",
+    "Layout",
+    "Mechanism",
+    "Sampling",
+    "Split",
+    "StandardAttention",
+    "StandardConfig",
+    "State",
+    "TrainConfig",
+    "UsageError",
+    "Verdict",
+    "check",
+    "evaluate",
+    "generate",
+    "load_run",
+    "matched",
+    "mechanism",
+    "mechanisms",
+    "open_corpus",
+    "register",
+    "size",
+    "stream",
+    "train",
+]

@@ -75,6 +75,9 @@ def replace(path: Path, fill: Callable[[Path], None]) -> None:
         raise DiskError(
             error.errno, f"could not write {path} ({error.strerror}); what was there before is kept"
         ) from error
+    except BaseException:
+        discard(temporary)
+        raise
 
 
 def discard(path: Path) -> None:

@@ -113,7 +113,7 @@ class Layout:
         valid = sequences >= 0
         index = None
         if span is None:
-            span = max(1, int(lengths.max())) if len(lengths) else 1
+            span = max(min(1, sequences.numel()), int(lengths.max()) if len(lengths) else 0)
             index = sequences.new_zeros(len(lengths), span)
             index[sequences[valid], positions[valid]] = valid.flatten().nonzero().flatten()
         even = bool((lengths == span).all())

@@ -15,7 +15,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import torch
 from jaxtyping import Int, Shaped
@@ -33,15 +32,15 @@ class State(ABC):
         """Tokens seen so far of each row."""
 
     @abstractmethod
-    def select(self, rows: Int[Tensor, " n"]) -> Self:
+    def select(self, rows: Int[Tensor, " n"]) -> State:
         """The state of the given rows, in that order, repeated where asked for: copies, never shared memory."""
 
     @abstractmethod
-    def detach(self) -> Self:
+    def detach(self) -> State:
         """The same values, cut from the graph that made them."""
 
     @abstractmethod
-    def to(self, device: torch.device | str) -> Self:
+    def to(self, device: torch.device | str) -> State:
         """The same state on another device."""
 
     @property
@@ -175,7 +174,9 @@ class Cache(State):
             column = torch.arange(t, device=counts.device)
             new.append(torch.where(column < counts[:, None], self.lengths[:, None] + column, -1))
             lengths = self.lengths + counts
-        if torch.is_grad_enabled():
+        if self.used == 0:  # nothing to put it behind: the new tokens are the buffers, full to the brim
+            slots, extent, written = self, _Extent(t), new
+        elif torch.is_grad_enabled():
             slots, extent = self, _Extent(0)  # nothing may later be written in place into what autograd has seen
             old = self.tensors if self.table is None else (*self.tensors, self.table[:, : self.used])
             written = [torch.cat([past, x], 1) for past, x in zip(old, new, strict=True)]

@@ -1,6 +1,6 @@
 """Mechanisms: the modules in which tokens see each other, one a file."""
 
-from qkflow.mechanisms.base import Circuits, Cost, Factory, Mechanism
+from qkflow.mechanisms.base import Circuits, Cost, Factory, Mechanism, projection
 from qkflow.mechanisms.differential import DifferentialAttention, DifferentialConfig
 from qkflow.mechanisms.registry import mechanism, mechanisms, register
 from qkflow.mechanisms.standard import StandardAttention, StandardConfig
@@ -16,5 +16,6 @@ __all__ = [
     "StandardConfig",
     "mechanism",
     "mechanisms",
+    "projection",
     "register",
 ]

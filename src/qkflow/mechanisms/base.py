@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -54,7 +54,10 @@ class Circuits:
 
 
 class Mechanism(nn.Module, ABC):
-    """A causal map from a stream to a stream. See the module's text for what the methods owe each other."""
+    """A causal map from a stream to a stream. See the module's text for what the methods owe each other.
+
+    By convention the projection back to the stream, if there is one, is called `output`: a model may start it at zero.
+    """
 
     @abstractmethod
     def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
@@ -81,6 +84,14 @@ class Mechanism(nn.Module, ABC):
         """Which parameters are the QK circuit and which the OV circuit; the rest is neither."""
 
 
+def projection(inputs: int, outputs: int) -> nn.Linear:
+    """A matrix without bias that keeps the scale of what passes through it: entries begin as N(0, 1 / inputs)."""
+    linear = nn.Linear(inputs, outputs, bias=False)
+    nn.init.normal_(linear.weight, std=inputs**-0.5)
+    return linear
+
+
+@runtime_checkable  # so that run-time type checks can look at it
 class Factory(Protocol):
     """Something that makes a mechanism for one layer of a stack; layers count from 0."""
 

@@ -27,7 +27,7 @@ _GROUP = "qkflow.mechanisms"
 
 def register(name: str, config: type[Any]) -> None:
     """Make a mechanism known in this process; a package does it for good through the entry point."""
-    if not dataclasses.is_dataclass(config) or not callable(getattr(config, "__call__", None)):  # noqa: B004
+    if not dataclasses.is_dataclass(config) or not any("__call__" in vars(kind) for kind in config.__mro__):
         raise UsageError(f"{name!r} must be a dataclass with __call__(width, heads, layer, layers), got {config!r}")
     if name in mechanisms() and mechanisms()[name] is not config:
         raise UsageError(f"a mechanism named {name!r} exists already: choose another name")
@@ -66,6 +66,6 @@ def _parse(options: str, spec: str) -> dict[str, Any]:
             raise UsageError(f"{spec!r}: expected key=value after the colon, got {item!r}")
         try:
             values[key.strip()] = ast.literal_eval(text.strip())
-        except (SyntaxError, ValueError):
+        except (SyntaxError, TypeError, ValueError):
             values[key.strip()] = text.strip()
     return values

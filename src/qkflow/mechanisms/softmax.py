@@ -11,7 +11,7 @@ A mechanism of this family says how q, k and v are shaped (`shape`), what happen
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Circuits, Cost, Mechanism, Stream
+from qkflow.mechanisms.base import Circuits, Cost, Mechanism, Stream, projection
 from qkflow.ops.norm import rms_norm
 from qkflow.ops.rotary import rotate, turns
 from qkflow.ops.softmax import Mask, visible
@@ -76,10 +76,10 @@ class SoftmaxMechanism(Mechanism):
         if config.window is not None and config.window < 1:
             raise UsageError(f"window must be at least 1, got {config.window}")
         self.width, self.shape, self.config = width, shape, config
-        self.query = nn.Linear(width, shape.queries * shape.key_width, bias=False)
-        self.key = nn.Linear(width, shape.keys * shape.key_width, bias=False)
-        self.value = nn.Linear(width, shape.values * shape.value_width, bias=False)
-        self.output = nn.Linear(shape.outputs * shape.value_width, width, bias=False)
+        self.query = projection(width, shape.queries * shape.key_width)
+        self.key = projection(width, shape.keys * shape.key_width)
+        self.value = projection(width, shape.values * shape.value_width)
+        self.output = projection(shape.outputs * shape.value_width, width)
         if config.qk_norm:
             self.query_norm = nn.Parameter(torch.ones(shape.key_width))
             self.key_norm = nn.Parameter(torch.ones(shape.key_width))
@@ -101,6 +101,8 @@ class SoftmaxMechanism(Mechanism):
 
     def weights(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> Float[Tensor, "b h t s"]:
         """The exact map, over the slots of the state (in a packed batch: of each token's own sequence) and then `x`."""
+        if isinstance(state, Cache):
+            state = replace(state, window=None)  # a column for every slot: none may be given up on the way
         rows = self._rows(x, state, layout)
         scores = torch.nn.functional.pad(self.map(rows), (rows.first, 0))
         if layout is None:
@@ -144,8 +146,8 @@ class SoftmaxMechanism(Mechanism):
     def _pair_products(self) -> int:
         return self.shape.queries * self.shape.key_width + self.shape.outputs * self.shape.value_width
 
-    def _split(self, projection: nn.Linear, x: Stream, heads: int) -> Float[Tensor, "b t h k"]:
-        return projection(x).view(*x.shape[:2], heads, -1)
+    def _split(self, linear: nn.Linear, x: Stream, heads: int) -> Float[Tensor, "b t h k"]:
+        return linear(x).view(*x.shape[:2], heads, -1)
 
     def _rows(self, x: Stream, state: State | None, layout: Layout | None) -> Rows:
         """Project, move to row form, turn, and put behind what the state holds."""

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Mechanism, Stream
+from qkflow.mechanisms.base import Mechanism, Stream, projection
 from qkflow.ops.norm import rms_norm
 from qkflow.state import State
 
@@ -31,17 +31,17 @@ class RMSNorm(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    r"""The gated feed-forward network  W_{down} (silu(W_{gate} x) \odot W_{up} x).  https://arxiv.org/abs/2002.05202"""
+    r"""The gated feed-forward network  W_{output} (silu(W_{gate} x) \odot W_{up} x).  https://arxiv.org/abs/2002.05202"""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(width, hidden, bias=False)
-        self.up = nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
+        self.gate = projection(width, hidden)
+        self.up = projection(width, hidden)
+        self.output = projection(hidden, width)
 
     def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
         """Each token by itself."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.output(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):

@@ -154,7 +154,14 @@ class Decoder(nn.Module):
         )
 
     def _initialise(self) -> None:
-        """Embeddings small enough that a tied head starts near uniform; the rest is torch's own start."""
+        """Begin with blocks that add nothing, and embeddings small enough that a tied head begins near uniform.
+
+        Ours: chosen by experiment at 1m, where branches that begin at zero learned fastest of five common starts.
+        """
         nn.init.normal_(self.embedding.weight, std=0.02)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=0.02)
+        for block in self.blocks:
+            for branch in (block.mechanism, block.feed_forward):
+                if isinstance(output := getattr(branch, "output", None), nn.Linear):
+                    nn.init.zeros_(output.weight)

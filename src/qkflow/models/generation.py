@@ -28,7 +28,7 @@ class Sampling:
     """Row i of a batch draws from its own stream, made of the seed and i."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not self.temperature >= 0:
             raise UsageError(f"temperature must not be negative, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise UsageError(f"top_k must be at least 1, got {self.top_k}")

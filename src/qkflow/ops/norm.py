@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -25,7 +26,8 @@ class _RMSNorm(torch.autograd.Function):
         return (x * inverse).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+    @once_differentiable  # the fused kernel's own derivative is layer norm's: wrong here, so better none
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, inverse = ctx.saved_tensors
         (grad,), size = grads, x.shape[-1]
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(

@@ -15,7 +15,7 @@ from einops import rearrange
 from jaxtyping import Complex, Float, Int, Shaped
 from torch import Tensor
 
-Turns = Complex[Tensor, "*b t h i"] | Float[Tensor, "*b t h i 2"]
+Turns = Complex[Tensor, "*b t heads i"] | Float[Tensor, "*b t heads i 2"]
 """e^{j angle}, the same for every head: as a complex number, or as cosine and sine where torch cannot use one."""
 
 
@@ -61,7 +61,7 @@ def rotate(x: Float[Tensor, "b t h k"], by: Turns) -> Float[Tensor, "b t h k"]:
     [0.5403, 0.8415]
     """
     b, t, h, k = x.shape
-    pairs = x.view(b, t, h, k // 2, 2)
+    pairs = x.contiguous().view(b, t, h, k // 2, 2)
     if by.is_complex():
         by = by if by.shape[-2] == h else by[..., :h, :]
         return torch.view_as_real(torch.view_as_complex(pairs) * by).view(b, t, h, k)

@@ -1,0 +1,42 @@
+# make demo: set up, then train a small model on Python's own library for a minute and let it write
+# make test: set up, then check style, types, import directions, and every test
+.PHONY: demo test style types layers tests compiled clean
+.DEFAULT_GOAL := demo
+
+python := .venv/bin/python
+# one torch thread a worker: more would fight over the cores, and bits depend on their number
+pytest := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(python) -m pytest -n auto
+
+demo:
+	@tools/setup.sh run
+	@rm -rf runs/demo
+	@$(python) -m qkflow train --config examples/demo.toml --budget 60s --out runs/demo
+	@echo
+	@$(python) -m qkflow generate runs/demo "def " --tokens 400 --temperature 0.7
+
+test: style types layers tests compiled
+
+style: .setup
+	$(python) -m ruff format --check .
+	$(python) -m ruff check .
+
+types: .setup
+	$(python) -m basedpyright
+
+layers: .setup
+	$(python) -c "from importlinter.cli import lint_imports; raise SystemExit(lint_imports())"
+
+# with every shape annotation checked at run time
+tests: .setup
+	$(pytest) -m "not compiled" --jaxtyping-packages=qkflow,beartype.beartype
+
+# without them: a check inside a graph would break it
+compiled: .setup
+	$(pytest) -m compiled
+
+.PHONY: .setup
+.setup:
+	@tools/setup.sh dev
+
+clean:
+	rm -rf .venv runs dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,60 @@
+"""Greedy generation with a cache against HF's generate, and what a new token allocates as the text grows.
+
+python benchmarks/generate.py [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from qkflow import Decoder, Sampling, generate, size
+
+from peers import hf_llama
+from side_by_side import Row, arguments, race, report, rows
+
+PROMPT, NEW = 64, 192
+GREEDY = Sampling(temperature=0)
+
+
+def compare(name: str, batch: int, rounds: int) -> list[Row]:
+    config = size(name)
+    ours, hf = Decoder(config).eval(), hf_llama(config).eval()
+    prompt = torch.randint(0, 256, (batch, PROMPT))
+
+    def theirs() -> None:
+        hf.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=NEW,
+            min_new_tokens=NEW,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+
+    work = {"qkflow": lambda: generate(ours, prompt.tolist(), tokens=NEW, sampling=GREEDY), "HF Llama": theirs}
+    return rows(f"generation {name}, batch {batch}", race(work, rounds=rounds), amount=batch * NEW, unit="tokens/s")
+
+
+def allocation(name: str, lengths: list[int]) -> None:
+    """Bytes that one more token allocates, after so many: constant, since nothing of the past is copied."""
+    model = Decoder(size(name)).eval()
+    print(f"\nallocated by one new token ({name}, batch 1)")
+    with torch.inference_mode():
+        for length in lengths:
+            _, state = model(torch.randint(0, 256, (1, length)))
+            _, state = model(torch.zeros(1, 1, dtype=torch.long), state)  # grows the buffers, once
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+                model(torch.zeros(1, 1, dtype=torch.long), state)
+            allocated = sum(max(0, event.self_cpu_memory_usage) for event in trace.events())
+            print(f"  after {length:>6,} tokens: {allocated:>9,} bytes; the state holds {state.nbytes:,}")
+
+
+if __name__ == "__main__":
+    args = arguments(__doc__)
+    table = compare("1m", 1, 3 if args.quick else 11)
+    if not args.quick:
+        table += compare("1m", 8, 7) + compare("5m", 1, 7)
+    report(table, args.json)
+    allocation("1m", [256, 1024, 4096] if args.quick else [256, 1024, 4096, 8192])

@@ -1,0 +1,29 @@
+"""What `import qkflow` adds to torch's own import, in fresh processes that take turns.
+
+python benchmarks/imports.py [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+
+from side_by_side import arguments, race, report, rows
+
+PROGRAM = "import time; import torch; begin = time.perf_counter(); import qkflow; print(time.perf_counter() - begin)"
+
+if __name__ == "__main__":
+    args = arguments(__doc__)
+    added: list[float] = []
+
+    def both() -> None:
+        out = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+        added.append(float(out.stdout))
+
+    def torch_alone() -> None:
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+
+    times = race({"torch and qkflow": both, "torch": torch_alone}, rounds=4 if args.quick else 10)
+    report(rows("import", times, amount=1.0, unit="imports/s"), args.json)
+    print(f"\nimport qkflow after torch: {statistics.median(added):.3f} s (median of {len(added)})")

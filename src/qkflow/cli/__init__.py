@@ -1,0 +1,47 @@
+"""The command line: one file a command, each a dataclass whose fields are its flags."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import tyro
+from rich.console import Console
+
+from qkflow.cli.check import Check
+from qkflow.cli.evaluate import Eval
+from qkflow.cli.generate import Generate
+from qkflow.cli.train import Train
+from qkflow.errors import DiskError, DivergenceError, Interrupted, UsageError
+
+__all__ = ["main"]
+
+COMMANDS = {"train": Train, "eval": Eval, "generate": Generate, "check": Check}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code: 0 done, 1 failed, 2 something the user gave cannot be used, 130 stopped."""
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        command = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS, prog="qkflow", description="Attention whose queries and keys move.", args=args
+        )
+        return command.run()
+    except UsageError as error:
+        errors.print(f"qkflow: {error}", style="red", markup=False)
+        return 2
+    except (DiskError, DivergenceError) as error:
+        reason = error.strerror if isinstance(error, DiskError) else error
+        errors.print(f"qkflow: {reason}", style="red", markup=False)
+        return 1
+    except Interrupted as stopped:
+        errors.print(f"qkflow: {stopped}", style="yellow", markup=False)
+        return 128 + signal.SIGINT
+    except KeyboardInterrupt:
+        errors.print("qkflow: stopped", style="yellow")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader of a pipe has seen enough; the interpreter must not flush into it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE

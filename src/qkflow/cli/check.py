@@ -1,0 +1,80 @@
+"""`qkflow check`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, cast
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from qkflow.errors import UsageError
+from qkflow.laws import LAWS, check
+from qkflow.mechanisms import Factory, mechanism
+
+_STYLES = {"kept": "green", "broken": "red", "absent": "yellow"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Try a mechanism, yours or ours, on every law: causality, cache, padding, packing, compilation and so on.
+
+    A broken law comes with the smallest case that breaks it, and the exit code is 1.
+
+    For example:
+      qkflow check standard:window=16
+      qkflow check mypackage.attention:MyAttention
+      qkflow check mypackage.attention:MyAttention --law padding --law packing
+    """
+
+    factory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FACTORY")]
+    """A mechanism's name, or package.module:name of what makes one when called as name(width, heads, layer, layers)."""
+    law: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
+    """Only this law; may be given several times."""
+    width: int = 32
+    """Width of the stream it is tried with."""
+    heads: int = 4
+    """Heads it is tried with."""
+
+    def run(self) -> int:
+        """Print a line for each law; 1 if any is broken."""
+        console = Console()
+        factory = find_factory(self.factory)
+        table = Table("law", "", "smallest case that breaks it", box=None, pad_edge=False)
+        broken = 0
+        for name in self.law or LAWS:
+            with console.status(f"trying {name}"):
+                (verdict,) = check(factory, only=[name], width=self.width, heads=self.heads)
+            broken += verdict.outcome == "broken"
+            table.add_row(name, f"[{_STYLES[verdict.outcome]}]{verdict.outcome}[/]", Text(verdict.detail))
+        console.print(table)
+        return 1 if broken else 0
+
+
+def find_factory(name: str) -> Factory:
+    """A mechanism by name, or by where it lies; modules of the present folder are found too."""
+    module_name, colon, attribute = name.partition(":")
+    if not colon or "=" in attribute:
+        return mechanism(name)
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        value = getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"cannot import {module_name!r} ({error}): give package.module:name as Python imports it"
+        ) from error
+    except AttributeError as error:
+        raise UsageError(
+            f"{module_name} has no {attribute!r}: give package.module:name of something it defines"
+        ) from error
+    if not callable(value):
+        raise UsageError(
+            f"{name} is {type(value).__name__}: expected something to call as name(width, heads, layer, layers)"
+        )
+    return cast(Factory, value)

@@ -1,0 +1,38 @@
+"""What the commands share: flags that can be left out, durations as people write them, where a new run goes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from qkflow.errors import UsageError
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def flag(metavar: str, default: str | None = None) -> Any:
+    """How an optional flag shows in the help: `default` is what leaving it out comes to."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="" if default is None else f"(default: {default})")
+
+
+def seconds(text: str) -> float:
+    """A duration in seconds.
+
+    >>> seconds("90s"), seconds("1.5m"), seconds("2h"), seconds("3d")
+    (90.0, 90.0, 7200.0, 259200.0)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    if found is None or float(found[1]) == 0:
+        raise UsageError(f"a budget is a number and a unit, such as 90s, 2m, 1.5h or 3d: got {text!r}")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def new_folder(stem: str, parent: Path = Path("runs")) -> Path:
+    """A folder in `parent` that does not exist yet: the stem, or the stem and the first free number."""
+    folder, number = parent / stem, 2
+    while folder.exists():
+        folder, number = parent / f"{stem}-{number}", number + 1
+    return folder

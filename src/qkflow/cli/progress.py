@@ -1,0 +1,119 @@
+"""What a training run shows: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from qkflow.training import Callback, Result, Run
+
+_LINES_EVERY = 5.0
+"""Seconds between two plain lines."""
+
+
+class Watch(Callback):
+    """Shows loss, tokens per second and time left; keeps the first evaluation to set the last one beside it."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("loss {task.fields[loss]:.3f} · {task.fields[speed]:,.0f} tokens/s ·"),
+            TimeRemainingColumn(compact=True),
+            TextColumn("left"),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self.task = None
+        self.first: float | None = None
+        self.steps = 0
+        self.shown_at = 0.0
+        self.rate = _Rate()
+
+    def on_start(self, run: Run) -> None:
+        """Say what is trained on what, and start the bar."""
+        model, config = run.config.model, run.config
+        count = sum(p.numel() for p in run.model.parameters())
+        names = ", ".join(dict.fromkeys(model.mechanisms))
+        self.say(
+            f"model   {names}, {count:,} parameters: width {model.width}, {model.layers} layers, {model.heads} heads"
+        )
+        self.say(f"corpus  {run.corpus}")
+        self.say(f"run     {run.folder}: {config.steps:,} steps of {config.batch} x {config.context} tokens")
+        if run.step:
+            self.say(f"resumed after step {run.step:,}")
+        self.steps = config.steps
+        self.task = self.bar.add_task("train", total=config.steps, completed=run.step, loss=float("nan"), speed=0.0)
+        self.rate.note(run.step, run.step * config.batch * config.context)
+        self.bar.start()
+
+    def on_step(self, record: Mapping[str, Any]) -> None:
+        """Move the bar, or write a line now and then."""
+        speed = self.rate.note(record["step"], record["tokens"])
+        if not self.bar.disable and self.task is not None:
+            self.bar.update(self.task, completed=record["step"], loss=record["loss"], speed=speed)
+        elif time.monotonic() - self.shown_at > _LINES_EVERY:
+            self.shown_at = time.monotonic()
+            left = self.rate.seconds_left(record["step"], self.steps)
+            step = f"step {record['step']:,}/{self.steps:,}"
+            self.say(f"{step}  loss {record['loss']:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left")
+
+    def on_evaluate(self, record: Mapping[str, Any]) -> None:
+        """Write the held-out figures as a line that stays."""
+        self.first = record["bits_per_byte"] if self.first is None else self.first
+        perplexity = record["perplexity"]
+        told = "" if perplexity is None else f"  perplexity {perplexity:,.2f} per token"
+        self.say(f"step {record['step']:>6,}  held-out {record['bits_per_byte']:.3f} bits per byte{told}")
+        self.rate.pause()
+
+    def on_checkpoint(self, path: Path) -> None:
+        """Nothing to say: checkpoints are routine."""
+        self.rate.pause()
+
+    def on_notice(self, text: str) -> None:
+        """Pass on what the user should read."""
+        self.say(f"note: {text}")
+
+    def on_end(self, result: Result) -> None:
+        """Take the bar away."""
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self.bar.stop()
+
+    def say(self, text: str) -> None:
+        """One line, above the bar if there is one."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Rate:
+    """Tokens per second over the last steps, without the time that evaluations and checkpoints take."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+        self.step = self.tokens = 0
+        self.speed = self.pace = 0.0
+
+    def note(self, step: int, tokens: int) -> float:
+        now = time.monotonic()
+        if self.at is not None and step > self.step and now > self.at:
+            weight = 0.1 if self.speed else 1.0
+            self.speed += weight * ((tokens - self.tokens) / (now - self.at) - self.speed)
+            self.pace += weight * ((now - self.at) / (step - self.step) - self.pace)
+        self.at, self.step, self.tokens = now, step, tokens
+        return self.speed
+
+    def pause(self) -> None:
+        self.at = time.monotonic()
+
+    def seconds_left(self, step: int, steps: int) -> float:
+        return self.pace * (steps - step)

@@ -1,0 +1,176 @@
+"""`qkflow train`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+
+from qkflow.cli.options import flag, new_folder, seconds
+from qkflow.cli.progress import Watch
+from qkflow.configs import from_dict, to_dict
+from qkflow.data import CorpusConfig, open_corpus
+from qkflow.errors import UsageError
+from qkflow.models import DecoderConfig, size
+from qkflow.training import TrainConfig, steps_for_budget, train
+
+_DEFAULT_BUDGET = "2m"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a language model on a text, and resume where it stopped.
+
+    For example:
+      qkflow train                               two minutes on Python's own library
+      qkflow train my.txt --size 5m --budget 1h  as many steps as an hour allows
+      qkflow train enwik8 --mechanism differential --steps 2000 --out runs/diff
+      qkflow train --resume runs/diff            after Ctrl-C, a crash, a power cut
+    """
+
+    corpus: Annotated[str | None, tyro.conf.Positional, flag("CORPUS", "python-stdlib")] = None
+    """A file or folder of text, or a name: python-stdlib, enwik8, text8, wikitext-103, hf:NAME."""
+    mechanism: Annotated[str | None, flag("NAME", "standard")] = None
+    """The mechanism, as in standard:window=128."""
+    size: Annotated[str | None, flag("NAME", "1m")] = None
+    """1m, 5m, 60m, 150m or 350m."""
+    steps: Annotated[int | None, flag("N")] = None
+    """Optimiser steps. Without them, --budget."""
+    budget: Annotated[str | None, flag("TIME", "2m")] = None
+    """Time to train for, such as 90s, 2m or 1h: measured first, then frozen as steps."""
+    context: Annotated[int | None, flag("N", "256")] = None
+    """Tokens a window."""
+    batch: Annotated[int | None, flag("N", "32")] = None
+    """Windows a step."""
+    lr: Annotated[float | None, flag("RATE", "0.003")] = None
+    """Highest learning rate."""
+    seed: Annotated[int | None, flag("N", "0")] = None
+    """Initialisation."""
+    data_seed: Annotated[int | None, flag("N", "0")] = None
+    """Order of the batches."""
+    tokens: Annotated[Literal["bytes", "bpe", "gpt2"] | None, flag("{bytes,bpe,gpt2}", "bytes")] = None
+    """Bytes, BPE trained on the corpus, or GPT-2's from local files."""
+    vocabulary_files: Annotated[str | None, flag("DIR")] = None
+    """Where GPT-2's two vocabulary files lie, for --tokens gpt2."""
+    field: Annotated[str | None, flag("NAME", "text")] = None
+    """The field of .jsonl lines that holds the text."""
+    data_dir: Annotated[str | None, flag("DIR")] = None
+    """Where named corpora lie."""
+    device: Annotated[Literal["auto", "cpu", "cuda", "mps"] | None, flag("{auto,cpu,cuda,mps}", "auto")] = None
+    """Where to compute."""
+    compile: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Compile the model first."""
+    config: Annotated[Path | None, flag("FILE")] = None
+    """A TOML or JSON file with any of a run's settings; flags come before it."""
+    out: Annotated[Path | None, flag("RUN", "a new one in runs/")] = None
+    """The run's folder."""
+    resume: Annotated[Path | None, flag("RUN")] = None
+    """Go on with the run in this folder; nothing else is needed."""
+
+    def run(self) -> int:
+        """Train, showing how it goes."""
+        console = Console()
+        watch = Watch(console)
+        try:
+            if self.resume is not None:
+                self._refuse_others()
+                result = train(None, self.resume, callbacks=[watch], resume=True, command=sys.argv)
+            else:
+                config = self._config(console)
+                result = train(config, self._folder(config), callbacks=[watch], command=sys.argv)
+        finally:
+            watch.close()
+        after = result.metrics["bits_per_byte"]
+        if watch.first is not None and not result.was_finished:
+            watch.say(f"held-out bits per byte: {watch.first:.3f} before, {after:.3f} after; saved in {result.folder}")
+        return 0
+
+    def _refuse_others(self) -> None:
+        given = [name for name, value in vars(self).items() if value not in (None, False) and name != "resume"]
+        if given:
+            flags = ", ".join("CORPUS" if name == "corpus" else f"--{name.replace('_', '-')}" for name in given)
+            raise UsageError(f"--resume goes on with the run as it was begun: leave out {flags}")
+
+    def _config(self, console: Console) -> TrainConfig:
+        """Flags over file over defaults; then the vocabulary from the corpus, and the steps from the budget."""
+        if self.steps is not None and self.budget is not None:
+            raise UsageError("give --steps or --budget, not both")
+        settings = {} if self.config is None else read_settings(self.config)
+        corpus = _table(settings, "corpus") | _given(
+            source=self.corpus,
+            tokens=self.tokens,
+            vocabulary_files=self.vocabulary_files,
+            field=self.field,
+            data_dir=self.data_dir,
+        )
+        model = _table(settings, "model")
+        shape = _given(size=self.size, mechanism=self.mechanism)
+        named = shape.pop("size", model.pop("size", "1m"))
+        corpus_config = from_dict(CorpusConfig, corpus, where=" in 'corpus'")
+        if "vocabulary" not in model:
+            model["vocabulary"] = open_corpus(corpus_config).vocabulary
+        model = {**to_dict(size(named, vocabulary=model["vocabulary"])), **model, **shape}
+        flags = _given(
+            steps=self.steps,
+            context=self.context,
+            batch=self.batch,
+            lr=self.lr,
+            seed=self.seed,
+            data_seed=self.data_seed,
+            device=self.device,
+            compile=self.compile or None,
+        )
+        timed = self.steps is None and (self.budget is not None or "steps" not in settings)
+        config = from_dict(
+            TrainConfig,
+            {"steps": 1, **settings, **flags, "corpus": corpus_config, "model": from_dict(DecoderConfig, model)},
+        )
+        if not timed:
+            return config
+        budget = self.budget or _DEFAULT_BUDGET
+        with console.status(f"measuring how many steps fit into {budget}"):
+            steps = steps_for_budget(config, seconds(budget))
+        console.print(f"budget  {budget}: {steps:,} steps on this machine", highlight=False)
+        return replace(config, steps=steps)
+
+    def _folder(self, config: TrainConfig) -> Path:
+        if self.out is not None:
+            return self.out
+        stem = "-".join(dict.fromkeys(config.model.mechanisms))
+        return new_folder(re.sub(r"[^\w.=-]+", "_", stem) + f"-seed{config.seed}")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A config file as plain data."""
+    if not path.is_file():
+        raise UsageError(f"there is no config file {path}: give the path of a .toml or .json file")
+    try:
+        if path.suffix == ".json":
+            value = json.loads(path.read_text())
+        elif path.suffix == ".toml":
+            value = tomllib.loads(path.read_text())
+        else:
+            raise UsageError(f"a config file ends in .toml or .json, got {path}")
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} must hold a table of settings, got {type(value).__name__}")
+    return value
+
+
+def _table(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    table = settings.pop(name, {})
+    if not isinstance(table, dict):
+        raise UsageError(f"config key {name!r} must be a table of settings, got {table!r}")
+    return dict(table)
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

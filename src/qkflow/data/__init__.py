@@ -1,0 +1,24 @@
+"""Corpora: from text anywhere to memory-mapped tokens, training batches and held-out windows."""
+
+from qkflow.data.batches import Window, batch, epoch_windows, segment_starts, windows
+from qkflow.data.config import CorpusConfig
+from qkflow.data.corpus import Corpus, Split
+from qkflow.data.prepare import cache_folder, open_corpus
+from qkflow.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, save_tokenizer
+
+__all__ = [
+    "ByteTokenizer",
+    "Corpus",
+    "CorpusConfig",
+    "Split",
+    "Tokenizer",
+    "Window",
+    "batch",
+    "cache_folder",
+    "epoch_windows",
+    "load_tokenizer",
+    "open_corpus",
+    "save_tokenizer",
+    "segment_starts",
+    "windows",
+]

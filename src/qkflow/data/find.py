@@ -1,0 +1,40 @@
+"""From what the user wrote to a source of text, or to the nearest name that exists."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from qkflow.data import hub, named
+from qkflow.data.config import CorpusConfig
+from qkflow.data.sources import STDLIB, Source, from_path, standard_library
+from qkflow.errors import UsageError, unknown
+
+NAMES = (STDLIB, *named.NAMES)
+
+
+def find_source(config: CorpusConfig) -> Source:
+    """The source that `config.source` names: a known name, `hf:NAME`, a file or a folder.
+
+    >>> find_source(CorpusConfig(source="python-stdlib")).name
+    'python-stdlib'
+    """
+    if config.source == STDLIB:
+        return standard_library()
+    if config.source in named.NAMES:
+        return named.named(config)
+    if config.source.startswith("hf:"):
+        return hub.dataset(config.source.removeprefix("hf:"), config.field)
+    path = Path(config.source).expanduser()
+    if config.source and path.exists():
+        return from_path(path, config.field)
+    raise _missing(config.source, path)
+
+
+def _missing(source: str, path: Path) -> UsageError:
+    if not path.suffix and len(path.parts) <= 1:
+        return UsageError(f"{unknown('corpus', source, NAMES)}, hf:NAME; and no file or folder here has that name")
+    siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, siblings, n=1)
+    hint = f"did you mean {str(path.parent / near[0])!r}?" if near else f"give a path, or one of {', '.join(NAMES)}"
+    return UsageError(f"no file or folder {source!r}: {hint}")

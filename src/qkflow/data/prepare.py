@@ -1,0 +1,153 @@
+"""From a source to a prepared corpus: once, streamed, cached by content, safe against crashes and other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from qkflow import files
+from qkflow.data.config import CorpusConfig
+from qkflow.data.corpus import FORMAT, RECORD, Corpus, DamagedError
+from qkflow.data.find import find_source
+from qkflow.data.sources import Source
+from qkflow.data.splits import Plan, divide
+from qkflow.data.survey import Survey, plan, remembered, watched
+from qkflow.data.tokenizers import ByteTokenizer, Tokenizer, gpt2_digest, load_gpt2, save_tokenizer, train_bpe
+from qkflow.data.writing import token_type, whole_words, write_parts
+from qkflow.errors import UsageError
+
+
+def open_corpus(config: CorpusConfig, *, tokenizer: Tokenizer | None = None) -> Corpus:
+    """The corpus that `config` describes, prepared now unless it was before.
+
+    The cache is the folder in QKFLOW_CACHE, else qkflow in XDG_CACHE_HOME or ~/.cache. A corpus is found again by its
+    content and by what of the config matters, wherever the source lies; a damaged one is prepared again. A `tokenizer`
+    that is given makes the tokens, whatever the config says of them: so a model reads another text with its own.
+
+    >>> corpus = open_corpus(CorpusConfig(source="python-stdlib"))  # doctest: +SKIP
+    >>> corpus.vocabulary  # doctest: +SKIP
+    257
+    """
+    source = find_source(config)
+    vocabulary = None
+    if tokenizer is not None:
+        config = replace(config, tokens=cast(Any, tokenizer.kind))
+        vocabulary = hashlib.sha256(json.dumps(tokenizer.to_json(), sort_keys=True).encode()).hexdigest()
+    elif config.tokens == "gpt2":
+        vocabulary = gpt2_digest(config.vocabulary_files)
+    seen = remembered(source, config, cache_folder())
+    if config.tokens != "bytes" and seen.not_utf8:
+        name, offset = seen.not_utf8
+        raise UsageError(f"{name} is not UTF-8 at byte {offset}: use --tokens bytes, or convert it to UTF-8")
+    split = plan(source, seen, config)
+    folder = cache_folder() / "corpora" / _key(seen, split, config, vocabulary)
+    with contextlib.suppress(DamagedError):
+        return replace(Corpus.at(folder), name=source.name)
+    _prepare(folder, source, seen, split, config, tokenizer)
+    return replace(Corpus.at(folder), name=source.name)
+
+
+def cache_folder() -> Path:
+    """Where prepared corpora are kept."""
+    own, shared = os.environ.get("QKFLOW_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    folder = Path(own) if own else Path(shared or "~/.cache") / "qkflow"
+    try:
+        return folder.expanduser()
+    except RuntimeError:
+        raise UsageError(f"{folder} has no home to be in: set QKFLOW_CACHE to a folder that can be written") from None
+
+
+def _key(seen: Survey, split: Plan, config: CorpusConfig, vocabulary: str | None) -> str:
+    """A hash of everything that decides the prepared files, and of nothing else."""
+    what: dict[str, Any] = {"format": FORMAT, "digest": seen.digest, "tokens": config.tokens}
+    if config.tokens == "bpe":
+        what["vocabulary"] = config.vocabulary
+    if vocabulary and config.tokens != "bytes":
+        what["files"] = vocabulary
+    if split.in_passages:
+        what["passage"] = config.passage
+    if split.rule == "contiguous":
+        what["aligned"] = split.aligned
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _prepare(
+    folder: Path, source: Source, seen: Survey, split: Plan, config: CorpusConfig, tokenizer: Tokenizer | None
+) -> None:
+    """Fill `folder` under a lock, unless another process did while we waited for it."""
+    _check_writable(folder.parent)
+    with files.locked(folder.with_name(f".{folder.name}.lock"), wait=True):
+        with contextlib.suppress(DamagedError):
+            Corpus.at(folder)
+            return
+        files.discard(folder)
+        _sweep(folder)
+        try:
+            files.write_folder(folder, lambda temporary: _fill(temporary, source, seen, split, config, tokenizer))
+        finally:
+            _sweep(folder)
+
+
+def _check_writable(folder: Path) -> None:
+    hint = "set QKFLOW_CACHE to a folder that can be written"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the cache {folder} cannot be made ({error.strerror}): {hint}") from error
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"the cache {folder} is read-only: {hint}")
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what interrupted preparations left; whoever holds the lock may."""
+    for left in folder.parent.glob(f".{folder.name}.*.tmp"):
+        files.discard(left)
+
+
+def _fill(
+    folder: Path, source: Source, seen: Survey, split: Plan, config: CorpusConfig, given: Tokenizer | None
+) -> None:
+    tokenizer = _tokenizer(source, split, config) if given is None else given
+    digest = hashlib.sha256()
+    pieces = divide(watched(source.documents(), digest.update), split)
+    counts = write_parts(folder, pieces if config.tokens == "bytes" else whole_words(pieces), tokenizer)
+    if digest.hexdigest() != seen.digest:
+        raise UsageError(f"{source.name} changed while it was being prepared: run again when it is written")
+    if empty := [part for part, count in counts.items() if not count["documents"]]:
+        missing = " and ".join(empty)
+        raise UsageError(f"{source.name} ({seen.bytes} bytes) is too short, {missing} would be empty: give more text")
+    save_tokenizer(tokenizer, folder / "tokenizer.json")
+    record = {
+        "format": FORMAT,
+        "name": source.name,
+        "digest": seen.digest,
+        "bytes": seen.bytes,
+        "tokens": config.tokens,
+        "vocabulary": tokenizer.vocabulary,
+        "end": tokenizer.end,
+        "dtype": token_type(tokenizer),
+        "split": {
+            "rule": split.rule,
+            "cuts": list(split.cuts) if split.rule == "contiguous" else None,
+            "passage": config.passage if split.in_passages else None,
+        },
+        "parts": counts,
+        "tokenizers": importlib.metadata.version("tokenizers") if config.tokens != "bytes" else None,
+        "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
+    }
+    files.write_json(folder / RECORD, record)
+
+
+def _tokenizer(source: Source, split: Plan, config: CorpusConfig) -> Tokenizer:
+    if config.tokens == "bytes":
+        return ByteTokenizer()
+    if config.tokens == "gpt2":
+        return load_gpt2(config.vocabulary_files)
+    pieces = whole_words(divide(source.documents(), split))
+    return train_bpe((piece.text for piece in pieces if piece.part == "train"), config.vocabulary)

@@ -1,0 +1,24 @@
+"""Training that can be killed at any instant: the loop, its checkpoints, its evaluations and those who watch it."""
+
+from qkflow.training.budget import steps_for_budget
+from qkflow.training.callbacks import Callback, Result, Run
+from qkflow.training.config import TrainConfig
+from qkflow.training.evaluation import Evaluation, evaluate
+from qkflow.training.loop import train
+from qkflow.training.metrics import read_metrics
+from qkflow.training.run import LoadedRun, load_run, resume_command
+
+__all__ = [
+    "Callback",
+    "Evaluation",
+    "LoadedRun",
+    "Result",
+    "Run",
+    "TrainConfig",
+    "evaluate",
+    "load_run",
+    "read_metrics",
+    "resume_command",
+    "steps_for_budget",
+    "train",
+]

@@ -1,0 +1,82 @@
+"""environment.json: where a run was made, and with what. The threads are there because the last bits depend on them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qkflow.data import Corpus
+from qkflow.errors import UsageError
+
+_PACKAGES = ("qkflow", "torch", "numpy", "safetensors", "tokenizers")
+
+
+def environment(corpus: Corpus, device: torch.device, command: Sequence[str]) -> dict[str, Any]:
+    """The present process and its machine, JSON-ready."""
+    return {
+        "command": list(command),
+        "corpus": {"name": corpus.name, "digest": corpus.digest},
+        "cores": os.cpu_count(),
+        "cpu": _cpu(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+    }
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs from the record in a way that bits can depend on, as lines to show.
+
+    >>> changes({"threads": 2, "device": "cpu"}, {"threads": 4, "device": "cpu"})
+    ['threads was 2 when the run began and is 4 now: the last bits of results may differ']
+    """
+    pairs = {name: (before.get(name), now.get(name)) for name in ("threads", "device", "cpu")}
+    old, new = before.get("versions", {}), now.get("versions", {})
+    pairs |= {f"the version of {name}": (old.get(name), new.get(name)) for name in ("torch", "qkflow")}
+    return [
+        f"{name} was {was} when the run began and is {is_now} now: the last bits of results may differ"
+        for name, (was, is_now) in pairs.items()
+        if was != is_now
+    ]
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a config; `auto` is the first there is of cuda, mps, cpu.
+
+    >>> pick_device("cpu")
+    device(type='cpu')
+    """
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(kind for kind, found in there.items() if found)
+    if not there[name]:
+        raise UsageError(
+            f"device {name!r} is not available on this machine: use 'cpu', or 'auto' to take what there is"
+        )
+    return torch.device(name)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    """The processor's name; Linux keeps it in a file, elsewhere Python knows it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

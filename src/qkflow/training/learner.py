@@ -1,0 +1,116 @@
+"""A model that learns: a step is a function of (config, step, data) and of nothing that is not in a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkflow.data import Corpus, batch, open_corpus, windows
+from qkflow.errors import DivergenceError, Interrupted, UsageError
+from qkflow.layout import Layout
+from qkflow.models import Decoder
+from qkflow.training.config import TrainConfig
+from qkflow.training.divergence import first_bad_gradient, first_bad_module
+from qkflow.training.optimizer import build_optimizer
+from qkflow.training.runtime import step_seed
+from qkflow.training.schedule import multiplier
+
+
+def open_checked(config: TrainConfig) -> Corpus:
+    """Open the corpus, and refuse at once what training on it would trip over later."""
+    corpus = open_corpus(config.corpus)
+    if config.model.vocabulary < corpus.vocabulary:
+        raise UsageError(
+            f"the model has a vocabulary of {config.model.vocabulary}, the corpus {corpus.name} needs "
+            f"{corpus.vocabulary}: set the model's vocabulary to that"
+        )
+    batch(corpus.train, seed=config.data_seed, step=0, batch=config.batch, context=config.context)
+    if not windows(corpus.validation, context=config.context, stride=config.stride, limit=1):
+        raise UsageError(f"the corpus {corpus.name} has no held-out document to evaluate on: give more text")
+    return corpus
+
+
+class Learner:
+    """The model and its optimiser at `step` steps."""
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, device: torch.device) -> None:
+        self.config, self.corpus, self.device = config, corpus, device
+        self.step = 0
+        torch.manual_seed(config.seed)
+        self.model = Decoder(config.model).to(device)
+        self.optimizer = build_optimizer(self.model, config)
+        if config.compile:
+            self.model.compile(dynamic=False)
+
+    def learn(self, should_stop: Callable[[], bool]) -> dict[str, Any]:
+        """Make one step; its record. A loss or gradient that is not finite moves no weight and raises."""
+        config, began = self.config, time.perf_counter()
+        tokens = batch(
+            self.corpus.train, seed=config.data_seed, step=self.step, batch=config.batch, context=config.context
+        )
+        parts = torch.from_numpy(tokens).to(self.device).chunk(config.accumulate)
+        torch.manual_seed(step_seed(config.seed, self.step))
+        self.model.train()
+        self.optimizer.zero_grad()
+        total = torch.zeros((), device=self.device)
+        for part in parts:
+            if should_stop():
+                raise Interrupted(f"stopped in step {self.step + 1}")
+            loss = self.loss(part) / config.accumulate
+            loss.backward()
+            total += loss.detach()
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        mean, length = torch.stack([total, norm]).tolist()
+        if not (math.isfinite(mean) and math.isfinite(length)):
+            raise self._diverged(parts, mean)
+        if config.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), config.clip, norm)
+        lr = config.lr * multiplier(config, self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.step += 1
+        return {
+            "kind": "train",
+            "step": self.step,
+            "loss": mean,
+            "lr": lr,
+            "grad_norm": length,
+            "tokens": self.step * config.batch * config.context,
+            "batch": f"{zlib.crc32(tokens.tobytes()):08x}",
+            "seconds": time.perf_counter() - began,
+        }
+
+    def loss(self, tokens: Int[Tensor, "b t1"]) -> Float[Tensor, ""]:
+        """The mean loss of predicting each token of the windows but the first."""
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        # The end token stands before a document as its first context, so a segment begins with it.
+        layout = None if self.config.crossing else Layout.segmented(inputs == self.corpus.end)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            logits, _ = self.model(inputs, layout=layout)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def _diverged(self, parts: tuple[Tensor, ...], loss: float) -> DivergenceError:
+        """Make the step's forward pass again, with the same dropout, and say where it broke."""
+        torch.manual_seed(step_seed(self.config.seed, self.step))
+        with torch.compiler.set_stance("force_eager"):
+            module = first_bad_module(self.model, lambda: [self.loss(part) for part in parts])
+        if module is not None:
+            where = f"the first output that is not finite is that of {module}"
+        elif math.isfinite(loss):
+            where = (
+                f"every output is finite; the first gradient that is not is that of {first_bad_gradient(self.model)}"
+            )
+        else:
+            where = "every layer's output is finite, the loss made of them is not"
+        what = "gradient" if math.isfinite(loss) else "loss"
+        return DivergenceError(f"the {what} of step {self.step + 1} is not finite: {where}")

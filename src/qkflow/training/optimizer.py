@@ -1,0 +1,69 @@
+"""AdamW with decay on matrices only, and its state as named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from qkflow.errors import CheckpointError
+from qkflow.training.config import TrainConfig
+
+_FUSED = ("cpu", "cuda", "mps")
+_PARTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over every trainable parameter once (tied ones too); norms, gains and biases are not decayed.
+
+    >>> from qkflow.data import CorpusConfig
+    >>> from qkflow.models import size
+    >>> config = TrainConfig(corpus=CorpusConfig(), model=size("1m"), steps=10)
+    >>> [group["weight_decay"] for group in build_optimizer(nn.LayerNorm(4), config).param_groups]
+    [0.0]
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=all(parameter.device.type in _FUSED and parameter.is_floating_point() for parameter in parameters),
+    )
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimiser's memory by name, `exp_avg.blocks.0.norm.weight` and so on; empty before the first step."""
+    return {
+        f"{part}.{name}": optimizer.state[parameter][part]
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+        for part in _PARTS
+    }
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `optimizer_tensors` gave; names or shapes that do not fit the model raise `CheckpointError`."""
+    wanted = {
+        f"{part}.{name}": (parameter, part)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        for part in _PARTS
+    }
+    if tensors and set(tensors) != set(wanted):
+        stray = sorted(set(tensors) ^ set(wanted))[0]
+        raise CheckpointError(f"the optimiser state does not belong to this model: {stray!r} is in only one of them")
+    optimizer.state.clear()
+    for name, tensor in tensors.items():
+        parameter, part = wanted[name]
+        if part != "step" and tensor.shape != parameter.shape:
+            raise CheckpointError(
+                f"the optimiser state does not belong to this model: {name!r} has shape {list(tensor.shape)}, "
+                f"the model's has {list(parameter.shape)}"
+            )
+        optimizer.state[parameter][part] = tensor.to(parameter.device, copy=True)

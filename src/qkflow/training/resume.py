@@ -1,0 +1,77 @@
+"""Going on with a run: the same config, the same corpus, the same threads, from the newest checkpoint that passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qkflow.errors import UsageError
+from qkflow.files import checksum, write_json
+from qkflow.training import checkpoint
+from qkflow.training.callbacks import Callback
+from qkflow.training.config import TrainConfig
+from qkflow.training.environment import changes
+from qkflow.training.learner import Learner
+from qkflow.training.metrics import trim_metrics
+from qkflow.training.optimizer import load_optimizer
+from qkflow.training.run import read_config, read_json
+from qkflow.training.tensors import load_model_tensors
+
+
+def config_of(folder: Path, given: TrainConfig | None) -> TrainConfig:
+    """The run's own config; a different one that is given is refused, since a run is a function of its config."""
+    config = read_config(folder)
+    if given is not None and given != config:
+        raise UsageError(f"the config given is not the one of {folder}: resume without a config, or begin a new run")
+    return config
+
+
+def threads_of(folder: Path, watch: Callback) -> int | None:
+    """The number of threads the run began with; a notice if this process has another."""
+    recorded = read_json(folder / "environment.json").get("threads")
+    if not isinstance(recorded, int) or recorded < 1:
+        return None
+    if (here := torch.get_num_threads()) != recorded:
+        watch.on_notice(
+            f"this process has threads={here}, the run began with {recorded}: "
+            f"{recorded} is set again, since the last bits depend on it"
+        )
+    return recorded
+
+
+def note_session(folder: Path, session: dict[str, Any], watch: Callback) -> None:
+    """Add this session to environment.json; say what bits may depend on, and refuse a corpus that has changed."""
+    record = read_json(folder / "environment.json")
+    before, now = record.get("corpus"), session["corpus"]
+    if before is None or before.get("digest") != now["digest"]:
+        raise UsageError(
+            f"the corpus {now['name']} is not the text {folder} began with (its hash is {now['digest'][:12]}): "
+            "restore that text, or begin a new run"
+        )
+    for notice in changes(record, session):
+        watch.on_notice(notice)
+    write_json(folder / "environment.json", {**record, "resumed": [*record.get("resumed", []), session]})
+
+
+def restore(folder: Path, learner: Learner, watch: Callback) -> checkpoint.Checkpoint | None:
+    """Bring the learner and metrics.jsonl to the newest checkpoint that passes; refused ones are named and set aside.
+
+    None means that the run was stopped before its first checkpoint: it begins again, with the same bits.
+    """
+    found, refused = checkpoint.load_latest(folder)
+    for path, why in refused.items():
+        watch.on_notice(f"checkpoint refused, the one before it is used: {why}")
+        checkpoint.set_aside(path)
+    if found is not None:
+        if found.extra.get("config") != checksum(folder / "config.json"):
+            raise UsageError(
+                f"{folder / 'config.json'} is not the config of {found.path.name}: put it back, or begin a new run"
+            )
+        load_model_tensors(learner.model, found.weights)
+        load_optimizer(learner.model, learner.optimizer, found.optimizer)
+        learner.step = found.step
+    checkpoint.prune(folder)  # a kill may have come between a new checkpoint and the removal of an old one
+    trim_metrics(folder / "metrics.jsonl", learner.step)
+    return found
