@@ -19,6 +19,7 @@ from qkflow.layout import Layout
 from qkflow.models import Decoder
 from qkflow.training.config import TrainConfig
 from qkflow.training.divergence import first_bad_gradient, first_bad_module
+from qkflow.training.evaluation import Evaluation, evaluate
 from qkflow.training.optimizer import build_optimizer
 from qkflow.training.runtime import step_seed
 from qkflow.training.schedule import multiplier
@@ -89,6 +90,21 @@ class Learner:
             "batch": f"{zlib.crc32(tokens.tobytes()):08x}",
             "seconds": time.perf_counter() - began,
         }
+
+    def evaluate(self, limit: int | None, should_stop: Callable[[], bool]) -> Evaluation:
+        """The loss of the validation documents as the config says, of about `limit` tokens of them."""
+        config = self.config
+        # Eagerly: evaluations have other shapes than training, and compiling for them could change its bits.
+        with torch.compiler.set_stance("force_eager"):
+            return evaluate(
+                self.model,
+                self.corpus.validation,
+                context=config.context,
+                batch=config.evaluate_batch,
+                stride=config.stride,
+                limit=limit,
+                should_stop=should_stop,
+            )
 
     def loss(self, tokens: Int[Tensor, "b t1"]) -> Float[Tensor, ""]:
         """The mean loss of predicting each token of the windows but the first."""

@@ -12,8 +12,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from qkflow.errors import CheckpointError, DiskError, DivergenceError, Interrupted, UsageError
 from qkflow.files import checksum, locked
 from qkflow.training import checkpoint
@@ -21,7 +19,6 @@ from qkflow.training.callbacks import Callback, Callbacks, Result, Run
 from qkflow.training.config import TrainConfig
 from qkflow.training.divergence import first_bad_parameter
 from qkflow.training.environment import environment, pick_device
-from qkflow.training.evaluation import evaluate
 from qkflow.training.learner import Learner, open_checked
 from qkflow.training.metrics import Metrics
 from qkflow.training.optimizer import optimizer_tensors
@@ -78,7 +75,7 @@ def train(
                 note_session(folder, session, watch)
                 start = restore(folder, learner, watch)
             else:
-                begin(folder, config, session)
+                begin(folder, config, session, corpus.tokenizer)
                 start = None
             with stop_on_signals() as stop:
                 return Loop(folder, learner, watch, stop, start).run()
@@ -162,17 +159,7 @@ class Loop:
             return
         began = time.perf_counter()
         try:
-            # Eagerly: evaluations have other shapes than training, and compiling for them could change its bits.
-            with torch.compiler.set_stance("force_eager"):
-                result = evaluate(
-                    self.learner.model,
-                    self.learner.corpus.validation,
-                    context=config.context,
-                    batch=config.evaluate_batch,
-                    stride=config.stride,
-                    limit=config.final_tokens if last else config.evaluate_tokens,
-                    should_stop=self.stop,
-                )
+            result = self.learner.evaluate(config.final_tokens if last else config.evaluate_tokens, self.stop)
         except DivergenceError as error:
             raise DivergenceError(f"after step {step}, {error}") from error
         if last:

@@ -3,6 +3,7 @@
 RUN/
   config.json            what the run is a function of, written last at the beginning: with it, the folder holds a run
   environment.json       where it was made; one entry more for each time it was resumed
+  tokenizer.json         text to tokens and back, so that the run needs nothing but its folder to be used
   metrics.jsonl          a line for each logged step and each evaluation
   checkpoints/           the last two
   documents.npy          loss of each held-out document after the last step
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from qkflow.configs import from_dict, to_dict
+from qkflow.data import Tokenizer, load_tokenizer, save_tokenizer
 from qkflow.errors import CheckpointError, DiskError, UsageError
 from qkflow.files import discard, replace, write_file, write_json
 from qkflow.models import Decoder
@@ -44,6 +46,8 @@ class LoadedRun:
     """Its config."""
     model: Decoder
     """Its model, in evaluation mode."""
+    tokenizer: Tokenizer
+    """What its tokens stand for."""
     step: int
     """Steps the weights have seen."""
     finished: bool
@@ -73,8 +77,25 @@ def load_run(folder: Path | str, *, device: str = "cpu") -> LoadedRun:
             raise CheckpointError(f"{folder} has no weights to load ({why}): run `{resume_command(folder)}` first")
         weights, step = found.weights, found.step
     load_model_tensors(model, weights)
-    model = model.to(pick_device(device)).eval()
-    return LoadedRun(folder=folder, config=config, model=model, step=step, finished=finished, notices=tuple(notices))
+    return LoadedRun(
+        folder=folder,
+        config=config,
+        model=model.to(pick_device(device)).eval(),
+        tokenizer=_read_tokenizer(folder),
+        step=step,
+        finished=finished,
+        notices=tuple(notices),
+    )
+
+
+def _read_tokenizer(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    try:
+        return load_tokenizer(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path} is missing or damaged ({error}): restore it from a copy") from error
 
 
 def holds_run(folder: Path) -> bool:
@@ -116,7 +137,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def begin(folder: Path, config: TrainConfig, environment: dict[str, Any]) -> None:
+def begin(folder: Path, config: TrainConfig, environment: dict[str, Any], tokenizer: Tokenizer) -> None:
     """Make the folder hold a run. The config comes last: before it there is nothing to resume."""
     refuse_held(folder)  # again, now under the lock
     try:
@@ -124,6 +145,7 @@ def begin(folder: Path, config: TrainConfig, environment: dict[str, Any]) -> Non
     except OSError as error:
         raise DiskError(error.errno, f"could not make {folder / 'checkpoints'} ({error.strerror})") from error
     write_json(folder / "environment.json", {**environment, "resumed": []})
+    save_tokenizer(tokenizer, folder / "tokenizer.json")
     write_json(folder / "config.json", to_dict(config))
 
 

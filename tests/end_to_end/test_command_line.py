@@ -1,0 +1,273 @@
+"""The command line as a user meets it: what it prints, where it leaves things, and with which exit code."""
+
+import gzip
+import json
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qkflow.cli import main
+
+TINY = {
+    "steps": 6,
+    "context": 16,
+    "batch": 4,
+    "evaluate_every": 3,
+    "evaluate_tokens": 512,
+    "model": {"width": 16, "layers": 2, "heads": 4, "hidden": 24},
+}
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("QKFLOW_DATA", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    write("tiny.json", json.dumps(TINY))
+    write("text.txt", "".join(f"line {i}: the quick brown fox number {i * i}\n" for i in range(400)))
+    return tmp_path
+
+
+def write(path: str, content: str | bytes) -> Path:
+    file = Path(path)
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return file
+
+
+def qkflow(*args: str) -> int:
+    return main(list(args))
+
+
+def trained(out: str = "run") -> str:
+    assert qkflow("train", "text.txt", "--config", "tiny.json", "--out", out) == 0
+    return out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The one line with which a command refuses what it was given."""
+    capsys.readouterr()
+    assert qkflow(*args) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("qkflow: ")
+    assert "\n" not in error
+    return error
+
+
+def test_training_reports_before_and_after_and_fills_the_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    trained()
+    shown = capsys.readouterr().out
+    assert "bits per byte" in shown
+    assert "before" in shown.splitlines()[-1]
+    names = {path.name for path in Path("run").iterdir()}
+    assert {"config.json", "environment.json", "metrics.jsonl", "documents.npy", "weights.safetensors"} <= names
+    assert "tokenizer.json" in names
+
+
+def test_a_finished_run_is_not_trained_again(capsys: pytest.CaptureFixture[str]) -> None:
+    trained()
+    weights = Path("run/weights.safetensors").read_bytes()
+    assert qkflow("train", "--resume", "run") == 0
+    assert "nothing left to do" in capsys.readouterr().out
+    assert Path("run/weights.safetensors").read_bytes() == weights
+
+
+def test_generation_repeats_with_its_seed_and_streams_what_a_batch_gives(capsys: pytest.CaptureFixture[str]) -> None:
+    trained()
+    texts = []
+    for prompts in (["line "], ["line "], ["line ", "the quick brown "]):
+        capsys.readouterr()
+        assert qkflow("generate", "run", *prompts, "--tokens", "20", "--seed", "3") == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("line ")
+    assert texts[2].startswith(texts[0].rstrip("\n"))
+    assert qkflow("generate", "run", "--tokens", "5") == 0  # from the start of a document
+
+
+def test_generation_stops_at_a_stop_text(capsys: pytest.CaptureFixture[str]) -> None:
+    trained()
+    capsys.readouterr()
+    assert qkflow("generate", "run", "line", "--tokens", "30", "--temperature", "0") == 0
+    whole = capsys.readouterr().out[len("line") :]
+    assert qkflow("generate", "run", "line", "--tokens", "30", "--temperature", "0", "--stop", whole[3]) == 0
+    assert capsys.readouterr().out == "line" + whole[: whole.index(whole[3])] + "\n"
+
+
+@pytest.mark.parametrize("tokens", ["bytes", "bpe"])
+def test_evaluation_reads_another_text_with_the_runs_own_tokens(
+    tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**TINY, "corpus": {"tokens": tokens, "vocabulary": 300}}
+    write("config.json", json.dumps(config))
+    write("other.txt", "another text entirely, with other words in it. " * 200)
+    assert qkflow("train", "text.txt", "--config", "config.json", "--out", "run") == 0
+    capsys.readouterr()
+    figures = []
+    for args in ([], ["other.txt"], ["other.txt", "--split", "train", "--limit", "100"]):
+        assert qkflow("eval", "run", *args, "--json") == 0
+        figures.append(json.loads(capsys.readouterr().out))
+    assert [figure["corpus"] for figure in figures] == ["text", "other", "other"]
+    assert all(0 < figure["bits_per_byte"] < 12 for figure in figures)
+    assert qkflow("eval", "run") == 0
+    assert f"{figures[0]['bits_per_byte']:.4f} bits per byte" in capsys.readouterr().out
+
+
+def test_flags_come_before_the_config_file() -> None:
+    assert qkflow("train", "text.txt", "--config", "tiny.json", "--steps", "2", "--seed", "5", "--out", "run") == 0
+    config = json.loads(Path("run/config.json").read_text())
+    assert (config["steps"], config["seed"], config["context"]) == (2, 5, 16)
+
+
+def test_a_toml_file_serves_as_well_and_a_run_without_a_name_gets_one() -> None:
+    write("tiny.toml", "steps = 1\ncontext = 16\nbatch = 4\n[model]\nwidth = 16\nlayers = 1\nheads = 2\nhidden = 8\n")
+    for _ in range(2):
+        assert qkflow("train", "text.txt", "--config", "tiny.toml", "--mechanism", "standard:window=4") == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == [
+        "standard_window=4-seed0",
+        "standard_window=4-seed0-2",
+    ]
+
+
+def test_a_budget_becomes_steps_on_record(capsys: pytest.CaptureFixture[str]) -> None:
+    write("open.json", json.dumps({key: value for key, value in TINY.items() if key != "steps"}))
+    assert qkflow("train", "text.txt", "--config", "open.json", "--budget", "1s", "--out", "run") == 0
+    steps = json.loads(Path("run/config.json").read_text())["steps"]
+    assert steps >= 1
+    assert f"budget  1s: {steps:,} steps" in capsys.readouterr().out
+
+
+def test_ctrl_c_leaves_with_the_command_that_resumes(workplace: Path) -> None:
+    write("long.json", json.dumps({**TINY, "steps": 2000, "evaluate_every": 1000}))
+    command = [sys.executable, "-m", "qkflow", "train"]
+    with subprocess.Popen(
+        [*command, "text.txt", "--config", "long.json", "--out", "a run"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        while "step" not in child.stdout.readline():  # the first evaluation: training goes on from here
+            pass
+        child.send_signal(signal.SIGINT)
+        _, error = child.communicate()
+    assert child.returncode == 130
+    assert "qkflow train --resume 'a run'" in error
+    assert len(error.strip().splitlines()) == 1
+    assert list(Path("a run/checkpoints").glob("step-*"))
+
+
+BAD_CORPORA = {
+    "a missing path": ("missing.txt", [], "missing.txt"),
+    "an empty file": ("empty.txt", [], "empty"),
+    "a folder without text": ("hollow", [], "hollow"),
+    "a truncated .gz": ("torn.txt.gz", [], "torn.txt.gz"),
+    "an unknown name": ("enwik9", [], "'enwik8'"),
+    "not UTF-8 under BPE": ("latin.txt", ["--tokens", "bpe"], "--tokens bytes"),
+    "shorter than a context": ("text.txt", ["--context", "100000"], "--context"),
+    "a batch larger than the corpus": ("text.txt", ["--batch", "100000"], "batch"),
+    "a field that is not there": ("rows.jsonl", ["--field", "body"], "body"),
+    "no such device": ("text.txt", ["--device", "cuda"], "cuda"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_CORPORA)
+def test_a_bad_corpus_is_refused_with_one_line(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write("empty.txt", "")
+    Path("hollow").mkdir()
+    write("torn.txt.gz", gzip.compress(Path("text.txt").read_bytes())[:-200])
+    write("latin.txt", b"caf\xe9 " * 5000)
+    write("rows.jsonl", '{"text": "a row"}\n' * 50)
+    source, flags, expected = BAD_CORPORA[what]
+    assert expected in refused(capsys, "train", source, "--config", "tiny.json", *flags, "--out", "run")
+    assert not Path("run/config.json").exists()
+
+
+BAD_SETTINGS = {
+    "an unknown key": ({"stpes": 3}, "'steps'"),
+    "an unknown model key": ({"model": {"widht": 3}}, "'width'"),
+    "a wrong type": ({"steps": "many"}, "'steps'"),
+    "heads that do not divide the width": ({"model": {"width": 16, "heads": 3, "layers": 1, "hidden": 8}}, "divide"),
+    "an unknown mechanism": ({"model": {"mechanism": "standart"}}, "'standard'"),
+    "an unknown option of a mechanism": ({"model": {"mechanism": "standard:windw=3"}}, "'window'"),
+    "an unknown size": ({"model": {"size": "2m"}}, "1m"),
+    "a learning rate below zero": ({"lr": -1.0}, "lr"),
+    "a table that is none": ({"model": 3}, "'model'"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_SETTINGS)
+def test_a_bad_setting_is_refused_with_one_line(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    changed, expected = BAD_SETTINGS[what]
+    write("bad.json", json.dumps({"steps": 2, "context": 16, "batch": 4, **changed}))
+    assert expected in refused(capsys, "train", "text.txt", "--config", "bad.json", "--out", "run")
+
+
+BAD_CALLS = {
+    "a config file that is not there": (["train", "--config", "none.toml"], "none.toml"),
+    "a config file that is no config": (["train", "--config", "text.txt"], ".toml"),
+    "a config file that cannot be parsed": (["train", "--config", "broken.json"], "broken.json"),
+    "steps and budget": (["train", "--steps", "3", "--budget", "2m"], "not both"),
+    "a budget without a unit": (["train", "text.txt", "--config", "open.json", "--budget", "20"], "2m"),
+    "resume and more": (["train", "--resume", "run", "--lr", "0.1"], "--lr"),
+    "resuming what is not there": (["train", "--resume", "nowhere"], "nowhere"),
+    "generating from what is not there": (["generate", "nowhere", "hello"], "nowhere"),
+    "generating from a folder that is no run": (["generate", "."], "config.json"),
+    "evaluating a pickle": (["eval", "hostile.pt"], "pickle"),
+    "an unknown law": (["check", "standard", "--law", "causalty"], "'causality'"),
+    "an unknown mechanism": (["check", "diferential"], "'differential'"),
+    "a module that is not there": (["check", "no_such_package:Thing"], "no_such_package"),
+    "a name that is not there": (["check", "qkflow:Thing"], "'Thing'"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_CALLS)
+def test_a_bad_call_is_refused_with_one_line(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write("broken.json", "{")
+    write("open.json", json.dumps({key: value for key, value in TINY.items() if key != "steps"}))
+    write("hostile.pt", pickle.dumps({"weights": [1, 2, 3]}))
+    args, expected = BAD_CALLS[what]
+    assert expected in refused(capsys, *args)
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> None:
+    trained()
+    assert "--resume run" in refused(capsys, "train", "text.txt", "--config", "tiny.json", "--out", "run")
+
+
+def test_a_mistyped_flag_leaves_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        qkflow("train", "--contxt", "3")
+    assert left.value.code == 2
+    assert "--context" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "generate", "check"])
+def test_help_shows_examples_within_80_columns(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        qkflow(command, "--help")
+    shown = capsys.readouterr().out
+    assert left.value.code == 0
+    assert f"  qkflow {command} " in shown
+    examples = [line for line in shown.splitlines() if line.startswith("  qkflow")]
+    assert max(map(len, examples)) <= 80
+
+
+def test_check_shows_each_law_and_fails_for_a_broken_one(capsys: pytest.CaptureFixture[str]) -> None:
+    write(
+        "mine.py",
+        "import torch\nfrom qkflow import StandardAttention\n\n\nclass Peeking(StandardAttention):\n"
+        "    def forward(self, x, state=None, layout=None):\n"
+        "        y, state = super().forward(x, state, layout)\n"
+        "        return y + torch.roll(x, -1, 1), state\n",
+    )
+    assert qkflow("check", "mine:Peeking", "--law", "causality", "--law", "saving") == 1
+    shown = capsys.readouterr().out
+    assert "broken" in shown
+    assert "t=2, first 1 tokens" in shown
+    assert qkflow("check", "standard:window=3", "--law", "causality") == 0
+    assert "kept" in capsys.readouterr().out
