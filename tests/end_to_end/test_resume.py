@@ -1,0 +1,222 @@
+"""A run that is stopped at any instant, in any way, and resumed, is the run that was never stopped: bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SERVER = Path(__file__).with_name("forkserver.py")
+MODEL = {"width": 16, "layers": 1, "heads": 2, "hidden": 32, "dropout": 0.1}
+TIMES = ("seconds", "evaluation_seconds")
+
+
+class Server:
+    """Training sessions on order, each in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        environment = {**os.environ, "QKFLOW_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def __call__(self, **order: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(order, default=str) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, "the server is gone"
+        return json.loads(answer)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus of small documents."""
+    place = tmp_path_factory.mktemp("resume")
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abcdefgh", k=generator.randint(2, 6))) for _ in range(50)]
+    texts = [" ".join(generator.choices(words, k=generator.randint(20, 60))) for _ in range(80)]
+    (place / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return place
+
+
+@pytest.fixture(scope="module")
+def server(place: Path) -> Iterator[Server]:
+    server = Server(place)
+    yield server
+    server.close()
+
+
+def config(place: Path, **changes: Any) -> dict[str, Any]:
+    """Short, but with everything in it: dropout, accumulation, evaluations and checkpoints at different steps."""
+    base = {
+        "corpus": {"source": str(place / "corpus.jsonl")},
+        "model": MODEL,
+        "steps": 40,
+        "context": 24,
+        "batch": 4,
+        "accumulate": 2,
+        "evaluate_every": 7,
+        "evaluate_tokens": 500,
+        "checkpoint_every": 5,
+        "log_every": 1,
+        "device": "cpu",
+    }
+    return {**base, **changes}
+
+
+def left_behind(folder: Path) -> dict[str, Any]:
+    """All that a finished run consists of, times left out; the metrics hold a checksum of each batch."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = sorted((folder / "checkpoints").iterdir())[-1]
+    return {
+        "metrics": [{key: value for key, value in record.items() if key not in TIMES} for record in records],
+        "weights": (folder / "weights.safetensors").read_bytes(),
+        "documents": (folder / "documents.npy").read_bytes(),
+        "checkpoints": len(list((folder / "checkpoints").iterdir())),
+        "last weights": (last / "weights.safetensors").read_bytes(),
+        "last optimizer": (last / "optimizer.safetensors").read_bytes(),
+        "names": sorted(path.name for path in folder.iterdir()),
+    }
+
+
+def finish(server: Server, **order: Any) -> None:
+    answer = server(**order)
+    assert answer["outcome"] == "finished", answer
+
+
+@pytest.mark.parametrize(
+    ("kind", "times", "changes"),
+    [
+        (signal.SIGKILL, 20, {}),
+        (signal.SIGKILL, 6, {"crossing": False, "checkpoint_minutes": 0.0005, "schedule": "stable"}),
+        (signal.SIGTERM, 6, {}),
+        (signal.SIGINT, 6, {}),
+    ],
+    ids=["kill", "kill without crossing, checkpoints by time", "SIGTERM", "Ctrl-C"],
+)
+def test_a_run_stopped_at_random_instants_and_resumed_ends_with_the_same_bits(
+    server: Server, place: Path, tmp_path: Path, kind: signal.Signals, times: int, changes: dict[str, Any]
+) -> None:
+    order = {"config": config(place, **changes)}
+    finish(server, **order, folder=tmp_path / "whole")  # prepares the corpus, too
+    whole = left_behind(tmp_path / "whole")
+    again = server(**order, folder=tmp_path / "again")
+    assert left_behind(tmp_path / "again") == whole
+
+    generator = random.Random(1)
+    stops, run, interrupted = 0, 0, 0
+    while stops < times:
+        folder = tmp_path / f"run-{run}"
+        answer = server(**order, folder=folder, signal=kind, after=generator.uniform(0, again["seconds"]))
+        if answer["outcome"] == "finished":
+            assert left_behind(folder) == whole
+            run += 1
+            continue
+        stops += 1
+        if answer["outcome"] == "Interrupted":
+            interrupted += 1
+            assert f"qkflow train --resume {folder}" in answer["message"]
+    finish(server, **order, folder=tmp_path / f"run-{run}")
+    assert left_behind(tmp_path / f"run-{run}") == whole
+    assert (interrupted > 0) == (kind != signal.SIGKILL)
+
+
+def test_a_kill_before_any_call_that_changes_files_loses_nothing(server: Server, place: Path, tmp_path: Path) -> None:
+    """Every one of them, in a whole run of three steps with three checkpoints, of which the first is removed again."""
+    order = {"config": config(place, steps=3, checkpoint_every=1, evaluate_every=2)}
+    finish(server, **order, folder=tmp_path / "whole")
+    whole = left_behind(tmp_path / "whole")
+    total = server(**order, folder=tmp_path / "again")["calls"]
+    assert total > 40
+    for call in range(1, total + 1):
+        folder = tmp_path / f"call-{call}"
+        assert server(**order, folder=folder, signal=signal.SIGKILL, call=call)["outcome"] == "killed"
+        server(**order, folder=folder, signal=signal.SIGKILL, call=call)  # the session that resumes is killed, too
+        finish(server, **order, folder=folder)
+        assert left_behind(folder) == whole, f"killed before call {call}"
+        shutil.rmtree(folder)
+
+
+def test_sigterm_during_a_checkpoint_leaves_a_whole_one(server: Server, place: Path, tmp_path: Path) -> None:
+    order = {"config": config(place, steps=3, checkpoint_every=1, evaluate_every=2)}
+    finish(server, **order, folder=tmp_path / "whole")
+    again = server(**order, folder=tmp_path / "again")
+    for call in range(again["started"] + 1, again["calls"] + 1, 5):
+        folder = tmp_path / f"call-{call}"
+        answer = server(**order, folder=folder, signal=signal.SIGTERM, call=call)
+        assert answer["outcome"] in ("Interrupted", "finished")
+        finish(server, **order, folder=folder)
+        assert left_behind(folder) == left_behind(tmp_path / "whole")
+
+
+def test_a_disk_that_fills_up_at_any_call_loses_no_checkpoint(server: Server, place: Path, tmp_path: Path) -> None:
+    order = {"config": config(place, steps=3, checkpoint_every=1, evaluate_every=2)}
+    finish(server, **order, folder=tmp_path / "whole")
+    again = server(**order, folder=tmp_path / "again")
+    for call in range(1, again["calls"] + 1, 3):
+        folder = tmp_path / f"call-{call}"
+        answer = server(**order, folder=folder, full=call)
+        assert answer["outcome"] == "DiskError", answer
+        if call > again["started"]:
+            assert f"free some space, then go on with `qkflow train --resume {folder}`" in answer["message"]
+        finish(server, **order, folder=folder)
+        assert left_behind(folder) == left_behind(tmp_path / "whole"), f"full from call {call} on"
+
+
+def test_a_checkpoint_that_the_system_refuses_to_write_loses_no_earlier_one(
+    server: Server, place: Path, tmp_path: Path
+) -> None:
+    order = {"config": config(place), "folder": tmp_path / "run"}
+    assert server(**order, signal=signal.SIGKILL, step=12)["outcome"] == "killed"
+    before = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    answer = server(**order, room=20_000)
+    assert answer["outcome"] == "DiskError"
+    assert "step-00000015" in answer["message"]
+    assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == before
+    finish(server, **order)
+
+
+def test_a_second_process_on_one_folder_is_refused(server: Server, place: Path, tmp_path: Path) -> None:
+    order = {"config": config(place, steps=3), "folder": tmp_path / "run"}
+    holder = server(**order, hold=True)
+    assert holder["outcome"] == "holding"
+    second = server(**order)
+    assert second["outcome"] == "BusyError"
+    assert f"(id {holder['pid']})" in second["message"]
+    server(release=holder["pid"])
+    finish(server, **order)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(server: Server, place: Path, tmp_path: Path) -> None:
+    order = {"config": config(place)}
+    finish(server, **order, folder=tmp_path / "whole")
+    folder = tmp_path / "run"
+    assert server(**order, folder=folder, signal=signal.SIGKILL, step=18)["outcome"] == "killed"
+    newest = folder / "checkpoints" / "step-00000015"
+    file = newest / "weights.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    answer = server(**order, folder=folder)
+    assert answer["outcome"] == "finished"
+    assert any(str(file) in notice for notice in answer["notices"])
+    shutil.rmtree(newest.with_name("refused-step-00000015"))
+    assert left_behind(folder) == left_behind(tmp_path / "whole")

@@ -1,0 +1,68 @@
+"""Seconds into steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qkflow.data import Corpus
+from qkflow.errors import UsageError
+from qkflow.training import budget, steps_for_budget
+from qkflow.training.learner import Learner
+
+
+class Clock:
+    """Time that passes only when a step or an evaluation says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A step takes half a second, the first ten; an evaluation a thousandth of a second a token."""
+    clock = Clock()
+
+    def learn(learner: Learner, should_stop: Any) -> dict[str, Any]:
+        learner.step += 1
+        seconds = 10.0 if learner.step == 1 else 0.5
+        clock.now += seconds
+        return {"seconds": seconds}
+
+    def evaluate(learner: Learner, limit: int | None, should_stop: Any) -> None:
+        todo = budget.windows(learner.corpus.validation, context=learner.config.context, limit=limit)
+        clock.now += sum(window.length for window in todo) / 1000
+
+    monkeypatch.setattr(Learner, "learn", learn)
+    monkeypatch.setattr(Learner, "evaluate", evaluate)
+    monkeypatch.setattr(budget, "time", clock)
+    return clock
+
+
+def test_steps_fill_the_time_that_evaluations_leave(configure: Any, corpus: Corpus, clock: Clock) -> None:
+    config = configure(evaluate_every=10, evaluate_tokens=None)
+    once = sum(w.length for w in budget.windows(corpus.validation, context=config.context)) / 1000
+    steps = steps_for_budget(config, 100.0)
+    assert steps == int((100 - 2 * once) / (0.5 + once / 10))
+    assert steps_for_budget(config, 200.0) > 1.9 * steps
+
+
+def test_there_is_always_one_step(configure: Any, clock: Clock) -> None:
+    assert steps_for_budget(configure(), 1e-3) == 1
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_no_time_is_refused(configure: Any, seconds: float) -> None:
+    with pytest.raises(UsageError, match="a budget must be more than 0 seconds"):
+        steps_for_budget(configure(), seconds)
+
+
+def test_nothing_is_written(configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert steps_for_budget(configure(), 0.2) >= 1
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,58 @@
+"""Finding where a number stopped being finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qkflow.models import Decoder
+from qkflow.training.divergence import first_bad_gradient, first_bad_module, first_bad_parameter
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_the_layer_that_went_first_is_named_whichever_it_is(configure: Any, bad: float) -> None:
+    names = [name for name, _ in Decoder(configure().model).named_parameters()]
+    for name in names:
+        model = Decoder(configure().model)
+        with torch.no_grad():
+            model.get_parameter(name).fill_(bad)
+        assert first_bad_module(model, lambda: model(torch.arange(6)[None])) == name.removesuffix(".weight")  # noqa: B023
+        assert first_bad_parameter(model) == name
+
+
+def test_where_all_is_finite_nothing_is_named(configure: Any) -> None:
+    model = Decoder(configure().model)
+    model(torch.arange(6)[None])[0].sum().backward()
+    assert first_bad_module(model, lambda: model(torch.arange(6)[None])) is None
+    assert first_bad_gradient(model) is None
+    assert first_bad_parameter(model) is None
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_hooks_are_removed_when_the_forward_pass_fails() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError):
+        first_bad_module(model, lambda: model(torch.ones(1, 5)))
+    assert not model._forward_hooks
+
+
+class Explodes(torch.autograd.Function):
+    """Finite on the way there, infinite on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] / 0
+
+
+def test_the_gradient_that_went_first_on_the_way_back_is_named() -> None:
+    first, second, third = (nn.Linear(3, 3) for _ in range(3))
+    model = nn.ModuleList([first, second, third])
+    third(Explodes.apply(second(first(torch.ones(2, 3))))).sum().backward()
+    assert first_bad_gradient(model) in ("1.weight", "1.bias")

@@ -1,0 +1,60 @@
+"""A run whose numbers stop being finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from qkflow.errors import DivergenceError
+from qkflow.training import train
+
+
+def poison(name: str) -> Callable[[nn.Module], None]:
+    def spoil(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.get_parameter(name).fill_(float("nan"))
+
+    return spoil
+
+
+@pytest.mark.parametrize("name", ["embedding", "blocks.0.mechanism.key", "blocks.1.feed_forward_norm", "norm"])
+def test_a_loss_that_is_not_finite_stops_with_step_layer_and_checkpoint(
+    configure: Any, tmp_path: Path, name: str, at: Any
+) -> None:
+    config = configure(steps=9, checkpoint_every=2, evaluate_every=9)
+    folder = tmp_path / "run"
+    with pytest.raises(DivergenceError) as caught:
+        train(config, folder, callbacks=[at(5, poison(f"{name}.weight"))])
+    text = str(caught.value)
+    assert f"the loss of step 6 is not finite: the first output that is not finite is that of {name}." in text
+    assert f"The last good checkpoint is {folder / 'checkpoints' / 'step-00000004'}" in text
+    assert f"`qkflow train --resume {folder}`" in text
+    assert "lower --lr (it was 0.003)" in text
+    assert "\n" not in text
+    assert sorted(path.name[-1] for path in (folder / "checkpoints").iterdir()) == ["2", "4"]
+    assert train(None, folder, resume=True).step == 9  # the poison was not in the checkpoint
+
+
+def test_an_evaluation_that_is_not_finite_stops_in_the_same_way(configure: Any, tmp_path: Path, at: Any) -> None:
+    config = configure(steps=9, checkpoint_every=2, evaluate_every=3)
+    says = r"after step 6, the loss of held-out text is not finite: .* is that of norm\. The last good .*step-00000004"
+    with pytest.raises(DivergenceError, match=says):
+        train(config, tmp_path / "run", callbacks=[at(6, poison("norm.weight"))])
+
+
+def test_weights_that_are_not_finite_are_never_saved(configure: Any, tmp_path: Path, at: Any) -> None:
+    config = configure(steps=9, checkpoint_every=2, evaluate_every=9)
+    with pytest.raises(DivergenceError, match=r"the weights after step 6 are not finite: the first is norm\.weight"):
+        train(config, tmp_path / "run", callbacks=[at(6, poison("norm.weight"))])
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004"]
+
+
+def test_a_learning_rate_that_explodes_is_met_before_the_weights_move_again(configure: Any, tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError, match=r"of step [23] is not finite.*No checkpoint was written yet"):
+        train(configure(lr=1e38, steps=9, warmup=0), tmp_path / "run")

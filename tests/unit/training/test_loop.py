@@ -1,0 +1,176 @@
+"""A run from its first file to its last, watched, stopped and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qkflow.errors import Interrupted
+from qkflow.models import Decoder
+from qkflow.training import load_run, loop, read_metrics, steps_for_budget, train
+from qkflow.training.learner import Learner
+
+
+def test_a_run_leaves_a_complete_folder(configure: Any, tmp_path: Path) -> None:
+    config = configure(steps=6, evaluate_every=2, checkpoint_every=4)
+    result = train(config, tmp_path / "run", command=["qkflow", "train"])
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    files = {
+        "config.json",
+        "environment.json",
+        "tokenizer.json",
+        "metrics.jsonl",
+        "documents.npy",
+        "weights.safetensors",
+    }
+    assert names == files | {"checkpoints", "lock"}
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [r["step"] for r in records if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in records if r["kind"] == "eval"] == [0, 2, 4, 6]
+    assert result.metrics == records[-1]
+    assert records[-1]["bits_per_byte"] < records[0]["bits_per_byte"]
+    assert records[-2]["tokens"] == config.tokens
+    documents = np.load(tmp_path / "run" / "documents.npy", allow_pickle=False)
+    assert np.array_equal(documents, result.documents)
+    assert documents["nats"].sum() / documents["tokens"].sum() == pytest.approx(records[-1]["loss"])
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["threads"] == 1
+    assert environment["command"] == ["qkflow", "train"]
+    assert environment["versions"]["torch"] == torch.__version__
+
+
+def test_those_who_watch_are_told_in_order(configure: Any, tmp_path: Path, watcher: Any) -> None:
+    witness = watcher()
+    train(configure(steps=3, evaluate_every=2, checkpoint_every=2), tmp_path / "run", callbacks=[witness])
+    assert witness.told == [
+        ("start", 0), ("evaluate", 0), ("step", 1), ("step", 2), ("evaluate", 2), ("checkpoint", 2),
+        ("step", 3), ("evaluate", 3), ("checkpoint", 3), ("end", 3),
+    ]  # fmt: skip
+    assert isinstance(witness.model, Decoder)
+
+
+def test_training_is_a_function_of_its_config(configure: Any, tmp_path: Path) -> None:
+    def weights(name: str, **changes: Any) -> bytes:
+        train(configure(**{"model": {"dropout": 0.2}, **changes}), tmp_path / name)
+        return (tmp_path / name / "weights.safetensors").read_bytes()
+
+    first = weights("a")
+    torch.manual_seed(123)
+    assert weights("b") == first
+    assert weights("c", seed=1) != first
+    assert weights("d", data_seed=1) != first
+    assert weights("e", evaluate_every=1, checkpoint_every=1, log_every=3) == first
+
+
+def test_the_global_generators_and_threads_are_left_alone(configure: Any, tmp_path: Path) -> None:
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    train(configure(threads=2, steps=1), tmp_path / "run")
+    assert steps_for_budget(configure(), 0.5) >= 1
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
+
+
+def test_sigterm_writes_a_checkpoint_and_says_how_to_go_on(
+    configure: Any, tmp_path: Path, stop_at: Any, watcher: Any
+) -> None:
+    folder = tmp_path / "my run"
+    with pytest.raises(Interrupted, match=r"stopped after step 2 of 4.*`qkflow train --resume '.*my run'`"):
+        train(configure(), folder, callbacks=[stop_at(2)])
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000002"]
+    witness = watcher()
+    assert train(None, folder, resume=True, callbacks=[witness]).was_finished is False
+    assert witness.told[0] == ("start", 2)
+    assert len(json.loads((folder / "environment.json").read_text())["resumed"]) == 1
+
+
+def test_a_stop_in_an_evaluation_neither_loses_nor_doubles_it(
+    configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(evaluate_every=2, evaluate_batch=1)
+    whole = train(config, tmp_path / "whole")
+    evaluate, calls = Learner.evaluate, []
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:  # the one after step 2
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(*args, **options)
+
+    monkeypatch.setattr(Learner, "evaluate", interrupted)
+    with pytest.raises(Interrupted, match="after step 2"):
+        train(config, tmp_path / "run")
+    result = train(config, tmp_path / "run", resume=True)
+    assert result.documents.tobytes() == whole.documents.tobytes()
+    steps = [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "eval"]
+    assert steps == [0, 2, 4]
+
+
+def test_an_evaluation_that_is_on_record_is_not_made_again(configure: Any, tmp_path: Path, watcher: Any) -> None:
+    folder = tmp_path / "run"
+
+    class Late(watcher):
+        def on_evaluate(self, record: Mapping[str, Any]) -> None:
+            if record["step"] == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match="after step 2"):
+        train(configure(evaluate_every=2), folder, callbacks=[Late()])
+    witness = watcher()
+    train(None, folder, resume=True, callbacks=[witness])
+    assert witness.told[:3] == [("start", 2), ("step", 3), ("step", 4)]
+
+
+def test_metrics_are_on_the_disk_before_the_checkpoint_that_counts_on_them(
+    configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: [order.append(name), call(*args)][1]
+
+    monkeypatch.setattr(loop.Metrics, "sync", noted("metrics", loop.Metrics.sync))
+    monkeypatch.setattr(loop.checkpoint, "save", noted("checkpoint", loop.checkpoint.save))
+    train(configure(checkpoint_every=2), tmp_path / "run")
+    assert order == ["metrics", "checkpoint"] * 2
+
+
+def test_the_threads_a_run_began_with_are_set_again(
+    configure: Any, tmp_path: Path, begun: Any, stop_at: Any, at: Any
+) -> None:
+    folder = begun(configure(), tmp_path / "run", 1)
+    seen: list[int] = []
+    torch.set_num_threads(2)
+    witness = at(2, lambda model: seen.append(torch.get_num_threads()))
+    stopper = stop_at(2)
+    with pytest.raises(Interrupted):
+        train(None, folder, resume=True, callbacks=[witness, stopper])
+    assert seen == [1]
+    assert any("threads=2, the run began with 1: 1 is set again" in notice for notice in witness.notices)
+    witness = at(3, lambda model: seen.append(torch.get_num_threads()))
+    train(None, folder, resume=True, callbacks=[witness], cpu_threads=2)
+    assert seen == [1, 2]
+    assert any("threads was 1 when the run began and is 2 now" in notice for notice in witness.notices)
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own compiler does it
+def test_a_compiled_run_has_the_same_names_and_resumes_to_the_same_bits(
+    configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Any
+) -> None:
+    compile_model = Decoder.compile
+    monkeypatch.setattr(Decoder, "compile", lambda self, **options: compile_model(self, backend="eager", **options))
+    config = configure(compile=True, evaluate_every=2, model={"layers": 1})
+    train(config, tmp_path / "whole")
+    begun(config, tmp_path / "run", 2)
+    train(None, tmp_path / "run", resume=True)
+    weights = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("whole", "run")]
+    assert weights[0] == weights[1]
+    assert load_run(tmp_path / "run").finished

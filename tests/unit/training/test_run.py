@@ -1,0 +1,155 @@
+"""The run folder: what may begin, go on or be loaded in it, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qkflow.data import CorpusConfig
+from qkflow.errors import BusyError, CheckpointError, UsageError
+from qkflow.files import locked
+from qkflow.training import load_run, train
+
+
+def test_a_folder_in_use_is_refused(configure: Any, tmp_path: Path) -> None:
+    with locked(tmp_path / "run" / "lock"), pytest.raises(BusyError, match="in use by another process"):
+        train(configure(), tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lock"]
+
+
+def test_a_folder_that_holds_a_run_is_refused(configure: Any, tmp_path: Path, begun: Any) -> None:
+    begun(configure(), tmp_path / "run", 1)
+    with pytest.raises(UsageError, match="already holds a run: go on with `qkflow train --resume"):
+        train(configure(), tmp_path / "run")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is a file"):
+        train(configure(), tmp_path / "file")
+
+
+def test_there_must_be_a_run_to_resume_and_a_config_to_begin(configure: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        train(None, tmp_path / "none", resume=True)
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(UsageError, match="holds no run"):
+        train(None, tmp_path, resume=True)
+    with pytest.raises(UsageError, match="a new run needs a config"):
+        train(None, tmp_path / "none")
+
+
+def test_another_config_is_refused(configure: Any, tmp_path: Path, begun: Any) -> None:
+    folder = begun(configure(), tmp_path / "run", 1)
+    with pytest.raises(UsageError, match="the config given is not the one"):
+        train(configure(lr=1e-4), folder, resume=True)
+    data = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**data, "lr": 1e-4}))
+    with pytest.raises(UsageError, match="is not the config of step-00000001"):
+        train(None, folder, resume=True)
+    (folder / "config.json").write_text(json.dumps({**data, "speed": 1}))
+    with pytest.raises(UsageError, match="unknown config key 'speed'"):
+        train(None, folder, resume=True)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UsageError, match="cannot be read as JSON"):
+        train(None, folder, resume=True)
+
+
+def test_another_text_is_refused(configure: Any, texts: Path, tmp_path: Path, begun: Any) -> None:
+    shutil.copytree(texts, tmp_path / "texts")
+    config = dataclasses.replace(configure(), corpus=CorpusConfig(source=str(tmp_path / "texts")))
+    folder = begun(config, tmp_path / "run", 1)
+    (tmp_path / "texts" / "1.txt").write_text("something else " * 30)
+    with pytest.raises(UsageError, match=r"is not the text .* began with"):
+        train(None, folder, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model": {"vocabulary": 100}}, "the model has a vocabulary of 100, the corpus texts needs 257"),
+        ({"batch": 10_000}, "batch 10000 is too large"),
+        ({"context": 10**6}, "lower --context or give more text"),
+    ],
+)
+def test_what_the_corpus_cannot_give_is_refused_before_a_folder_is_made(
+    configure: Any, tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        train(configure(**changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_loaded_with_its_final_weights_or_those_of_its_checkpoint(
+    configure: Any, tmp_path: Path, begun: Any
+) -> None:
+    folder = begun(configure(), tmp_path / "run", 2)
+    loaded = load_run(folder)
+    assert (loaded.step, loaded.finished, loaded.notices, loaded.model.training) == (2, False, (), False)
+    train(None, folder, resume=True)
+    loaded = load_run(folder)
+    assert (loaded.step, loaded.finished, loaded.config) == (4, True, configure())
+    (folder / "weights.safetensors").write_bytes(b"nonsense")
+    loaded = load_run(folder)
+    assert (loaded.step, loaded.finished, len(loaded.notices)) == (4, False, 1)
+
+
+def test_what_is_not_a_run_is_not_loaded(configure: Any, tmp_path: Path, begun: Any) -> None:
+    torch.save({"a": torch.zeros(3)}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="can run code when it is opened"):
+        load_run(tmp_path / "model.pt")
+    with pytest.raises(UsageError, match="holds no run"):
+        load_run(tmp_path)
+    folder = begun(configure(), tmp_path / "run", 1)
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(CheckpointError, match="has made no checkpoint yet"):
+        load_run(folder)
+
+
+def test_documents_that_hold_a_pickle_are_refused(configure: Any, tmp_path: Path) -> None:
+    train(configure(), tmp_path / "run")
+    file = tmp_path / "run" / "documents.npy"
+    whole = file.read_bytes()
+    np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    assert not train(None, tmp_path / "run", resume=True).was_finished
+    assert file.read_bytes() == whole
+
+
+def test_temporary_files_of_a_killed_process_are_swept_away(configure: Any, tmp_path: Path, begun: Any) -> None:
+    folder = begun(configure(), tmp_path / "run", 1)
+    (folder / "checkpoints" / ".step-00000002.77.tmp").mkdir()
+    (folder / ".weights.safetensors.77.tmp").touch()
+    train(None, folder, resume=True)
+    assert not list(folder.rglob(".*"))
+
+
+def test_a_finished_run_is_left_as_it_is(configure: Any, tmp_path: Path, watcher: Any) -> None:
+    train(configure(), tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    witness = watcher()
+    result = train(None, tmp_path / "run", resume=True, callbacks=[witness])
+    assert result.was_finished
+    assert result.step == 4
+    assert witness.told == [("notice", f"{tmp_path / 'run'} is finished (4 steps): there is nothing left to do")]
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "documents.npy"])
+def test_a_finished_run_whose_last_files_are_damaged_makes_them_again(
+    configure: Any, tmp_path: Path, name: str
+) -> None:
+    train(configure(), tmp_path / "run")
+    file = tmp_path / "run" / name
+    whole = file.read_bytes()
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    file.write_bytes(whole[:-3])
+    assert not train(None, tmp_path / "run", resume=True).was_finished
+    assert file.read_bytes() == whole
+    file.unlink()
+    assert not train(None, tmp_path / "run", resume=True).was_finished
+    assert file.read_bytes() == whole
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics

@@ -1,0 +1,69 @@
+"""Being asked to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from qkflow.training.signals import stop_on_signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_noted_and_the_old_handlers_come_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with stop_on_signals() as stop:
+        assert not stop()
+        os.kill(os.getpid(), number)
+        assert stop()
+        assert stop.signal is number
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_ends_the_process_at_once(number: signal.Signals) -> None:
+    code = (
+        "import os, sys, signal\n"
+        "from importlib.util import module_from_spec, spec_from_file_location\n"
+        "spec = spec_from_file_location('signals', sys.argv[1])\n"  # the file alone: importing torch takes seconds
+        "module = module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "with module.stop_on_signals():\n"
+        "    os.kill(os.getpid(), int(sys.argv[2]))\n"
+        "    print('still here', flush=True)\n"
+        "    os.kill(os.getpid(), int(sys.argv[2]))\n"
+        "    print('and here', flush=True)\n"
+    )
+    file = sys.modules[stop_on_signals.__module__].__file__
+    done = subprocess.run([sys.executable, "-c", code, str(file), str(int(number))], capture_output=True, text=True)
+    assert done.returncode == -number
+    assert done.stdout == "still here\n"
+
+
+def test_outside_the_main_thread_nothing_is_installed() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def look() -> None:
+        with stop_on_signals() as stop:
+            seen.append((stop(), signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [(False, before)]
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop_on_signals() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not stop()
+    finally:
+        signal.signal(signal.SIGINT, before)
