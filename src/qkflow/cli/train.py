@@ -16,12 +16,14 @@ from rich.console import Console
 from qkflow.cli.options import flag, new_folder, seconds
 from qkflow.cli.progress import Watch
 from qkflow.configs import from_dict, to_dict
-from qkflow.data import CorpusConfig, open_corpus
+from qkflow.data import NAMES, CorpusConfig, open_corpus
 from qkflow.errors import UsageError
 from qkflow.models import DecoderConfig, size
 from qkflow.training import TrainConfig, steps_for_budget, train
 
 _DEFAULT_BUDGET = "2m"
+_OPEN = 10**9
+"""Stands for the number of steps until the budget has decided it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,8 @@ class Train:
             field=self.field,
             data_dir=self.data_dir,
         )
+        for name in {"source", "vocabulary_files", "data_dir"} & corpus.keys():
+            corpus[name] = _findable(corpus[name])
         model = _table(settings, "model")
         shape = _given(size=self.size, mechanism=self.mechanism)
         named = shape.pop("size", model.pop("size", "1m"))
@@ -130,7 +134,7 @@ class Train:
         timed = self.steps is None and (self.budget is not None or "steps" not in settings)
         config = from_dict(
             TrainConfig,
-            {"steps": 1, **settings, **flags, "corpus": corpus_config, "model": from_dict(DecoderConfig, model)},
+            {"steps": _OPEN, **settings, **flags, "corpus": corpus_config, "model": from_dict(DecoderConfig, model)},
         )
         if not timed:
             return config
@@ -138,7 +142,7 @@ class Train:
         with console.status(f"measuring how many steps fit into {budget}"):
             steps = steps_for_budget(config, seconds(budget))
         console.print(f"budget  {budget}: {steps:,} steps on this machine", highlight=False)
-        return replace(config, steps=steps)
+        return replace(config, steps=steps, warmup=None if config.warmup is None else min(config.warmup, steps))
 
     def _folder(self, config: TrainConfig) -> Path:
         if self.out is not None:
@@ -163,6 +167,11 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{path} must hold a table of settings, got {type(value).__name__}")
     return value
+
+
+def _findable(path: str) -> str:
+    """A path that exists made absolute, so that the run can be resumed from any folder; a name as it is."""
+    return path if path in NAMES or not Path(path).exists() else str(Path(path).absolute())
 
 
 def _table(settings: dict[str, Any], name: str) -> dict[str, Any]:

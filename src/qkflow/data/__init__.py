@@ -3,10 +3,12 @@
 from qkflow.data.batches import Window, batch, epoch_windows, segment_starts, windows
 from qkflow.data.config import CorpusConfig
 from qkflow.data.corpus import Corpus, Split
+from qkflow.data.find import NAMES
 from qkflow.data.prepare import cache_folder, open_corpus
 from qkflow.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, save_tokenizer
 
 __all__ = [
+    "NAMES",
     "ByteTokenizer",
     "Corpus",
     "CorpusConfig",

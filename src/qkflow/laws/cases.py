@@ -79,9 +79,12 @@ def same(case: str, what: str, got: Tensor, want: Tensor, tolerance: float = TOL
 
 
 def same_values_and_gradients(
-    case: str, mechanism: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]], *inputs: Tensor
+    case: str, mechanism: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]], *inputs: Tensor, retain: bool = True
 ) -> None:
-    """Break the law unless each (got, want) agrees, and so do the gradients of a random sum of them all."""
+    """Break the law unless each (got, want) agrees, and so do the gradients of a random sum of them all.
+
+    Compiled graphs may refuse to `retain` what a second backward pass would need.
+    """
     for got, want in pairs:
         same(case, "output", got, want)
     generator = torch.Generator().manual_seed(7)
@@ -90,6 +93,6 @@ def same_values_and_gradients(
     named += [(f"gradient of {name}", p) for name, p in mechanism.named_parameters() if p.requires_grad]
     leaves = [leaf for _, leaf in named]
     sums = [torch.stack([(y[i] * w).sum() for y, w in zip(pairs, weights, strict=True)]).sum() for i in (0, 1)]
-    got, want = (torch.autograd.grad(total, leaves, retain_graph=True, materialize_grads=True) for total in sums)
+    got, want = (torch.autograd.grad(total, leaves, retain_graph=retain, materialize_grads=True) for total in sums)
     for (what, _), g, w in zip(named, got, want, strict=True):
         same(case, what, g, w)

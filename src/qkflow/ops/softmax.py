@@ -42,12 +42,14 @@ def attention(
     >>> attention(x, x, x, causal=True, scale=1.0)[0, :, 0].round(decimals=2).tolist()
     [[1.0, 0.0], [0.27, 0.73]]
     """
+    if q.shape[1] == 1:  # said as a branch: an expression is no plain bool where the compiler keeps lengths open
+        causal = False
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
-        is_causal=causal and q.shape[1] > 1,
+        is_causal=causal,
         scale=scale,
         enable_gqa=k.shape[2] != q.shape[2],
     )

@@ -1,0 +1,87 @@
+"""Every law over every registered mechanism, and over the variants whose code paths differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from qkflow.laws import LAWS, check
+from qkflow.mechanisms import mechanism, mechanisms
+
+BASES = ("standard", "differential")
+VARIANTS = (
+    "standard:key_heads=2",
+    "standard:qk_norm=True",
+    "standard:window=3",
+    "standard:window=3,key_heads=1,qk_norm=True",
+    "standard:rotary_base=None",
+    "differential:key_heads=1",
+    "differential:window=4,qk_norm=True",
+)
+SPECS = (*BASES, *VARIANTS, *sorted(set(mechanisms()) - set(BASES)))
+"""A mechanism that joins the registry is held to the laws without a word here."""
+
+
+def test_the_built_in_mechanisms_are_among_those_tried() -> None:
+    assert set(BASES) <= set(mechanisms())
+    assert {spec.partition(":")[0] for spec in SPECS} == set(mechanisms())
+
+
+@pytest.mark.parametrize("law", [law for law in LAWS if law != "compilation"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_mechanism_obeys(spec: str, law: str) -> None:
+    assert verdict(spec, law) == ("kept", "")
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_mechanism_compiles_whole(spec: str) -> None:
+    """The bases through the compiler users meet; the variants, whose graphs differ little, through its front half."""
+    assert verdict(spec, "compilation", backend="inductor" if spec in BASES else "aot_eager") == ("kept", "")
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
+@pytest.mark.parametrize("spec", BASES)
+def test_a_compiled_mechanism_serves_every_length(spec: str) -> None:
+    """With lengths left open after the second one; a graph for each length would run into the compiler's limit."""
+    layer = mechanism(spec)(32, 4, layer=1, layers=3).double()
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for t in range(4, 16):
+        x = torch.randn(2, t, 32, dtype=torch.float64, requires_grad=True)
+        got, want = compiled(x)[0], layer(x)[0]
+        assert_close(got, want, rtol=0, atol=1e-12)
+        assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (got, want)), rtol=0, atol=1e-11)
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
+@pytest.mark.parametrize("spec", [*BASES, "standard:window=3"])
+def test_a_compiled_mechanism_steps_without_compiling_at_each_token(spec: str) -> None:
+    layer = mechanism(spec)(32, 4, layer=1, layers=3).double()
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    with torch.no_grad():
+        y, state = compiled(x[:, :3])
+        steps = [y]
+        for token in x[:, 3:].split(1, 1):
+            y, state = compiled(token, state)
+            steps.append(y)
+        assert_close(torch.cat(steps, 1), layer(x)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("law", [law for law in LAWS if law != "compilation"])
+@pytest.mark.parametrize(("width", "heads"), [(12, 2), (40, 10)])
+@pytest.mark.parametrize("spec", BASES)
+def test_a_mechanism_obeys_at_other_shapes(spec: str, width: int, heads: int, law: str) -> None:
+    assert verdict(spec, law, width=width, heads=heads) == ("kept", "")
+
+
+def verdict(spec: str, law: str, *, width: int = 32, heads: int = 4, backend: str = "aot_eager") -> tuple[str, str]:
+    (answer,) = check(mechanism(spec), only=[law], width=width, heads=heads, backend=backend)
+    assert answer.law == law
+    return answer.outcome, answer.detail

@@ -1,0 +1,400 @@
+"""The laws bite: each planted bug breaks the laws written beside it, and no other."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qkflow.laws import LAWS, Verdict, check
+from qkflow.layout import Layout
+from qkflow.mechanisms import Circuits, Cost, StandardAttention
+from qkflow.mechanisms.softmax import Rows
+from qkflow.ops.softmax import attention
+from qkflow.state import Cache
+
+Answer = tuple[Tensor, Any]
+
+
+# Time: who sees whom, and where a token stands.
+
+
+class PeeksAhead(StandardAttention):
+    """The mask is one diagonal too wide."""
+
+    def attend(self, rows: Rows) -> Tensor:
+        if not rows.causal:
+            return super().attend(rows)
+        wide = torch.ones(rows.q.shape[1], rows.k.shape[1], dtype=torch.bool).tril(1)
+        return attention(rows.q, rows.k, rows.v, mask=wide)
+
+
+class PeeksAheadInGradients(StandardAttention):
+    """A straight-through term that is zero, but whose gradient is the next token's."""
+
+    def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+        ahead = F.pad(x[:, 1:], (0, 0, 0, 1))
+        return super().forward(x + 0.1 * (ahead - ahead.detach()), state, layout)
+
+
+class ForgetsTheRotaryOffset(StandardAttention):
+    """Queries turn as if every call began at position 0."""
+
+    def attend(self, rows: Rows) -> Tensor:
+        t, k = rows.q.shape[1], rows.q.shape[-1]
+        back = (t - rows.cache.seen) * 10000.0 ** -(torch.arange(0, k, 2, dtype=rows.q.dtype) / k)
+        even, odd = rows.q[..., 0::2], rows.q[..., 1::2]
+        turned = [even * back.cos() - odd * back.sin(), even * back.sin() + odd * back.cos()]
+        return super().attend(rows._replace(q=torch.stack(turned, -1).flatten(-2)))
+
+
+# State: what is carried from call to call.
+
+
+def become(kind: type[Cache], cache: Cache) -> Cache:
+    return kind(**{field.name: getattr(cache, field.name) for field in fields(cache)})
+
+
+class ForgetsItsLength(StandardAttention):
+    """The state it hands on says that nothing has been seen."""
+
+    def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+        y, after = super().forward(x, state, layout)
+        return y, replace(after, seen=0, lengths=None if after.lengths is None else torch.zeros_like(after.lengths))
+
+
+class CountsPadding(StandardAttention):
+    """Every row of the state has the length of the batch."""
+
+    def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+        y, after = super().forward(x, state, layout)
+        return y, after if after.lengths is None else replace(after, lengths=after.lengths.max().expand(len(x)))
+
+
+class ChangesTheStateItWasGiven(StandardAttention):
+    """Continuing a state moves the given one along."""
+
+    def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+        y, after = super().forward(x, state, layout)
+        if state is not None and not torch.compiler.is_compiling():
+            for field in fields(state):
+                object.__setattr__(state, field.name, getattr(after, field.name))
+        return y, after
+
+
+class WritesWhereOthersLook(StandardAttention):
+    """Two continuations of one state share the buffer behind it."""
+
+    class Overwriting(Cache):
+        def _has_room(self, t: int) -> bool:
+            return self.used + t <= self.buffers[0].shape[1]
+
+    def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+        y, after = super().forward(x, state, layout)
+        return y, become(self.Overwriting, after)
+
+
+class LosesATokenWhenTheBufferGrows(StandardAttention):
+    """The last token before the doubling is not copied over."""
+
+    class Careless(Cache):
+        def _grown(self, t: int) -> Cache:
+            grown = super()._grown(t)
+            if self.used >= 16:
+                grown.buffers[1][:, self.used - 1] = 0
+            return grown
+
+    def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+        y, after = super().forward(x, state, layout)
+        return y, become(self.Careless, after)
+
+
+class SelectsRowsInOrder(StandardAttention):
+    """Rows of a state come out sorted, whatever order was asked for."""
+
+    class Sorted(Cache):
+        def select(self, rows: Tensor) -> Cache:
+            return super().select(rows.sort().values)
+
+    def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+        y, after = super().forward(x, state, layout)
+        return y, become(self.Sorted, after)
+
+
+class DetachesNothing(StandardAttention):
+    """detach() gives the state back as it was."""
+
+    class Attached(Cache):
+        def detach(self) -> Cache:
+            return self
+
+    def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+        y, after = super().forward(x, state, layout)
+        return y, become(self.Attached, after)
+
+
+class CutsGradientsAtTheState(StandardAttention):
+    """The state is handed on detached: outputs are right, gradients stop at the cut."""
+
+    def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+        y, after = super().forward(x, state, layout)
+        return y, after.detach()
+
+
+# Batches: padding, packing, rows.
+
+
+class TakesPaddingForTokens(StandardAttention):
+    """A padded batch is read as a full one."""
+
+    def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+        padded = layout is not None and len(layout.lengths) == len(x) > 1
+        return super().forward(x, state, None if padded else layout)
+
+
+class LeavesOutputAtPadding(StandardAttention):
+    """Padding does not come out as zeros."""
+
+    def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+        y, after = super().forward(x, state, layout)
+        return y if layout is None else torch.where(layout.valid[..., None], y, 1.0), after
+
+
+class SkipsTheGradientOfPaddedKeys(StandardAttention):
+    """With a table of positions in play, keys are detached: only gradients tell."""
+
+    def attend(self, rows: Rows) -> Tensor:
+        return super().attend(rows if rows.cache.table is None else rows._replace(k=rows.k.detach()))
+
+
+class JoinsTheFirstTwoSegments(StandardAttention):
+    """The boundary between the first two sequences of a packed row is put one token late."""
+
+    def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+        if layout is not None and len(x) == 1 and len(layout.lengths) > 1:
+            bounds = F.pad(layout.lengths.cumsum(0), (1, 0))
+            bounds[1] += 1
+            layout = Layout.packed(bounds)
+        return super().forward(x, state, layout)
+
+
+class MixesRows(StandardAttention):
+    """A mean over the whole batch is taken off."""
+
+    def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+        return super().forward(x - 0.01 * x.mean(0, keepdim=True), state, layout)
+
+
+# Modules: what is declared, saved, compiled and looked at.
+
+
+class DeclaresHalfItsProducts(StandardAttention):
+    def cost(self, t: int) -> Cost:
+        cost = super().cost(t)
+        return replace(cost, pair_flops=cost.pair_flops // 2)
+
+
+class DeclaresEveryPair(StandardAttention):
+    def cost(self, t: int) -> Cost:
+        return replace(super().cost(t), pairs=t * t)
+
+
+class DeclaresAParameterTooMany(StandardAttention):
+    def cost(self, t: int) -> Cost:
+        return replace(super().cost(t), parameters=super().cost(t).parameters + 1)
+
+
+class DeclaresHalfItsState(StandardAttention):
+    def cost(self, t: int) -> Cost:
+        return replace(super().cost(t), state_bytes=super().cost(t).state_bytes // 2)
+
+
+class MultipliesWithoutSayingSo(StandardAttention):
+    """A product that no declaration mentions."""
+
+    def read(self, z: Tensor, x: Tensor) -> Tensor:
+        return super().read(z, x) @ torch.eye(self.width, dtype=z.dtype)
+
+
+class KeepsAParameterOutOfItsState(StandardAttention):
+    """A random scale that is a plain tensor: never saved, never loaded."""
+
+    def __init__(self, width: int, heads: int, layer: int = 0, layers: int = 1) -> None:
+        super().__init__(width, heads, layer, layers)
+        self.scale = torch.rand(width) + 0.5
+
+    def read(self, z: Tensor, x: Tensor) -> Tensor:
+        return super().read(z, x) * self.scale.to(z.dtype)
+
+
+class AddsAFloat32Constant(StandardAttention):
+    """Harmless in float64, a change of type in bfloat16."""
+
+    def read(self, z: Tensor, x: Tensor) -> Tensor:
+        return super().read(z, x) + torch.zeros(self.width)
+
+
+class RoundsToBfloat16TooOften(StandardAttention):
+    """Sums many small numbers onto a large one in the precision of its input."""
+
+    def read(self, z: Tensor, x: Tensor) -> Tensor:
+        return (super().read(z, x) + 256.0) - 256.0
+
+
+class DropsAtRandom(StandardAttention):
+    """Dropout on the heads, with no way to turn it off but eval()."""
+
+    def read(self, z: Tensor, x: Tensor) -> Tensor:
+        return super().read(F.dropout(z, 0.1, self.training), x)
+
+
+class AccumulatesOverCalls(StandardAttention):
+    """A running count leaks into the output: too small for float64's tolerance, not for two equal calls."""
+
+    calls = 0
+
+    def read(self, z: Tensor, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().read(z, x) * (1 + (1e-3 if z.dtype == torch.float32 else 0.0) * self.calls)
+
+
+class LooksAtTheData(StandardAttention):
+    """A branch on values: right, but no single graph."""
+
+    def read(self, z: Tensor, x: Tensor) -> Tensor:
+        return super().read(z, x) if float(z.detach().abs().max()) < 1e6 else z.flatten(2)
+
+
+class IsAnotherFunctionInInference(StandardAttention):
+    """A short cut for when no gradients are asked for is not quite the same."""
+
+    def read(self, z: Tensor, x: Tensor) -> Tensor:
+        return super().read(z, x) * (1.0 if torch.is_grad_enabled() else 1.001)
+
+
+class IsAnotherFunctionCompiled(StandardAttention):
+    """A branch that only the compiler takes."""
+
+    def read(self, z: Tensor, x: Tensor) -> Tensor:
+        return super().read(z, x) * (1.001 if torch.compiler.is_compiling() else 1.0)
+
+
+class ShowsAnotherMap(StandardAttention):
+    """The map for probes is not the one that attends."""
+
+    def map(self, rows: Rows) -> Tensor:
+        return super().map(rows._replace(q=1.1 * rows.q))
+
+
+class ShowsTheMapWithoutTheLayout(StandardAttention):
+    """The map joins what the layout keeps apart."""
+
+    def weights(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Tensor:
+        return super().weights(x, state)
+
+
+class HidesAStepBehindTheMap(StandardAttention):
+    """Something is done to the output that neither map, values nor read tell."""
+
+    def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+        y, after = super().forward(x, state, layout)
+        return y + y.tanh(), after
+
+
+class SwapsItsCircuits(StandardAttention):
+    def circuits(self) -> Circuits:
+        return Circuits(qk=super().circuits().ov, ov=super().circuits().qk)
+
+
+class PutsTheOutputInQK(StandardAttention):
+    """The output projection is said to decide where to look."""
+
+    def circuits(self) -> Circuits:
+        return Circuits(qk=("query.weight", "key.weight", "output.weight"), ov=("value.weight",))
+
+
+class NamesAParameterThatIsNone(StandardAttention):
+    def circuits(self) -> Circuits:
+        return Circuits(qk=("query.weight", "keys.weight"), ov=("value.weight", "output.weight"))
+
+
+class NamesAParameterTwice(StandardAttention):
+    def circuits(self) -> Circuits:
+        return Circuits(qk=("query.weight", "key.weight", "key.weight"), ov=("value.weight", "output.weight"))
+
+
+BUGS: dict[type[StandardAttention], set[str]] = {
+    PeeksAhead: {"causality", "splitting", "stepping", "padding", "packing", "precision", "mapping"},
+    PeeksAheadInGradients: {"causality", "splitting", "stepping", "padding", "packing", "mapping"},
+    ForgetsTheRotaryOffset: {"splitting", "stepping", "padding", "packing", "precision"},
+    ForgetsItsLength: {"splitting", "stepping", "padding", "packing", "carrying", "precision"},
+    CountsPadding: {"padding", "packing"},
+    ChangesTheStateItWasGiven: {"carrying"},
+    WritesWhereOthersLook: {"carrying"},
+    LosesATokenWhenTheBufferGrows: {"stepping"},
+    SelectsRowsInOrder: {"carrying"},
+    DetachesNothing: {"carrying"},
+    CutsGradientsAtTheState: {"splitting", "stepping"},
+    TakesPaddingForTokens: {"padding", "packing"},
+    LeavesOutputAtPadding: {"padding"},
+    SkipsTheGradientOfPaddedKeys: {"padding", "packing"},
+    JoinsTheFirstTwoSegments: {"packing"},
+    MixesRows: {"padding", "packing", "batching", "carrying", "mapping"},
+    DeclaresHalfItsProducts: {"declaration"},
+    DeclaresEveryPair: {"declaration"},
+    DeclaresAParameterTooMany: {"declaration"},
+    DeclaresHalfItsState: {"declaration"},
+    MultipliesWithoutSayingSo: {"declaration"},
+    KeepsAParameterOutOfItsState: {"saving"},
+    AddsAFloat32Constant: {"precision"},
+    RoundsToBfloat16TooOften: {"precision"},
+    DropsAtRandom: set(LAWS) - {"declaration", "circuitry"},
+    AccumulatesOverCalls: {"determinism"},
+    LooksAtTheData: {"compilation"},
+    IsAnotherFunctionInInference: {"stepping"},
+    IsAnotherFunctionCompiled: {"compilation"},
+    ShowsAnotherMap: {"mapping"},
+    ShowsTheMapWithoutTheLayout: {"mapping"},
+    HidesAStepBehindTheMap: {"mapping"},
+    SwapsItsCircuits: {"circuitry"},
+    PutsTheOutputInQK: {"circuitry"},
+    NamesAParameterThatIsNone: {"circuitry"},
+    NamesAParameterTwice: {"circuitry"},
+}
+"""Each bug with every law it breaks."""
+
+COMPILED = [bug for bug in BUGS if {"forward", "attend", "read"} & vars(bug).keys()]
+"""Those that change what is compiled; the others declare and show."""
+
+
+def broken(verdicts: list[Verdict]) -> set[str]:
+    assert all(verdict.detail and "\n" not in verdict.detail for verdict in verdicts if verdict.outcome != "kept")
+    return {verdict.law for verdict in verdicts if verdict.outcome == "broken"}
+
+
+def test_every_law_bites_and_every_bug_is_in_the_table() -> None:
+    assert set.union(*BUGS.values()) == set(LAWS)
+    assert all(BUGS.values())
+    planted = {kind for kind in globals().values() if isinstance(kind, type) and kind.__module__ == __name__}
+    assert {kind for kind in planted if issubclass(kind, StandardAttention)} == set(BUGS)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_a_planted_bug_breaks_exactly(bug: type[StandardAttention]) -> None:
+    assert broken(check(bug, only=[law for law in LAWS if law != "compilation"])) == BUGS[bug] - {"compilation"}
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
+@pytest.mark.parametrize("bug", COMPILED, ids=lambda bug: bug.__name__)
+def test_a_planted_bug_breaks_compilation_only_where_it_says_so(bug: type[StandardAttention]) -> None:
+    assert broken(check(bug, only=["compilation"], backend="aot_eager")) == BUGS[bug] & {"compilation"}
+
+
+def test_the_smallest_failing_case_is_the_one_reported() -> None:
+    (verdict,) = check(PeeksAhead, only=["causality"])
+    assert verdict.detail.startswith("t=2, first 1 tokens: output differs by ")

@@ -1,0 +1,127 @@
+"""How laws judge what is not a whole mechanism: what it lacks, what it throws, what it answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qkflow.errors import UsageError
+from qkflow.laws import LAWS, check
+from qkflow.layout import Layout
+from qkflow.mechanisms import Circuits, StandardAttention
+
+Answer = tuple[Tensor, Any]
+
+
+class OnlyForward(nn.Module):
+    """A layer as a newcomer would write it: the computation and nothing besides."""
+
+    def __init__(self, width: int, heads: int, layer: int, layers: int) -> None:
+        super().__init__()
+        self.inner = StandardAttention(width, heads, layer, layers)
+
+    def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+        return self.inner(x, state, layout)
+
+
+def verdicts(factory: Any, *laws: str) -> dict[str, tuple[str, str]]:
+    return {verdict.law: (verdict.outcome, verdict.detail) for verdict in check(factory, only=laws)}
+
+
+def test_laws_about_what_a_mechanism_lacks_are_absent_and_the_others_hold() -> None:
+    found = verdicts(OnlyForward, *(law for law in LAWS if law != "compilation"))
+    missing = {law: answer for law, answer in found.items() if answer[0] == "absent"}
+    assert missing == {
+        "declaration": ("absent", "no cost()"),
+        "mapping": ("absent", "no weights()"),
+        "circuitry": ("absent", "no circuits()"),
+    }
+    assert {answer for law, answer in found.items() if law not in missing} == {("kept", "")}
+
+
+def test_circuits_are_judged_by_their_names_alone_where_there_is_no_map() -> None:
+    class Named(OnlyForward):
+        def circuits(self) -> Circuits:
+            return Circuits(qk=("inner.query.weight",), ov=("inner.values.weight",))
+
+    assert verdicts(Named, "circuitry") == {
+        "circuitry": ("broken", "circuits() names 'inner.values.weight', which is no parameter")
+    }
+
+
+def test_an_exception_of_the_mechanism_breaks_the_law_and_is_quoted() -> None:
+    class Fails(OnlyForward):
+        def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+            if state is not None:
+                raise KeyError("no such thing\nas a state")
+            return super().forward(x, state, layout)
+
+    found = verdicts(Fails, "causality", "splitting", "batching")
+    assert found["causality"] == found["batching"] == ("kept", "")
+    outcome, detail = found["splitting"]
+    assert outcome == "broken"
+    assert detail.startswith("KeyError: ")
+    assert "no such thing" in detail
+
+
+def test_an_exception_without_a_word_is_still_named() -> None:
+    class Silent(OnlyForward):
+        def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+            raise NotImplementedError
+
+    assert verdicts(Silent, "causality") == {"causality": ("broken", "NotImplementedError: ")}
+
+
+def test_a_factory_that_fails_breaks_every_law_and_raises_nothing() -> None:
+    def factory(width: int, heads: int, layer: int, layers: int) -> StandardAttention:
+        raise UsageError("not today")
+
+    found = verdicts(factory, *(law for law in LAWS if law != "compilation"))
+    assert set(found.values()) == {("broken", "UsageError: not today")}
+
+
+def test_an_answer_of_another_form_is_told_what_the_contract_is() -> None:
+    class OneTensor(OnlyForward):
+        def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Any:
+            return super().forward(x, state, layout)[0]
+
+    class Narrow(OnlyForward):
+        def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+            y, after = super().forward(x, state, layout)
+            return y[..., :-1], after
+
+    assert verdicts(OneTensor, "batching") == {"batching": ("broken", "must return (y, state), got Tensor")}
+    assert verdicts(Narrow, "batching") == {
+        "batching": ("broken", "y must have the shape of x, [2, 1, 32], got [2, 1, 31]")
+    }
+
+
+def test_not_a_number_breaks_a_law_too() -> None:
+    class Poisoned(OnlyForward):
+        def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+            y, after = super().forward(x, state, layout)
+            return y * torch.nan, after
+
+    outcome, detail = verdicts(Poisoned, "batching")["batching"]
+    assert outcome == "broken"
+    assert "nan" in detail
+
+
+def test_checking_leaves_the_global_stream_of_randomness_alone() -> None:
+    before = torch.random.get_rng_state()
+    check(StandardAttention, only=["causality", "saving", "padding"])
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_an_unknown_law_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"unknown law 'causalty': did you mean 'causality'\?"):
+        check(StandardAttention, only=["causalty"])
+
+
+def test_every_law_states_itself_in_a_sentence() -> None:
+    for name, law in LAWS.items():
+        assert law.__name__ == name
+        assert (law.__doc__ or "").splitlines()[0].endswith(".")

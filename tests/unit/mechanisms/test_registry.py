@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from qkflow.errors import UsageError
+from qkflow.laws import check
+from qkflow.mechanisms import (
+    DifferentialAttention,
+    DifferentialConfig,
+    StandardAttention,
+    StandardConfig,
+    mechanism,
+    mechanisms,
+    register,
+    registry,
+)
+from qkflow.models import Decoder, DecoderConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThirdParty:
+    """What another package would bring: a config that makes a mechanism."""
+
+    window: int | None = None
+
+    def __call__(self, width: int, heads: int, layer: int, layers: int) -> StandardAttention:
+        return StandardAttention(width, heads, layer, layers, config=StandardConfig(window=self.window))
+
+
+@dataclass(frozen=True)
+class NotCallable:
+    window: int = 1
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_BUILT_IN", {"standard": StandardConfig, "differential": DifferentialConfig})
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:
+    """Make the registry see a distribution that has these entry points."""
+
+    def entry_points(*, group: str) -> list[EntryPoint]:
+        assert group == "qkflow.mechanisms"
+        return [EntryPoint(name, value, group) for name, value in entries.items()]
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+
+
+def test_a_name_makes_the_mechanism_with_its_defaults() -> None:
+    assert isinstance(mechanism("standard")(8, 2, layer=0, layers=1), StandardAttention)
+    assert isinstance(mechanism("differential")(8, 2, layer=0, layers=1), DifferentialAttention)
+    assert mechanism("standard:") == StandardConfig()
+
+
+@pytest.mark.parametrize(
+    ("spec", "want"),
+    [
+        ("standard:window=128", StandardConfig(window=128)),
+        ("standard: window = 128 , key_heads=2", StandardConfig(window=128, key_heads=2)),
+        ("standard:rotary_base=None,qk_norm=True", StandardConfig(rotary_base=None, qk_norm=True)),
+        ("standard:rotary_base=500", StandardConfig(rotary_base=500.0)),
+        ("differential:rotary_base=5e5", DifferentialConfig(rotary_base=5e5)),
+    ],
+)
+def test_options_follow_the_colon(spec: str, want: object) -> None:
+    assert mechanism(spec) == want
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("standart", r"unknown mechanism 'standart': did you mean 'standard'\? Known: differential, standard"),
+        ("", "unknown mechanism '': Known: differential, standard"),
+        ("standard:windw=3", r"unknown config key of 'standard' 'windw': did you mean 'window'\?"),
+        ("standard:window=wide", r"config key 'window' got 'wide': expected int \| None"),
+        ("standard:window=1.5", r"config key 'window' got 1\.5: expected int \| None"),
+        ("standard:qk_norm=1", "config key 'qk_norm' got 1: expected bool"),
+        ("standard:window=", "config key 'window' got '': expected int"),
+        ("standard:window={[]:1}", "config key 'window'"),
+        ("standard:window", "'standard:window': expected key=value after the colon, got 'window'"),
+    ],
+)
+def test_a_spec_that_means_nothing_is_refused_in_one_line(spec: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        mechanism(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_registered_mechanism_is_known_by_its_name_everywhere() -> None:
+    register("mine", ThirdParty)
+    assert mechanisms()["mine"] is ThirdParty
+    assert mechanism("mine:window=3") == ThirdParty(window=3)
+    assert Decoder(DecoderConfig(width=8, layers=1, heads=2, hidden=8, mechanism="mine")) is not None
+
+
+def test_registering_the_same_twice_is_no_mistake_and_another_is() -> None:
+    register("mine", ThirdParty)
+    register("mine", ThirdParty)
+    with pytest.raises(UsageError, match="a mechanism named 'standard' exists already"):
+        register("standard", ThirdParty)
+
+
+@pytest.mark.parametrize("config", [int, NotCallable, StandardAttention], ids=lambda c: c.__name__)
+def test_what_makes_no_mechanism_is_not_registered(config: Any) -> None:
+    with pytest.raises(UsageError, match=r"must be a dataclass with __call__"):
+        register("mine", config)
+    assert "mine" not in mechanisms()
+
+
+def test_an_installed_package_joins_through_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "their_package", SimpleNamespace(ThirdParty=ThirdParty))
+    install(monkeypatch, mine="their_package:ThirdParty")
+    assert set(mechanisms()) == {"standard", "differential", "mine"}
+    factory = mechanism("mine:window=3")
+    assert dataclasses.asdict(factory) == {"window": 3}  # type: ignore[call-overload]
+    assert {verdict.outcome for verdict in check(factory, only=["causality", "stepping"])} == {"kept"}
+
+
+def test_an_installed_package_cannot_take_a_built_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, standard="json:JSONDecoder")
+    assert mechanisms()["standard"] is StandardConfig
+
+
+def test_a_broken_package_takes_no_other_mechanism_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, broken="no_such_package_at_all:Config")
+    assert mechanism("standard") == StandardConfig()
+    register("mine", ThirdParty)
+    assert mechanism("mine") == ThirdParty()
+
+
+def test_a_broken_package_is_named_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, broken="no_such_package_at_all:Config")
+    with pytest.raises((UsageError, ImportError), match="no_such_package_at_all"):
+        mechanism("broken")

@@ -1,0 +1,290 @@
+"""What standard and differential attention share: shapes, states of any kind, maps over them, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from qkflow.errors import UsageError
+from qkflow.layout import Layout
+from qkflow.mechanisms import DifferentialAttention, StandardAttention, StandardConfig, mechanism
+from qkflow.models.decoder import DecoderState
+
+WIDTH, HEADS = 32, 4
+SPECS = ["standard", "standard:key_heads=2,qk_norm=True", "standard:window=3", "differential", "differential:window=4"]
+MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
+
+
+def make(spec: str, *, dtype: torch.dtype = torch.float64) -> Any:
+    return mechanism(spec)(WIDTH, HEADS, layer=1, layers=2).to(dtype)
+
+
+def stream(b: int, t: int, *, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(b, t, WIDTH, dtype=dtype)
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("past", "t"), [(3, 1), (2, 4), (9, 2), (1, 12)])
+def test_a_map_with_a_carried_state_is_rows_of_the_whole_map(
+    spec: str, mode: Callable[[], Any], past: int, t: int
+) -> None:
+    layer, x = make(spec), stream(2, past + t)
+    with mode():
+        whole = layer.weights(x)
+        _, state = layer(x[:, :past])
+        weights = layer.weights(x[:, past:], state)
+        slots = state.positions.tolist()
+    assert weights.shape[-1] == len(slots) + t
+    close(weights[..., len(slots) :], whole[:, :, past:, past:])
+    close(weights[..., : len(slots)], whole[:, :, past:, slots])
+    forgotten = [s for s in range(past) if s not in slots]
+    assert not whole[:, :, past:, forgotten].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("window", [3, 20])
+def test_a_map_has_a_column_for_every_slot_of_the_state_however_long_it_ran(
+    mode: Callable[[], Any], window: int
+) -> None:
+    """Also in the call in which a full buffer makes room."""
+    layer, x = make(f"standard:window={window}"), stream(1, 60)
+    with mode():
+        whole, state, states = layer.weights(x), None, []
+        for token in x.split(1, 1):
+            _, state = layer(token, state)
+            states.append(state)
+        for position, state in enumerate(states[:-1], start=1):
+            weights = layer.weights(x[:, position : position + 1], state)
+            slots = [*state.positions.tolist(), position]
+            assert weights.shape[-1] == len(slots), f"at position {position}"
+            close(weights[0, :, 0], whole[0, :, position][:, slots])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_map_with_a_layout_and_a_state_shows_each_sequence_its_own_past(
+    spec: str, mode: Callable[[], Any], packed: bool
+) -> None:
+    layer = make(spec)
+    before, counts = [4, 1, 2], [2, 3, 1]
+    pieces = [stream(1, a + b) for a, b in zip(before, counts, strict=True)]
+    with mode():
+        first = Layout.packed([0, 4, 5, 7])
+        _, state = layer(torch.cat([x[:, :a] for x, a in zip(pieces, before, strict=True)], 1), layout=first)
+        places = state.positions.tolist()
+        if packed:
+            after = Layout.packed([0, 2, 5, 6])
+            x = torch.cat([x[:, a:] for x, a in zip(pieces, before, strict=True)], 1)
+        else:
+            after = Layout.padded(counts, 3, side="left")
+            x = torch.cat(
+                [torch.cat([stream(1, 3 - c), x[:, a:]], 1) for x, a, c in zip(pieces, before, counts, strict=True)]
+            )
+        weights = layer.weights(x, state, after)
+        wholes = [layer.weights(piece)[0] for piece in pieces]
+    slots = len(places[0])
+    assert weights.shape == (*x.shape[:1], wholes[0].shape[0], x.shape[1], slots + x.shape[1])
+    for b, t in after.valid.nonzero().tolist():
+        i, p = int(after.sequences[b, t]), before[int(after.sequences[b, t])] + int(after.positions[b, t])
+        want = torch.zeros_like(weights[b, :, t])
+        for slot, place in enumerate(places[i]):
+            if place >= 0:
+                want[:, slot] = wholes[i][:, p, place]
+        for s in range(x.shape[1]):
+            if int(after.sequences[b, s]) == i:
+                want[:, slots + s] = wholes[i][:, p, before[i] + int(after.positions[b, s])]
+        close(weights[b, :, t], want)
+    assert not weights.transpose(1, 2)[~after.valid].any()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_softmax_rows_of_a_map_sum_to_what_they_should(spec: str) -> None:
+    layer = make(spec)
+    rows = layer.weights(stream(2, 6)).sum(-1)
+    close(rows, torch.ones_like(rows) - (layer._lambda() if isinstance(layer, DifferentialAttention) else 0))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_packed_sequences_go_on_with_a_state_each(spec: str) -> None:
+    layer, lengths = make(spec), [3, 1, 5]
+    pieces = [stream(1, n + 2) for n in lengths]
+    head = torch.cat([x[:, :-2] for x in pieces], 1)
+    y, state = layer(head, layout=Layout.packed([0, 3, 4, 9]))
+    assert state.length.tolist() == lengths
+    more, state = layer(torch.cat([x[:, -2:] for x in pieces], 1), state, Layout.packed([0, 2, 4, 6]))
+    assert state.length.tolist() == [n + 2 for n in lengths]
+    for i, piece in enumerate(pieces):
+        want = layer(piece)[0]
+        close(torch.cat([y.split(lengths, 1)[i], more[:, 2 * i : 2 * i + 2]], 1), want)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_sequence_of_no_tokens_is_a_sequence(spec: str) -> None:
+    layer, x = make(spec), stream(1, 3)
+    y, state = layer(x, layout=Layout.packed([0, 2, 2, 3]))
+    assert state.length.tolist() == [2, 0, 1]
+    more, _ = layer(stream(3, 1), state)
+    assert more.isfinite().all()
+    token = stream(3, 1)
+    close(layer(token, state)[0][1], layer(token[1:2])[0][0])
+    close(y[:, :2], layer(x[:, :2])[0])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_padding_may_hold_anything_at_all(spec: str, bad: float) -> None:
+    layer, x = make(spec), stream(2, 4)
+    layout = Layout.padded([2, 3], 4, side="left")
+    poisoned = x.masked_fill(~layout.valid[..., None], bad).requires_grad_()
+    y, _ = layer(poisoned, layout=layout)
+    close(y, layer(x, layout=layout)[0])
+    gradients = torch.autograd.grad(y.sum(), [poisoned, *layer.parameters()], materialize_grads=True)
+    assert all(g.isfinite().all() for g in gradients)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_batch_may_lie_in_memory_as_it_likes(spec: str) -> None:
+    layer = make(spec)
+    for x in (stream(5, 2).transpose(0, 1), stream(2, 10)[:, ::2], stream(1, 5).expand(2, -1, -1)):
+        assert torch.equal(layer(x)[0], layer(x.contiguous())[0])
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 6, 9])
+@pytest.mark.parametrize("name", ["standard", "differential"])
+def test_a_window_is_what_a_token_sees(name: str, window: int) -> None:
+    layer, t = make(f"{name}:window={window}"), 6
+    meets = layer.weights(stream(1, t))[0, 0] != 0
+    assert torch.equal(meets, torch.ones(t, t, dtype=torch.bool).tril().triu(1 - window))
+
+
+@pytest.mark.parametrize("name", ["standard", "differential"])
+def test_a_window_as_long_as_the_sequence_changes_nothing(name: str) -> None:
+    wide, narrow = make(name), make(f"{name}:window=6")
+    narrow.load_state_dict(wide.state_dict())
+    x = stream(2, 6)
+    close(narrow(x)[0], wide(x)[0])
+
+
+@pytest.mark.parametrize("spec", ["standard:window=5", "standard:window=5,key_heads=1", "differential:window=5"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_under_a_window_the_state_stays_bounded_and_right(spec: str, ragged: bool) -> None:
+    layer, x = make(spec), stream(2, 100)
+    lengths = [60, 57] if ragged else [60, 60]
+    with torch.no_grad():
+        whole = layer(x)[0]
+        layout = Layout.padded(lengths, 60) if ragged else None
+        _, state = layer(x[:, :60], layout=layout)
+        at, largest = torch.tensor(lengths), 0
+        for _ in range(40):
+            y, state = layer(x[torch.arange(2), at][:, None], state)
+            close(y[:, 0], whole[torch.arange(2), at])
+            at, largest = at + 1, max(largest, state.used)
+        assert largest <= 2 * 5
+        assert state.length.tolist() == at.tolist()
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of every new memory that operators ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        made = [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.sizes += [storage.nbytes() for storage in made if storage.data_ptr() not in known]
+        return out
+
+
+def allocated(layer: Any, past: int, layout: Layout | None) -> tuple[list[int], Any]:
+    with torch.no_grad():
+        _, state = layer(stream(2, past, dtype=torch.float32), layout=layout)
+        _, state = layer(stream(2, 1, dtype=torch.float32), state)
+        token = stream(2, 1, dtype=torch.float32)
+        with Allocations() as seen:
+            _, state = layer(token, state)
+    return seen.sizes, state
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["standard", "standard:key_heads=2,qk_norm=True", "standard:window=64", "differential", "differential:key_heads=1"],
+)
+def test_a_new_token_allocates_the_same_however_long_the_past(spec: str) -> None:
+    layer = make(spec, dtype=torch.float32)
+    totals = {sum(allocated(layer, past, None)[0]) for past in (100, 1000, 8190)}
+    assert len(totals) == 1
+
+
+@pytest.mark.parametrize("spec", ["standard", "standard:key_heads=2", "differential"])
+def test_a_new_token_of_rows_that_differ_copies_no_cached_tensor(spec: str) -> None:
+    layer = make(spec, dtype=torch.float32)
+    sizes, state = allocated(layer, 4000, Layout.padded([4000, 3990], 4000))
+    assert max(sizes) < min(x.nbytes for x in state.tensors) / 2
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_a_state_declares_in_bytes_it_holds_after_a_prompt(spec: str) -> None:
+    layer = make(spec)
+    _, state = layer(stream(1, 9))
+    assert state.nbytes == layer.cost(9).state_bytes
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: StandardAttention(30, 4), "heads must divide the width, got 4 heads for a width of 30"),
+        (lambda: StandardAttention(32, 0), "heads must divide the width, got 0"),
+        (lambda: make("standard:key_heads=3"), "key_heads must divide the heads, got 3 for 4"),
+        (lambda: make("standard:key_heads=0"), "key_heads must divide the heads, got 0"),
+        (lambda: StandardAttention(12, 4), "even head width, got 3"),
+        (lambda: make("standard:window=0"), "window must be at least 1, got 0"),
+        (lambda: DifferentialAttention(32, 1), "even number of heads that divides 32, got 1"),
+        (lambda: DifferentialAttention(30, 3), "even number of heads that divides 30, got 3"),
+        (lambda: DifferentialAttention(30, 4), "even number of heads that divides 30, got 4"),
+        (lambda: make("differential:key_heads=4"), "key_heads must divide the 2 differential heads, got 4"),
+        (lambda: make("differential:window=-1"), "window must be at least 1, got -1"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build()
+
+
+def test_an_odd_head_width_is_fine_without_rotary_positions() -> None:
+    layer = StandardAttention(12, 4, config=StandardConfig(rotary_base=None))
+    assert layer(torch.randn(1, 3, 12))[0].shape == (1, 3, 12)
+
+
+def test_without_rotary_positions_order_is_seen_through_causality_alone() -> None:
+    layer, x = make("standard:rotary_base=None"), stream(1, 5)
+    shuffled = torch.cat([x[:, [2, 0, 3, 1]], x[:, 4:]], 1)
+    close(layer(shuffled)[0][:, -1], layer(x)[0][:, -1])
+    with_positions = make("standard")
+    assert (with_positions(shuffled)[0][:, -1] - with_positions(x)[0][:, -1]).abs().max() > 1e-3
+
+
+def test_a_state_of_another_kind_or_size_is_refused() -> None:
+    layer, x = make("standard"), stream(2, 3)
+    _, state = layer(x)
+    with pytest.raises(UsageError, match="StandardAttention continues a Cache, got DecoderState"):
+        layer(x, DecoderState((state,)))
+    with pytest.raises(UsageError, match="holds 2 rows, the input 3"):
+        layer(stream(3, 1), state)
+    with pytest.raises(UsageError, match=r"describes a batch of \[2, 4\], got \[2, 3\]"):
+        layer(x, layout=Layout.padded([1, 2], 4))

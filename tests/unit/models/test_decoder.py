@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
+
+from qkflow.errors import UsageError
+from qkflow.layout import Layout
+from qkflow.mechanisms import StandardAttention
+from qkflow.models import Block, Decoder, DecoderConfig, SwiGLU
+
+HYBRID = ("standard", "differential:window=3", "standard:key_heads=1,window=4,qk_norm=True", "differential:key_heads=1")
+MECHANISMS: list[Any] = ["standard", "differential", HYBRID]
+MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
+
+
+def config(mechanism: Any = "standard", **changes: Any) -> DecoderConfig:
+    base = DecoderConfig(width=16, layers=4, heads=4, hidden=24, vocabulary=13, mechanism=mechanism)
+    return replace(base, **changes)
+
+
+def model(mechanism: Any = "standard", **changes: Any) -> Decoder:
+    made = Decoder(config(mechanism, **changes)).double()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return made
+
+
+def tokens(b: int, t: int) -> Tensor:
+    return torch.randint(0, 13, (b, t))
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    assert_close(got, want, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+def test_a_sequence_cut_anywhere_gives_the_scores_of_the_whole(mechanism: Any, mode: Callable[[], Any]) -> None:
+    decoder, x = model(mechanism), tokens(2, 9)
+    with mode():
+        whole, _ = decoder(x)
+        for cut in range(1, 9):
+            head, state = decoder(x[:, :cut])
+            tail, state = decoder(x[:, cut:], state)
+            close(torch.cat([head, tail], 1), whole)
+            assert state.length.tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+def test_token_by_token_gives_the_scores_of_the_whole(mechanism: Any, mode: Callable[[], Any]) -> None:
+    decoder, x = model(mechanism), tokens(2, 20)
+    with mode():
+        state, steps = None, []
+        for token in x.split(1, 1):
+            logits, state = decoder(token, state)
+            steps.append(logits)
+        close(torch.cat(steps, 1), decoder(x)[0])
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+def test_gradients_pass_through_the_state(mechanism: Any) -> None:
+    decoder, x = model(mechanism), tokens(2, 6)
+    head, state = decoder(x[:, :3])
+    split = torch.cat([head, decoder(x[:, 3:], state)[0]], 1)
+    weight, leaves = torch.randn_like(split), [*decoder.parameters()]
+    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (split, decoder(x)[0])), strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+def test_padding_changes_no_score_and_no_gradient(mechanism: Any, side: Any) -> None:
+    decoder, lengths = model(mechanism), [4, 1, 6]
+    layout = Layout.padded(lengths, 7, side=side)
+    x = tokens(3, 7)
+    logits, state = decoder(x, layout=layout)
+    other, _ = decoder(x.where(layout.valid, (x + 1) % 13), layout=layout)
+    close(other[layout.valid], logits[layout.valid])
+    more = tokens(3, 2)
+    after, _ = decoder(more, state)
+    alone = [decoder(x[i, layout.valid[i]][None]) for i in range(3)]
+    later = [decoder(more[i : i + 1], alone[i][1])[0] for i in range(3)]
+    close(after, torch.cat(later))
+    pieces = torch.cat([y[0] for y, _ in alone])
+    close(logits[layout.valid], pieces)
+    weight, leaves = torch.randn_like(pieces), [*decoder.parameters()]
+    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (logits[layout.valid], pieces)), strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+def test_packed_documents_do_not_see_each_other(mechanism: Any) -> None:
+    decoder, x = model(mechanism), tokens(1, 12)
+    packed, state = decoder(x, layout=Layout.packed([0, 5, 6, 12]))
+    close(packed, torch.cat([decoder(piece)[0] for piece in x.split([5, 1, 6], 1)], 1))
+    assert state.length.tolist() == [5, 1, 6]
+    starts = torch.zeros(2, 6, dtype=torch.bool)
+    starts[0, 5] = starts[1, 0] = True
+    segmented, _ = decoder(x.view(2, 6), layout=Layout.segmented(starts))
+    close(segmented.view(1, 12, -1), packed)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_declared_cost_is_what_torch_counts(mechanism: Any, tied: bool) -> None:
+    decoder = model(mechanism, tied=tied)
+    for t in (1, 10):
+        cost = decoder.cost(t)
+        assert cost.parameters == sum(p.numel() for p in decoder.parameters())
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            decoder(tokens(1, t))
+        assert cost.linear_flops + cost.pair_flops * t * t == counter.get_total_flops()
+        assert decoder(tokens(1, t))[1].nbytes == cost.state_bytes
+        mixers: list[Any] = [block.mechanism.cost(t) for block in decoder.blocks]  # type: ignore[union-attr]
+        dense = 2 * t * (4 * 3 * 16 * 24 + 13 * 16)
+        assert cost.flops == pytest.approx(sum(mixer.flops for mixer in mixers) + dense, abs=1)
+
+
+def test_a_list_names_the_mechanism_of_each_layer_and_its_depth() -> None:
+    decoder = model(HYBRID)
+    mixers: list[Any] = [block.mechanism for block in decoder.blocks]  # type: ignore[union-attr]
+    assert [type(mixer).__name__ for mixer in mixers] == [
+        "StandardAttention",
+        "DifferentialAttention",
+        "StandardAttention",
+        "DifferentialAttention",
+    ]
+    assert [mixer.config.window for mixer in mixers] == [None, 3, 4, None]
+    assert mixers[1].lambda_init < mixers[3].lambda_init
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    tied, untied = model(tied=True), model(tied=False)
+    assert tied.head is None
+    assert not any(name.startswith("head") for name in tied.state_dict())
+    assert untied.head is not None
+    x = torch.randn(2, 16, dtype=torch.float64)
+    close(tied.logits(x), x @ tied.embedding.weight.T)
+    close(untied.logits(x), x @ untied.head.weight.T)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_it_starts_near_uniform(tied: bool) -> None:
+    decoder, x = Decoder(config(tied=tied, width=64, vocabulary=257)), torch.randint(0, 257, (4, 32))
+    logits, _ = decoder(x[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+    assert float(loss.detach()) == pytest.approx(torch.tensor(257.0).log().item(), abs=0.1)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+def test_every_parameter_takes_part(mechanism: Any) -> None:
+    decoder = model(mechanism, tied=False)
+    decoder(tokens(2, 6))[0].square().sum().backward()
+    for name, parameter in decoder.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_a_state_of_all_layers_is_selected_detached_moved_and_measured_together() -> None:
+    decoder, x = model(HYBRID), tokens(2, 5)
+    _, state = decoder(x)
+    assert state.length.tolist() == [5, 5]
+    assert state.nbytes == sum(layer.nbytes for layer in state.layers) > 0
+    token = tokens(2, 1)
+    want = decoder(token, state)[0]
+    rows = torch.tensor([1, 0, 1])
+    close(decoder(token[rows], state.select(rows))[0], want[rows])
+    cut = state.detach().to("cpu")
+    close(decoder(token, cut)[0], want)
+    caches: Any = cut.layers
+    assert not any(x.requires_grad for cache in caches for x in cache.tensors)
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    decoder, x = model(dropout=0.5), tokens(1, 6)
+    assert not torch.equal(decoder(x)[0], decoder(x)[0])
+    decoder.eval()
+    assert torch.equal(decoder(x)[0], decoder(x)[0])
+    without = model()
+    without.load_state_dict(decoder.state_dict())
+    close(decoder(x)[0], without(x)[0])
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+def test_autocast_trains_and_generates_near_the_full_precision(mechanism: Any) -> None:
+    decoder, x = model(mechanism).float(), tokens(2, 8)
+    exact = decoder(x)[0].detach()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits, state = decoder(x)
+        with torch.no_grad():
+            head, state = decoder(x[:, :5])
+            rest = [head]
+            for token in x[:, 5:].split(1, 1):
+                step, state = decoder(token, state)
+                rest.append(step)
+    logits.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in decoder.parameters())
+    for got in (logits.detach(), torch.cat(rest, 1)):
+        assert float((got - exact).norm() / exact.norm()) < 0.05
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
+def test_the_whole_model_compiles_into_one_graph() -> None:
+    decoder, x = model(HYBRID), tokens(2, 6)
+    torch.compiler.reset()
+    compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager")
+    got, want = compiled(x)[0], decoder(x)[0]
+    close(got, want)
+    weight, leaves = torch.randn_like(want), [*decoder.parameters()]
+    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (got, want)), strict=True):
+        close(a, b)
+
+
+def test_the_feed_forward_network_is_its_formula() -> None:
+    layer, x = SwiGLU(4, 6).double(), torch.randn(2, 3, 4, dtype=torch.float64)
+    gate, up, down = layer.gate.weight, layer.up.weight, layer.output.weight
+    raw = x @ gate.T
+    close(layer(x), (raw * torch.sigmoid(raw) * (x @ up.T)) @ down.T)
+
+
+def test_a_block_adds_what_it_makes_of_the_normalised_stream() -> None:
+    block = Block(StandardAttention(16, 4), 16, 24, eps=0.01).double()
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    y = x + block.mechanism(F.rms_norm(x, (16,), block.mechanism_norm.weight, 0.01))[0]
+    y = y + block.feed_forward(F.rms_norm(y, (16,), block.feed_forward_norm.weight, 0.01))
+    close(block(x)[0], y)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 3}, "heads must divide the width, got 3 heads for a width of 16"),
+        ({"layers": 0}, "layers must be at least 1, got 0"),
+        ({"vocabulary": -1}, "vocabulary must be at least 1, got -1"),
+        ({"dropout": 1.0}, r"dropout must be from 0 up to 1, got 1\.0"),
+        ({"mechanism": ("standard",)}, "one a layer: got 1 for 4 layers"),
+        ({"mechanism": "diferential"}, "did you mean 'differential'"),
+        ({"mechanism": "differential", "heads": 1}, "even number of heads"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Decoder(config(**changes))

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from qkflow.errors import UsageError
+from qkflow.models import Decoder, DecoderConfig, Sampling, generate, stream
+from qkflow.models.generation import likely
+
+GREEDY = Sampling(temperature=0.0)
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
+MECHANISMS: list[Any] = ["standard", "differential", ("standard:window=3", "differential:window=4")]
+
+
+def model(mechanism: Any = "standard", dropout: float = 0.0) -> Decoder:
+    config = DecoderConfig(
+        width=16, layers=2, heads=4, hidden=24, vocabulary=11, mechanism=mechanism, dropout=dropout, tied=False
+    )
+    made = Decoder(config).double()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return made.eval()
+
+
+def by_hand(decoder: Decoder, prompt: list[int], count: int, sampling: Sampling, seed: int) -> list[int]:
+    """One prompt, no cache: everything is computed again for each token."""
+    generator, sequence = torch.Generator().manual_seed(seed), list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            scores = decoder(torch.tensor([sequence]))[0][:, -1]
+        if sampling.temperature == 0:
+            sequence.append(int(scores.argmax()))
+        else:
+            sequence.append(int(torch.multinomial(likely(scores, sampling), 1, generator=generator)))
+    return sequence[len(prompt) :]
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+@pytest.mark.parametrize("prompts", [PROMPTS, [[1, 2], [3, 4]], [[7]]])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(seed=5), Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=2)], ids=str
+)
+def test_a_batch_with_the_cache_is_each_prompt_alone_without_it(
+    mechanism: Any, prompts: list[list[int]], sampling: Sampling
+) -> None:
+    decoder = model(mechanism)
+    got = generate(decoder, prompts, tokens=25, sampling=sampling)
+    assert got == [by_hand(decoder, prompt, 25, sampling, sampling.seed + i) for i, prompt in enumerate(prompts)]
+    if sampling.temperature:
+        assert len({tuple(row) for row in got}) == len(prompts), "rows draw from streams of their own"
+
+
+def test_a_row_of_a_batch_is_generated_alone_with_its_own_seed() -> None:
+    decoder = model()
+    together = generate(decoder, PROMPTS, tokens=12, sampling=Sampling(seed=7))
+    for i, prompt in enumerate(PROMPTS):
+        assert generate(decoder, [prompt], tokens=12, sampling=Sampling(seed=7 + i)) == [together[i]]
+
+
+def test_the_seed_decides_and_nothing_else_does() -> None:
+    decoder = model()
+    first = generate(decoder, PROMPTS, tokens=12, sampling=Sampling(seed=1))
+    torch.manual_seed(99)
+    before = torch.random.get_rng_state()
+    assert generate(decoder, PROMPTS, tokens=12, sampling=Sampling(seed=1)) == first
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert generate(decoder, PROMPTS, tokens=12, sampling=Sampling(seed=2)) != first
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3)], ids=["greedy", "sampled"])
+def test_a_stream_gives_what_generate_gives_step_by_step(sampling: Sampling) -> None:
+    decoder = model()
+    rows = generate(decoder, PROMPTS, tokens=9, sampling=sampling)
+    steps = list(stream(decoder, PROMPTS, tokens=9, sampling=sampling))
+    assert [list(row) for row in zip(*steps, strict=True)] == rows
+
+
+def test_a_stream_computes_no_further_than_it_is_asked() -> None:
+    decoder, calls = model(), []
+    decoder.register_forward_hook(lambda *_: calls.append(1))
+    steps = stream(decoder, [[1]], tokens=100, sampling=GREEDY)
+    assert calls == []
+    next(steps)
+    next(steps)
+    assert len(calls) == 2
+    steps.close()  # type: ignore[attr-defined]
+    assert len(calls) == 2
+    generate(decoder, [[1]], tokens=3, sampling=GREEDY)
+    assert len(calls) == 2 + 3, "the last token needs no scores after it"
+
+
+def test_a_row_ends_before_its_first_stop_token_and_the_others_go_on() -> None:
+    decoder = model()
+    free = generate(decoder, PROMPTS, tokens=30, sampling=Sampling(seed=4))
+    stop = [free[0][4], free[1][9]]
+    want = [row[: min([i for i, token in enumerate(row) if token in stop], default=30)] for row in free]
+    assert generate(decoder, PROMPTS, tokens=30, sampling=Sampling(seed=4), stop=stop) == want
+    assert len({len(row) for row in want}) > 1
+    steps = list(stream(decoder, PROMPTS, tokens=30, sampling=Sampling(seed=4), stop=stop))
+    assert len(steps) == max(map(len, want))
+    for i, row in enumerate(want):
+        assert [step[i] for step in steps] == row + [None] * (len(steps) - len(row))
+
+
+def test_when_all_rows_have_stopped_nothing_more_is_computed() -> None:
+    decoder, calls = model(), []
+    first = generate(decoder, [[1], [1]], tokens=1, sampling=GREEDY)
+    decoder.register_forward_hook(lambda *_: calls.append(1))
+    assert generate(decoder, [[1], [1]], tokens=50, sampling=GREEDY, stop=[first[0][0]]) == [[], []]
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_generation_is_in_eval_mode_and_leaves_the_mode_as_it_was(training: bool) -> None:
+    decoder = model(dropout=0.5)
+    want = generate(decoder, PROMPTS, tokens=8, sampling=GREEDY)
+    decoder.train(training)
+    assert generate(decoder, PROMPTS, tokens=8, sampling=GREEDY) == want
+    assert {module.training for module in decoder.modules()} == {training}
+
+
+def test_a_consumer_that_stops_early_or_fails_leaves_the_mode_as_it_was() -> None:
+    decoder = model().train()
+    assert len(list(islice(stream(decoder, [[1]], tokens=10), 3))) == 3
+    assert decoder.training
+
+    steps = stream(decoder, [[1]], tokens=10)
+    next(steps)
+    assert not decoder.training
+    steps.close()  # type: ignore[attr-defined]
+    assert decoder.training
+
+    def consume() -> None:
+        for _ in stream(decoder, [[1]], tokens=10):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        consume()
+    assert decoder.training
+
+
+def test_a_model_that_fails_leaves_the_mode_as_it_was() -> None:
+    decoder = model().train()
+    with pytest.raises(IndexError):
+        generate(decoder, [[99]], tokens=2)
+    assert decoder.training
+
+
+def test_between_two_tokens_the_consumer_may_train() -> None:
+    decoder = model()
+    for _ in stream(decoder, [[1]], tokens=3):
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+        leaf = torch.ones(1, requires_grad=True)
+        (2 * leaf).backward()
+
+
+def test_no_tokens_asked_for_are_none_given() -> None:
+    assert generate(model(), PROMPTS, tokens=0) == [[], [], []]
+
+
+def test_temperature_zero_takes_the_most_likely_and_a_small_one_does_too() -> None:
+    decoder = model()
+    greedy = generate(decoder, PROMPTS, tokens=10, sampling=GREEDY)
+    assert generate(decoder, PROMPTS, tokens=10, sampling=Sampling(temperature=1e-6, seed=8)) == greedy
+    assert generate(decoder, PROMPTS, tokens=10, sampling=Sampling(top_k=1, seed=8)) == greedy
+    assert generate(decoder, PROMPTS, tokens=10, sampling=Sampling(top_p=1e-9, seed=8)) == greedy
+
+
+scores = st.lists(st.lists(st.integers(-40, 40), min_size=6, max_size=6, unique=True), min_size=1, max_size=3)
+
+
+@given(scores, st.none() | st.integers(1, 8), st.none() | st.floats(0.05, 1), st.sampled_from([0.5, 1.0, 2.0]))
+@settings(deadline=None, max_examples=25)
+def test_what_is_likely_is_what_the_words_say(
+    raw: list[list[int]], top_k: int | None, top_p: float | None, temperature: float
+) -> None:
+    raw_scores = torch.tensor(raw, dtype=torch.float64) / 10
+    got = likely(raw_scores, Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
+    for row, chances in zip(raw_scores, got.double(), strict=True):
+        order = sorted(range(6), key=lambda token: -float(row[token]))
+        kept = order[: top_k or 6]
+        weights = {token: float(torch.exp(row[token] / temperature)) for token in kept}
+        share = {token: weight / sum(weights.values()) for token, weight in weights.items()}
+        if top_p is not None:
+            fewest, total = [], 0.0
+            for token in kept:
+                fewest.append(token)
+                total += share[token]
+                if total >= top_p * (1 - 1e-6):
+                    break
+            kept = fewest
+        total = sum(share[token] for token in kept)
+        want = torch.tensor([share[token] / total if token in kept else 0.0 for token in range(6)], dtype=torch.float64)
+        assert_close(chances, want, rtol=0, atol=1e-5)
+
+
+def test_samples_come_as_often_as_they_are_likely() -> None:
+    decoder = model()
+    with torch.no_grad():
+        want = decoder(torch.tensor([[4]]))[0][0, -1].softmax(-1)
+    drawn = torch.tensor(generate(decoder, [[4]] * 4000, tokens=1, sampling=Sampling(seed=0))).flatten()
+    assert_close(torch.bincount(drawn, minlength=11) / 4000, want.float(), rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], [[1], []]])
+def test_a_prompt_of_no_tokens_is_refused(prompts: list[list[int]]) -> None:
+    with pytest.raises(UsageError, match="every prompt needs at least one token"):
+        generate(model(), prompts, tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, r"temperature must not be negative, got -0\.1"),
+        ({"temperature": float("nan")}, "temperature must not be negative, got nan"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_p": 0.0}, r"top_p must be above 0 and at most 1, got 0\.0"),
+        ({"top_p": 1.5}, r"top_p must be above 0 and at most 1, got 1\.5"),
+        ({"top_p": float("nan")}, "top_p must be above 0 and at most 1, got nan"),
+    ],
+)
+def test_sampling_that_means_nothing_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Sampling(**options)

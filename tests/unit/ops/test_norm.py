@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from qkflow.ops.norm import rms_norm
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float64, shift: float = 0.0) -> tuple[Tensor, Tensor]:
+    x, weight = torch.randn(*shape, dtype=dtype) + shift, torch.randn(shape[-1], dtype=dtype)
+    return x.requires_grad_(), weight.requires_grad_()
+
+
+def gradients(y: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return torch.autograd.grad(y, inputs, weight.to(y.dtype))
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from([0.0, 30.0]), st.sampled_from([1e-5, 0.5]))
+@settings(deadline=None, max_examples=25)
+def test_values_and_gradients_are_those_of_torch(shape: list[int], shift: float, eps: float) -> None:
+    x, weight = inputs(*shape, shift=shift)
+    got, want = rms_norm(x, weight, eps), F.rms_norm(x, x.shape[-1:], weight, eps)
+    assert_close(got, want, rtol=0, atol=1e-13)
+    for a, b in zip(gradients(got, x, weight), gradients(want, x, weight), strict=True):
+        assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    assert torch.autograd.gradcheck(rms_norm, inputs(2, 3, 5))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_default_eps_is_1e_5_also_without_gradients(grad: bool) -> None:
+    x, weight = inputs(3, 4)
+    with torch.set_grad_enabled(grad):
+        assert_close(rms_norm(1e-3 * x, weight), F.rms_norm(1e-3 * x, (4,), weight, 1e-5), rtol=1e-12, atol=0)
+
+
+def test_zeros_come_out_as_zeros_with_finite_gradients() -> None:
+    x, weight = torch.zeros(2, 4, requires_grad=True), torch.ones(4, requires_grad=True)
+    y = rms_norm(x, weight)
+    assert torch.equal(y, torch.zeros(2, 4))
+    assert all(g.isfinite().all() for g in gradients(y, x, weight))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_formats_are_summed_in_float32(dtype: torch.dtype, grad: bool) -> None:
+    x, weight = inputs(3, 512, dtype=dtype, shift=200.0)
+    with torch.set_grad_enabled(grad):
+        got = rms_norm(x, weight)
+        want = F.rms_norm(x.double(), (512,), weight.double(), 1e-5)
+    assert got.dtype == dtype
+    assert_close(got.double(), want, rtol=1e-2, atol=1e-3)
+    if grad:
+        for a, b in zip(gradients(got, x, weight), gradients(want, x, weight), strict=True):
+            assert a.dtype == dtype
+            assert_close(a.double(), b.double(), rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_autocast_mixes_formats_and_keeps_the_inputs(grad: bool) -> None:
+    x, weight = inputs(3, 8, dtype=torch.bfloat16)[0], torch.randn(8, requires_grad=True)
+    with torch.set_grad_enabled(grad):
+        got = rms_norm(x, weight)
+        assert got.dtype == torch.bfloat16
+        assert_close(got.double(), F.rms_norm(x.double(), (8,), weight.double(), 1e-5), rtol=1e-2, atol=1e-2)
+    if grad:
+        assert [g.dtype for g in gradients(got, x, weight)] == [torch.bfloat16, torch.float32]
+
+
+def test_the_input_may_lie_in_memory_as_it_likes() -> None:
+    x, weight = inputs(3, 4, 5)
+    for view in (x.transpose(0, 1), x.permute(2, 0, 1)[:5].permute(1, 2, 0), x[:, ::2], x[:1].expand(3, 4, 5)):
+        got, want = rms_norm(view, weight), F.rms_norm(view, (5,), weight, 1e-5)
+        assert_close(got, want, rtol=0, atol=1e-13)
+        for a, b in zip(gradients(got, x, weight), gradients(want, x, weight), strict=True):
+            assert_close(a, b, rtol=0, atol=1e-12)
+    strided = torch.randn(4, 3, dtype=torch.float64).t()
+    flat, weight = inputs(3, 4)
+    got = torch.autograd.grad(rms_norm(flat, weight), flat, strided)[0]
+    assert_close(got, torch.autograd.grad(F.rms_norm(flat, (4,), weight, 1e-5), flat, strided)[0], rtol=0, atol=1e-12)
+
+
+def test_neither_input_is_changed() -> None:
+    x, weight = inputs(3, 4)
+    before = x.detach().clone(), weight.detach().clone()
+    rms_norm(x, weight).sum().backward()
+    with torch.no_grad():
+        rms_norm(x, weight)
+    assert torch.equal(x, before[0])
+    assert torch.equal(weight, before[1])
+
+
+def test_second_derivatives_are_right_or_refused() -> None:
+    """Never silently wrong: a penalty on gradients, or a curvature, would be."""
+    x, weight = inputs(3, 5)
+    u, v = torch.randn(2, 3, 5, dtype=torch.float64)
+
+    def curvature(y: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad((y * u).sum(), x, create_graph=True)
+        return torch.autograd.grad((gradient * v).sum(), x)[0]
+
+    want = curvature(F.rms_norm(x, (5,), weight, 1e-5))
+    try:
+        got = curvature(rms_norm(x, weight))
+    except RuntimeError:
+        return
+    assert_close(got, want, rtol=0, atol=1e-10)

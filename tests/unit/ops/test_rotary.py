@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import cmath
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from qkflow.ops.rotary import halves_to_pairs, pairs_to_halves, rotate, turns
+
+BASE = 10000.0
+
+
+def turned(x: Tensor, offset: int | Tensor = 0, *, heads: int | None = None, base: float = BASE) -> Tensor:
+    by = turns(offset, x.shape[1], heads=heads or x.shape[2], width=x.shape[-1], base=base, like=x)
+    return rotate(x, by)
+
+
+def random(b: int = 2, t: int = 5, h: int = 3, k: int = 8) -> Tensor:
+    return torch.randn(b, t, h, k, dtype=torch.float64)
+
+
+def by_hand(x: Tensor, first: list[int], base: float) -> Tensor:
+    """The formula with Python's complex numbers, one pair at a time; row b begins at position first[b]."""
+    out = x.clone()
+    for b, t, h, i in torch.cartesian_prod(*map(torch.arange, (*x.shape[:3], x.shape[3] // 2))).tolist():
+        angle = (first[b] + t) * base ** (-2 * i / x.shape[3])
+        z = complex(x[b, t, h, 2 * i], x[b, t, h, 2 * i + 1]) * cmath.exp(1j * angle)
+        out[b, t, h, 2 * i], out[b, t, h, 2 * i + 1] = z.real, z.imag
+    return out
+
+
+@pytest.mark.parametrize("base", [BASE, 500.0])
+@pytest.mark.parametrize("offset", [0, 7, 4096])
+@pytest.mark.parametrize("k", [2, 6, 8])
+def test_a_turn_is_the_formula(k: int, offset: int, base: float) -> None:
+    x = random(k=k)
+    assert_close(turned(x, offset, base=base), by_hand(x, [offset, offset], base), rtol=0, atol=1e-11)
+
+
+def test_every_row_may_begin_at_a_place_of_its_own() -> None:
+    x = random()
+    assert_close(turned(x, torch.tensor([3, 11])), by_hand(x, [3, 11], BASE), rtol=0, atol=1e-12)
+
+
+@given(st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 5000))
+@settings(deadline=None, max_examples=25)
+def test_dot_products_depend_on_distance_alone(a: int, b: int, shift: int) -> None:
+    generator = torch.Generator().manual_seed(a)
+    q, k = (torch.randn(1, 1, 1, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    here = (turned(q, a) * turned(k, b)).sum()
+    there = (turned(q, a + shift) * turned(k, b + shift)).sum()
+    assert_close(there, here, rtol=0, atol=1e-10)
+
+
+def test_turning_keeps_every_pairs_length() -> None:
+    x = random()
+    assert_close(turned(x, 9).unflatten(-1, (-1, 2)).norm(dim=-1), x.unflatten(-1, (-1, 2)).norm(dim=-1))
+
+
+def test_position_zero_turns_nothing() -> None:
+    x = random(t=1)
+    assert torch.equal(turned(x), x)
+
+
+@pytest.mark.parametrize("offset", [3, torch.tensor([3, 8])])
+def test_fewer_heads_take_the_turns_of_more(offset: int | Tensor) -> None:
+    x = random(h=2)
+    assert torch.equal(turned(x, offset, heads=6), turned(x, offset))
+
+
+def test_the_same_turns_asked_for_again_and_in_other_formats_are_right() -> None:
+    """They are kept from call to call: what is kept must not be mistaken for what is asked."""
+    x = random()
+    want = by_hand(x, [5, 5], BASE)
+    for _ in range(2):
+        for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+            with mode():
+                assert_close(turned(x, 5), want, rtol=0, atol=1e-12)
+                assert_close(turned(x.float(), 5), want.float(), rtol=0, atol=1e-5)
+                assert_close(turned(x[..., :4], 5), by_hand(x[..., :4], [5, 5], BASE), rtol=0, atol=1e-12)
+                assert_close(turned(x[:, :2], 5), want[:, :2], rtol=0, atol=1e-12)
+        leaf = x.clone().requires_grad_()
+        turned(leaf, 5).sum().backward()
+        assert leaf.grad is not None
+
+
+def test_complex_numbers_and_cosines_give_the_same_values_and_gradients() -> None:
+    x = random().requires_grad_()
+    by = turns(4, 5, heads=3, width=8, base=BASE, like=x)
+    assert by.is_complex()
+    complex_way, real_way = rotate(x, by), rotate(x, torch.view_as_real(by))
+    assert_close(real_way, complex_way, rtol=0, atol=1e-14)
+    weight = torch.randn_like(x)
+    gradients = [torch.autograd.grad(y, x, weight)[0] for y in (complex_way, real_way)]
+    assert_close(gradients[1], gradients[0], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("offset", [0, 10_000])
+def test_bfloat16_is_turned_by_exact_angles(offset: int) -> None:
+    x = random().bfloat16()
+    got = turned(x, offset)
+    assert got.dtype == torch.bfloat16
+    assert_close(got.double(), by_hand(x.double(), [offset] * 2, BASE), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [random().transpose(1, 2), random(k=10)[..., 1:9], random(h=6)[:, :, ::2], random(b=1)[:, :1].expand(2, 5, 3, 8)],
+    ids=["transposed", "odd offset", "every other head", "expanded"],
+)
+def test_the_input_may_lie_in_memory_as_it_likes(x: Tensor) -> None:
+    assert torch.equal(turned(x, 2), turned(x.contiguous(), 2))
+
+
+def test_halves_become_pairs_and_back() -> None:
+    weight = torch.randn(3 * 8, 5)
+    pairs = halves_to_pairs(weight, heads=3)
+    assert torch.equal(pairs_to_halves(pairs, heads=3), weight)
+    assert torch.equal(halves_to_pairs(pairs_to_halves(weight, heads=3), heads=3), weight)
+    head = pairs[8:16]
+    assert torch.equal(head[0::2], weight[8:12])
+    assert torch.equal(head[1::2], weight[12:16])
+
+
+def test_turning_pairs_is_turning_halves_in_another_order() -> None:
+    """Llama's way: x cos + (-second half, first half) sin."""
+    x = random(h=1)
+    angles = torch.arange(5.0, dtype=torch.float64)[:, None] * BASE ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    cos, sin = (torch.cat([f(angles)] * 2, -1)[None, :, None] for f in (torch.cos, torch.sin))
+    first, second = x.chunk(2, -1)
+    halves = x * cos + torch.cat([-second, first], -1) * sin
+    order = halves_to_pairs(torch.arange(8), heads=1)
+    assert_close(turned(x[..., order]), halves[..., order], rtol=0, atol=1e-12)

@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from qkflow.errors import UsageError
+from qkflow.state import Cache
+
+MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
+WIDTHS = (3, 2)
+"""Two tensors of different widths a token, as keys and values may be."""
+
+
+def tokens(b: int, t: int, first: int = 0) -> list[Tensor]:
+    """Tokens that say who they are: row * 1000 + position, in every coordinate."""
+    name = 1000.0 * torch.arange(b)[:, None] + torch.arange(first, first + t)
+    return [name[..., None].expand(b, t, width).clone() for width in WIDTHS]
+
+
+def started(b: int = 2, window: int | None = None) -> Cache:
+    return Cache.start(tokens(b, 0), window)
+
+
+def held(cache: Cache) -> list[list[int]]:
+    """Positions of the tokens held of each row, in order, read off the tokens themselves."""
+    positions = cache.positions.expand(len(cache.buffers[0]), -1)
+    rows = []
+    for row, places in enumerate(positions.tolist()):
+        slots = [slot for slot, place in enumerate(places) if place >= 0]
+        for x in cache.tensors:
+            assert x[row, slots].tolist() == [[1000.0 * row + places[slot]] * x.shape[-1] for slot in slots]
+        rows.append([places[slot] for slot in slots])
+    return rows
+
+
+def ragged(cache: Cache, counts: list[int]) -> Cache:
+    """The cache with the next `counts[i]` tokens of each row, padded on the right with what must not be read."""
+    t = max(counts)
+    new = [torch.full((len(counts), t, width), torch.nan) for width in WIDTHS]
+    for row, (count, first) in enumerate(zip(counts, cache.length.tolist(), strict=True)):
+        for x, own in zip(new, tokens(len(counts), count, first), strict=True):
+            x[row, :count] = own[row]
+    return cache.extend(new, torch.tensor(counts))
+
+
+def pointers(cache: Cache) -> list[int]:
+    return [x.data_ptr() for x in cache.buffers]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cache_holds_what_it_was_given_in_order(mode: Callable[[], Any]) -> None:
+    with mode():
+        cache = started()
+        assert (cache.nbytes, cache.length.tolist(), cache.offset, held(cache)) == (0, [0, 0], 0, [[], []])
+        for t in (3, 1, 20, 1):
+            cache = cache.extend(tokens(2, t, cache.seen))
+        assert held(cache) == [list(range(25))] * 2
+        assert (cache.length.tolist(), cache.offset) == ([25, 25], 25)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(steps=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(any), min_size=1, max_size=12))
+@settings(deadline=None, max_examples=20)
+def test_rows_that_differ_keep_their_own_places(mode: Callable[[], Any], steps: list[tuple[int, int]]) -> None:
+    with mode():
+        cache = started()
+        for counts in steps:
+            cache = ragged(cache, [*counts])
+        totals = [sum(column) for column in zip(*steps, strict=True)]
+        assert cache.length.tolist() == totals
+        assert held(cache) == [list(range(total)) for total in totals]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_may_begin_alike_and_differ_later(mode: Callable[[], Any]) -> None:
+    with mode():
+        alike = started().extend(tokens(2, 5))
+        apart = ragged(alike, [1, 3])
+        after = ragged(apart.extend([x + apart.length[:, None, None] for x in tokens(2, 1)]), [2, 0])
+        assert after.length.tolist() == [9, 9]
+        assert held(after) == [list(range(9))] * 2
+        assert held(alike) == [list(range(5))] * 2
+
+
+def test_in_inference_the_buffer_doubles_and_moves_only_then() -> None:
+    a_slot = 2 * sum(WIDTHS) * 4
+    with torch.no_grad():
+        cache, capacities = started(), []
+        for position in range(300):
+            before = pointers(cache)
+            cache = cache.extend(tokens(2, 1, position))
+            assert cache.nbytes == (position + 1) * a_slot
+            assert cache.reserved <= max(16, 2 * (position + 1)) * a_slot
+            if pointers(cache) != before:
+                capacities.append(cache.reserved // a_slot)
+    assert capacities[-5:] == [32, 64, 128, 256, 512]
+    assert all(after >= 2 * before for before, after in pairwise(capacities))
+
+
+def test_in_inference_nothing_of_the_past_is_read_or_written_for_a_new_token() -> None:
+    """Between growths only the new slot changes, even if someone poisons what is held."""
+    with torch.no_grad():
+        cache = started().extend(tokens(2, 20))
+        cache = cache.extend(tokens(2, 1, 20))
+        for buffer in cache.buffers:
+            buffer[:, :21] = torch.nan
+        after = cache.extend(tokens(2, 1, 21))
+    assert pointers(after) == pointers(cache)
+    for x in after.tensors:
+        assert x[:, :21].isnan().all()
+        assert not x[:, 21].isnan().any()
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 16, 40])
+@pytest.mark.parametrize("step", [1, 5])
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_window_bounds_the_cache_and_keeps_all_within_reach(
+    mode: Callable[[], Any], uneven: bool, step: int, window: int
+) -> None:
+    with mode():
+        cache, largest = started(window=window), 0
+        for _ in range(160 // step):
+            counts = [step, step - 1] if uneven and step > 1 else [step, step]
+            cache = ragged(cache, counts) if uneven else cache.extend(tokens(2, step, cache.seen))
+            for count, length, row in zip(counts, cache.length.tolist(), held(cache), strict=True):
+                reach = range(max(0, length - (window + count - 1)), length)
+                assert set(reach) <= set(row), "what the newest tokens may still see"
+            cache = cache.trim()
+            for length, row in zip(cache.length.tolist(), held(cache), strict=True):
+                assert row[-min(window, length) :] == list(range(max(0, length - window), length))
+            largest = max(largest, cache.reserved // (2 * sum(WIDTHS) * 4))
+        assert cache.used <= (window if mode is torch.enable_grad else 2 * window)
+        assert largest <= max(2 * window + step, 16 + step)
+
+
+def test_a_row_that_stands_still_loses_nothing_to_one_that_runs_on() -> None:
+    with torch.no_grad():
+        cache = started(window=4)
+        for _ in range(6):
+            cache = ragged(cache, [1, 1]).trim()
+        for _ in range(50):
+            cache = ragged(cache, [1, 0]).trim()
+        assert cache.length.tolist() == [56, 6]
+        assert held(cache)[0][-4:] == [52, 53, 54, 55]
+        assert held(cache)[1][-3:] == [3, 4, 5]
+
+
+def test_with_gradients_on_a_cache_is_functional_and_differentiable() -> None:
+    first, second = (x.requires_grad_() for x in tokens(2, 3)), [x.requires_grad_() for x in tokens(2, 2, 3)]
+    leaves = [*first]
+    before = started().extend(leaves)
+    values = [x.detach().clone() for x in before.tensors]
+    after = before.extend(second)
+    assert not {x.untyped_storage().data_ptr() for x in before.buffers} & {
+        x.untyped_storage().data_ptr() for x in after.buffers
+    }
+    sum((x**2).sum() for x in after.tensors).backward()  # type: ignore[union-attr]
+    for x in (*leaves, *second):
+        assert_close(x.grad, 2 * x)
+    for x, value in zip(before.tensors, values, strict=True):
+        assert_close(x, value)
+
+
+def test_training_after_inference_writes_into_no_shared_buffer() -> None:
+    with torch.no_grad():
+        shared = started().extend(tokens(2, 3))
+    trained = shared.extend(tokens(2, 1, 3))
+    with torch.no_grad():
+        inferred = shared.extend([-x for x in tokens(2, 1, 3)])
+    assert held(trained) == [[0, 1, 2, 3]] * 2
+    assert [x[:, 3].tolist() for x in inferred.tensors] == [(-x[:, 0]).tolist() for x in tokens(2, 1, 3)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_state_continued_twice_gives_two_futures(mode: Callable[[], Any], uneven: bool) -> None:
+    with mode():
+        root = started().extend(tokens(2, 3))
+        root = ragged(root, [1, 2]) if uneven else root
+        grown = [root.extend([sign * x for x in tokens(2, 2, 50)]) for sign in (1, -1, 2)]
+        assert held(root) == ([[0, 1, 2, 3], [0, 1, 2, 3, 4]] if uneven else [[0, 1, 2]] * 2)
+        for sign, cache in zip((1, -1, 2), grown, strict=True):
+            assert cache.length.tolist() == [length + 2 for length in root.length.tolist()]
+            for x, want in zip(cache.tensors, tokens(2, 2, 50), strict=True):
+                assert_close(x[:, -2:], sign * want)
+                assert_close(x[:, :3], root.tensors[WIDTHS.index(x.shape[-1])][:, :3])
+
+
+def test_rows_made_to_differ_do_not_disturb_the_state_that_was_alike() -> None:
+    with torch.no_grad():
+        alike = started().extend(tokens(2, 3))
+        differ = ragged(alike, [1, 2])
+        straight = alike.extend(tokens(2, 2, 3))
+        assert held(differ) == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
+        assert held(straight) == [[0, 1, 2, 3, 4]] * 2
+        assert held(alike) == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize("after", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_state_made_in_inference_mode_goes_on_outside_it(after: Callable[[], Any], uneven: bool) -> None:
+    with torch.inference_mode():
+        cache = started().extend(tokens(2, 3))
+        cache = ragged(cache, [1, 2]) if uneven else cache
+    with after():
+        cache = cache.extend([x + cache.length[:, None, None] for x in tokens(2, 1)])
+        again = cache.extend([x + cache.length[:, None, None] for x in tokens(2, 1)])
+        assert held(again) == ([[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6]] if uneven else [[0, 1, 2, 3, 4]] * 2)
+        if after is torch.no_grad:
+            assert pointers(again) == pointers(cache)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("uneven", [False, True])
+def test_selected_rows_are_copies_in_the_order_asked_for(mode: Callable[[], Any], uneven: bool) -> None:
+    with mode():
+        cache = started().extend(tokens(2, 4))
+        cache = ragged(cache, [1, 2]) if uneven else cache
+        chosen = cache.select(torch.tensor([1, 0, 1]))
+        assert chosen.length.tolist() == [cache.length.tolist()[i] for i in (1, 0, 1)]
+        for got, whole in zip(chosen.tensors, cache.tensors, strict=True):
+            assert_close(got, whole[[1, 0, 1]], equal_nan=True)
+            assert got.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+        more = chosen.extend(tokens(3, 1))
+        assert more.length.tolist() == [length + 1 for length in chosen.length.tolist()]
+
+
+def test_a_detached_cache_has_the_values_and_no_graph() -> None:
+    cache = started().extend([x.requires_grad_() for x in tokens(2, 3)])
+    assert all(x.requires_grad for x in cache.tensors)
+    cut = cache.detach()
+    assert not any(x.requires_grad for x in cut.tensors)
+    assert held(cut) == held(cache)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_cache_moves_to_another_device_whole(uneven: bool) -> None:
+    cache = started().extend(tokens(2, 3))
+    cache = ragged(cache, [1, 2]) if uneven else cache
+    moved = cache.to("meta")
+    assert {x.device.type for x in (*moved.buffers, moved.length, moved.positions)} == {"meta"}
+    assert (moved.used, moved.seen, moved.nbytes) == (cache.used, cache.seen, cache.nbytes)
+
+
+def test_bytes_are_of_what_is_held_and_of_what_is_reserved() -> None:
+    with torch.no_grad():
+        cache = started().extend(tokens(2, 17)).extend(tokens(2, 1, 17))
+    assert cache.nbytes == 2 * 18 * sum(WIDTHS) * 4
+    assert cache.reserved == 2 * 34 * sum(WIDTHS) * 4
+    assert cache.select(torch.tensor([0])).reserved == 18 * sum(WIDTHS) * 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_another_number_of_rows_is_refused(mode: Callable[[], Any]) -> None:
+    with mode():
+        cache = started().extend(tokens(2, 3))
+        with pytest.raises(UsageError, match=r"holds 2 rows, the input 3: select\(\) the rows first"):
+            cache.extend(tokens(3, 1, 3))
