@@ -13,7 +13,7 @@ GPT2_VOCABULARY = 50257
 
 _SHAPES = {  # name: (width, layers, heads, hidden, vocabulary)
     "1m": (128, 5, 4, 336, 257),
-    "5m": (256, 6, 8, 720, 257),
+    "5m": (256, 6, 4, 720, 257),
     "60m": (512, 8, 8, 2112, GPT2_VOCABULARY),
     "150m": (768, 16, 12, 2000, GPT2_VOCABULARY),
     "350m": (1024, 24, 16, 2688, GPT2_VOCABULARY),

@@ -18,6 +18,9 @@ from torch import Tensor
 Turns = Complex[Tensor, "*b t heads i"] | Float[Tensor, "*b t heads i 2"]
 """e^{j angle}, the same for every head: as a complex number, or as cosine and sine where torch cannot use one."""
 
+_BLOCK = 256
+"""Positions whose turns are made together."""
+
 
 def turns(
     offset: int | Int[Tensor, " b"], t: int, *, heads: int, width: int, base: float, like: Float[Tensor, "..."]
@@ -25,11 +28,15 @@ def turns(
     """The turns of `width` coordinates at the `t` positions from `offset` on, in the precision and place of `like`.
 
     Spread over the heads, so that the product runs along memory instead of in strides of one head. The layers of a
-    model ask for the same turns one after the other: where all rows begin alike, they are made once.
+    model ask for the same turns one after the other, and in decoding for the next position soon after: where all rows
+    begin alike, turns are made once for a block of positions, and kept.
     """
     if isinstance(offset, int) and type(like) is Tensor and not torch.compiler.is_compiling():
         mode = torch.is_inference_mode_enabled()  # a tensor made in this mode may not be used outside
-        return _turns_from(offset, t, heads, width, base, like.dtype, like.device, mode)
+        first = offset % _BLOCK
+        begin, count = (offset - first, _BLOCK) if first + t <= _BLOCK else (offset, t)
+        made = _turns_from(begin, count, heads, width, base, like.dtype, like.device, mode)
+        return made[offset - begin : offset - begin + t]
     positions = torch.arange(t, device=like.device)
     positions = positions + (offset if isinstance(offset, int) else offset[:, None])
     return _turns(positions, heads, width, base, like.dtype)
