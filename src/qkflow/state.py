@@ -110,13 +110,13 @@ class Cache(State):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens held."""
-        return sum(x.nbytes for x in self.tensors)
+        """Bytes of the tokens held, and of the table of their positions if there is one."""
+        return sum(x.nbytes for x in self.tensors) + (0 if self.table is None else self.positions.nbytes)
 
     @property
     def reserved(self) -> int:
         """Bytes of the buffers, room to grow included."""
-        return sum(x.nbytes for x in self.buffers)
+        return sum(x.nbytes for x in self.buffers) + (0 if self.table is None else self.table.nbytes)
 
     def extend(self, new: Sequence[Shaped[Tensor, "b t ..."]], lengths: Int[Tensor, " b"] | None = None) -> Cache:
         """The cache followed by `new` tokens in row form, of which row i has `lengths[i]` (all, if not given)."""

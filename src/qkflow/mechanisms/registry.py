@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
 from qkflow.configs import from_dict
@@ -40,8 +40,7 @@ def mechanisms() -> Mapping[str, type[Any]]:
     >>> sorted(mechanisms())
     ['differential', 'standard']
     """
-    found = {entry.name: entry.load() for entry in entry_points(group=_GROUP) if entry.name not in _BUILT_IN}
-    return {**_BUILT_IN, **found}
+    return {**_BUILT_IN, **{name: _load(entry) for name, entry in _installed().items()}}
 
 
 def mechanism(spec: str) -> Factory:
@@ -51,10 +50,23 @@ def mechanism(spec: str) -> Factory:
     StandardConfig(key_heads=2, rotary_base=10000.0, qk_norm=False, window=128)
     """
     name, _, options = spec.partition(":")
-    known = _BUILT_IN if name in _BUILT_IN else mechanisms()  # a broken package takes away its own names alone
-    if name not in known:
-        raise unknown("mechanism", name, known)
-    return cast(Factory, from_dict(known[name], _parse(options, spec), where=f" of {name!r}"))
+    installed = {} if name in _BUILT_IN else _installed()
+    if name not in _BUILT_IN and name not in installed:
+        raise unknown("mechanism", name, {*_BUILT_IN, *installed})
+    config = _load(installed[name]) if name in installed else _BUILT_IN[name]
+    return cast(Factory, from_dict(config, _parse(options, spec), where=f" of {name!r}"))
+
+
+def _installed() -> dict[str, EntryPoint]:
+    """What other packages offer, not yet imported: a broken one takes away its own names alone."""
+    return {entry.name: entry for entry in entry_points(group=_GROUP) if entry.name not in _BUILT_IN}
+
+
+def _load(entry: EntryPoint) -> type[Any]:
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"mechanism {entry.name!r} ({entry.value}) cannot be imported: {error}") from error
 
 
 def _parse(options: str, spec: str) -> dict[str, Any]:

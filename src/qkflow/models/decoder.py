@@ -143,13 +143,13 @@ class Decoder(nn.Module):
         blocks = [cast(Block, block) for block in self.blocks]
         mechanisms = [cast(Mechanism, block.mechanism).cost(t) for block in blocks]
         dense = sum(p.numel() for block in blocks for p in block.feed_forward.parameters())
+        pair_flops = sum(cost.pair_flops for cost in mechanisms)
         mixing = sum(cost.pair_flops * cost.pairs for cost in mechanisms)
-        pairs = t * t / 2
         return Cost(
             parameters=sum(p.numel() for p in self.parameters()),
             linear_flops=sum(c.linear_flops for c in mechanisms) + 2 * t * (dense + self.embedding.weight.numel()),
-            pair_flops=sum(c.pair_flops for c in mechanisms),
-            pairs=mixing / sum(c.pair_flops for c in mechanisms) if mixing else pairs,
+            pair_flops=pair_flops,
+            pairs=mixing / pair_flops if pair_flops else 0.0,  # on the average of the layers, whose windows may differ
             state_bytes=sum(c.state_bytes for c in mechanisms),
         )
 

@@ -62,7 +62,9 @@ def stream(
 ) -> Iterator[list[int | None]]:
     """New tokens as they come: one a row at each step, `None` for a row that has met a `stop` token."""
     device = model.embedding.weight.device
-    batch, layout = _together(prompts, device)
+    if tokens < 0:
+        raise UsageError(f"tokens must not be negative, got {tokens}")
+    batch, layout = _together(prompts, model.config.vocabulary, device)
     generators = [torch.Generator().manual_seed(sampling.seed + i) for i in range(len(prompts))]
     running = [True] * len(prompts)
     training = model.training
@@ -104,10 +106,16 @@ def generate(
     return rows
 
 
-def _together(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Int[Tensor, "b t"], Layout | None]:
+def _together(
+    prompts: Sequence[Sequence[int]], vocabulary: int, device: torch.device
+) -> tuple[Int[Tensor, "b t"], Layout | None]:
     lengths = [len(prompt) for prompt in prompts]
     if not lengths or min(lengths) < 1:
         raise UsageError("every prompt needs at least one token: begin an empty one with the end-of-document token")
+    if outside := [token for prompt in prompts for token in prompt if not 0 <= token < vocabulary]:
+        raise UsageError(
+            f"token {outside[0]} is not in the model's vocabulary of {vocabulary}: encode with its tokenizer"
+        )
     longest = max(lengths)
     batch = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
     layout = None if min(lengths) == longest else Layout.padded(lengths, longest, device=device)

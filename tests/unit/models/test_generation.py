@@ -216,6 +216,13 @@ def test_a_prompt_of_no_tokens_is_refused(prompts: list[list[int]]) -> None:
         generate(model(), prompts, tokens=3)
 
 
+@pytest.mark.parametrize("token", [-1, 257])
+def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
+    model = Decoder(DecoderConfig(width=8, layers=1, heads=2, hidden=8))
+    with pytest.raises(UsageError, match=f"token {token} is not in the model's vocabulary of 257"):
+        generate(model, [[1, token]], tokens=1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
