@@ -147,9 +147,13 @@ def test_a_consumer_that_stops_early_or_fails_leaves_the_mode_as_it_was() -> Non
 
 
 def test_a_model_that_fails_leaves_the_mode_as_it_was() -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted")
+
     decoder = model().train()
-    with pytest.raises(IndexError):
-        generate(decoder, [[99]], tokens=2)
+    decoder.norm.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        generate(decoder, [[1]], tokens=2)
     assert decoder.training
 
 
