@@ -76,13 +76,17 @@ def test_a_finished_run_is_not_trained_again(capsys: pytest.CaptureFixture[str])
     assert Path("run/weights.safetensors").read_bytes() == weights
 
 
-def test_a_run_is_resumed_from_any_folder(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_resumed_from_any_folder_and_remembers_where_it_began(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained()
+    told = capsys.readouterr().out.splitlines()[-1].partition(";")[0]
     Path("run/weights.safetensors").unlink()
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     assert qkflow("train", "--resume", str(workplace / "run")) == 0
     assert (workplace / "run/weights.safetensors").exists()
+    assert capsys.readouterr().out.splitlines()[-1].startswith(told)
 
 
 def test_generation_repeats_with_its_seed_and_streams_what_a_batch_gives(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ _LINES_EVERY = 5.0
 
 
 class Watch(Callback):
-    """Shows loss, tokens per second and time left; keeps the first evaluation to set the last one beside it."""
+    """Shows loss, tokens per second, time left, and every evaluation as a line that stays."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -25,7 +25,7 @@ class Watch(Callback):
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
-            TextColumn("loss {task.fields[loss]:.3f} · {task.fields[speed]:,.0f} tokens/s ·"),
+            TextColumn("{task.fields[told]}"),
             TimeRemainingColumn(compact=True),
             TextColumn("left"),
             console=console,
@@ -33,7 +33,6 @@ class Watch(Callback):
             transient=True,
         )
         self.task = None
-        self.first: float | None = None
         self.steps = 0
         self.shown_at = 0.0
         self.rate = _Rate()
@@ -51,7 +50,7 @@ class Watch(Callback):
         if run.step:
             self.say(f"resumed after step {run.step:,}")
         self.steps = config.steps
-        self.task = self.bar.add_task("train", total=config.steps, completed=run.step, loss=float("nan"), speed=0.0)
+        self.task = self.bar.add_task("train", total=config.steps, completed=run.step, told="evaluating ·")
         self.rate.note(run.step, run.step * config.batch * config.context)
         self.bar.start()
 
@@ -59,7 +58,8 @@ class Watch(Callback):
         """Move the bar, or write a line now and then."""
         speed = self.rate.note(record["step"], record["tokens"])
         if not self.bar.disable and self.task is not None:
-            self.bar.update(self.task, completed=record["step"], loss=record["loss"], speed=speed)
+            told = f"loss {record['loss']:.3f} · {speed:,.0f} tokens/s ·"
+            self.bar.update(self.task, completed=record["step"], told=told)
         elif time.monotonic() - self.shown_at > _LINES_EVERY:
             self.shown_at = time.monotonic()
             left = self.rate.seconds_left(record["step"], self.steps)
@@ -68,7 +68,6 @@ class Watch(Callback):
 
     def on_evaluate(self, record: Mapping[str, Any]) -> None:
         """Write the held-out figures as a line that stays."""
-        self.first = record["bits_per_byte"] if self.first is None else self.first
         perplexity = record["perplexity"]
         told = "" if perplexity is None else f"  perplexity {perplexity:,.2f} per token"
         self.say(f"step {record['step']:>6,}  held-out {record['bits_per_byte']:.3f} bits per byte{told}")

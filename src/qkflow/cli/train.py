@@ -19,7 +19,7 @@ from qkflow.configs import from_dict, to_dict
 from qkflow.data import NAMES, CorpusConfig, open_corpus
 from qkflow.errors import UsageError
 from qkflow.models import DecoderConfig, size
-from qkflow.training import TrainConfig, steps_for_budget, train
+from qkflow.training import TrainConfig, read_metrics, steps_for_budget, train
 
 _DEFAULT_BUDGET = "2m"
 _OPEN = 10**9
@@ -89,9 +89,10 @@ class Train:
                 result = train(config, self._folder(config), callbacks=[watch], command=sys.argv)
         finally:
             watch.close()
+        records = read_metrics(result.folder / "metrics.jsonl")
+        before = next(record["bits_per_byte"] for record in records if record["kind"] == "eval")
         after = result.metrics["bits_per_byte"]
-        if watch.first is not None and not result.was_finished:
-            watch.say(f"held-out bits per byte: {watch.first:.3f} before, {after:.3f} after; saved in {result.folder}")
+        watch.say(f"held-out bits per byte: {before:.3f} before, {after:.3f} after; saved in {result.folder}")
         return 0
 
     def _refuse_others(self) -> None:
