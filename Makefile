@@ -12,7 +12,7 @@ demo:
 	@rm -rf runs/demo
 	@$(python) -m qkflow train --config examples/demo.toml --budget 75s --out runs/demo
 	@echo
-	@$(python) -m qkflow generate runs/demo "def " --tokens 400 --temperature 0.6 --top-p 0.95
+	@$(python) -m qkflow generate runs/demo "def " "class " "    return " --tokens 160 --temperature 0.6 --top-p 0.95
 
 test: style types layers tests compiled
 

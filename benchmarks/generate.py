@@ -37,10 +37,10 @@ def compare(name: str, batch: int, rounds: int) -> list[Row]:
     return rows(f"generation {name}, batch {batch}", race(work, rounds=rounds), amount=batch * NEW, unit="tokens/s")
 
 
-def allocation(name: str, lengths: list[int]) -> None:
+def allocation(name: str, lengths: list[int]) -> list[Row]:
     """Bytes that one more token allocates, after so many: constant, since nothing of the past is copied."""
     model = Decoder(size(name)).eval()
-    print(f"\nallocated by one new token ({name}, batch 1)")
+    table = []
     with torch.inference_mode():
         for length in lengths:
             _, state = model(torch.randint(0, 256, (1, length)))
@@ -48,7 +48,10 @@ def allocation(name: str, lengths: list[int]) -> None:
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
                 model(torch.zeros(1, 1, dtype=torch.long), state)
             allocated = sum(max(0, event.self_cpu_memory_usage) for event in trace.events())
-            print(f"  after {length:>6,} tokens: {allocated:>9,} bytes; the state holds {state.nbytes:,}")
+            title = f"allocated by a token after {length:,}, against the {state.nbytes:,} bytes held"
+            ratio = state.nbytes / allocated
+            table.append(Row(title, ratio, (ratio, ratio), 0.0, allocated, state.nbytes, "bytes"))
+    return table
 
 
 if __name__ == "__main__":
@@ -56,5 +59,5 @@ if __name__ == "__main__":
     table = compare("1m", 1, 3 if args.quick else 11)
     if not args.quick:
         table += compare("1m", 8, 7) + compare("5m", 1, 7)
+    table += allocation("1m", [1024, 4096, 8192])
     report(table, args.json)
-    allocation("1m", [256, 1024, 4096] if args.quick else [256, 1024, 4096, 8192])

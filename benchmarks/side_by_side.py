@@ -62,12 +62,12 @@ def race(work: Mapping[str, Callable[[], object]], *, rounds: int, warm: int = 1
 
 def rows(title: str, times: Mapping[str, list[float]], *, amount: float, unit: str) -> list[Row]:
     """The first competitor against each of the others; `amount` of work in each call gives the rate in `unit`."""
-    control = _quartiles(times["control"])
+    control = quartiles(times["control"])
     names = [name for name in times if name != "control"]
     ours = times[names[0]]
     table = []
     for name in names[1:]:
-        low, ratio, high = _quartiles([theirs / mine for mine, theirs in zip(ours, times[name], strict=True)])
+        low, ratio, high = quartiles([theirs / mine for mine, theirs in zip(ours, times[name], strict=True)])
         table.append(
             Row(
                 name=f"{title}: {names[0]} against {name}",
@@ -97,7 +97,7 @@ def report(table: list[Row], file: Path | None) -> None:
         file.write_text(json.dumps([asdict(row) for row in table], indent=2) + "\n")
 
 
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
+def quartiles(values: list[float]) -> tuple[float, float, float]:
     if len(values) < 2:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

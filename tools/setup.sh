@@ -8,12 +8,14 @@ stamp=".venv/.installed-$extra"
 # the folder is part of it: an editable installation does not survive being moved
 want="$(pwd) $(cat pyproject.toml constraints.txt | cksum)"
 
-if [ -x .venv/bin/python ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
-    exit 0
-fi
+for done in "$stamp" .venv/.installed-dev; do # who can test can run
+    if [ -x .venv/bin/python ] && [ -f "$done" ] && [ "$(cat "$done")" = "$want" ]; then
+        exit 0
+    fi
+done
 
 python=""
-for candidate in "${PYTHON:-python3}" python3 python3.14 python3.13 python3.12 python3.11 python; do
+for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
     if command -v "$candidate" >/dev/null 2>&1 &&
         "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
         python="$candidate"
@@ -21,7 +23,7 @@ for candidate in "${PYTHON:-python3}" python3 python3.14 python3.13 python3.12 p
     fi
 done
 if [ -z "$python" ]; then
-    found="$(python3 --version 2>&1 || echo 'no python3')"
+    found="$(${PYTHON:-python3} --version 2>&1 || echo "no ${PYTHON:-python3}")"
     echo "qkflow needs Python 3.11 or newer; found: $found. Install one, or name it: make PYTHON=/path/to/python" >&2
     exit 1
 fi
@@ -42,7 +44,7 @@ echo "installing qkflow ($extra): this takes a few minutes the first time"
 if ! .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable "$what" \
     2>.venv/install.log; then
     tail -n 15 .venv/install.log >&2
-    echo "the installation failed (the whole log: .venv/install.log): is there a network, and a full gigabyte of disk?" >&2
+    echo "the installation failed (the whole log: .venv/install.log): is there a network, enough disk, and a torch for this Python?" >&2
     exit 1
 fi
 printf '%s' "$want" >"$stamp"

@@ -29,14 +29,17 @@ class DivergenceError(ArithmeticError):
 class Interrupted(Exception):
     """Training was asked to stop (Ctrl-C or SIGTERM), wrote a checkpoint and left."""
 
+    signal: int = 2
+    """The signal that asked."""
 
-def unknown(kind: str, got: str, known: Iterable[str]) -> UsageError:
+
+def unknown(kind: str, got: object, known: Iterable[str]) -> UsageError:
     """An error for a name that does not exist, with the nearest one that does.
 
     >>> str(unknown("mechanism", "standart", ["standard", "differential"]))
     "unknown mechanism 'standart': did you mean 'standard'? Known: differential, standard"
     """
     names = sorted(known)
-    near = get_close_matches(got, names, n=1, cutoff=0.5)
+    near = get_close_matches(str(got), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UsageError(f"unknown {kind} {got!r}: {hint}Known: {', '.join(names)}")

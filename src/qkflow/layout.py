@@ -10,14 +10,14 @@ since nothing valid can see what lies to its right.
                                 b0 b1 .
                                 c0 .  .
 
-Right padding is the row form already, and moves nothing. No layout (`None`) means: every token valid, one sequence a
-row.
+Right padding is the row form already, and moves nothing. The row form is as wide as the longest sequence: pack
+documents of like lengths together. No layout (`None`) means: every token valid, one sequence a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -99,7 +99,7 @@ class Layout:
         [[0, 0, 1], [2, 2, 2]]
         """
         begins = starts.clone()
-        begins[:, 0] = True
+        begins[:, :1] = True
         sequences = begins.flatten().cumsum(0).sub(1).view(begins.shape)
         lengths = torch.bincount(sequences.flatten())
         flat = torch.arange(begins.numel(), device=starts.device).view(begins.shape)
@@ -123,10 +123,20 @@ class Layout:
         """Refuse a batch of another shape than this layout was made for."""
         if x.shape[:2] != self.valid.shape:
             raise UsageError(f"the layout describes a batch of {list(self.valid.shape)}, got {list(x.shape[:2])}")
+        if x.device != self.valid.device:
+            raise UsageError(f"the layout is on {self.valid.device}, the batch on {x.device}: use layout.to(x.device)")
+
+    def to(self, device: torch.device | str) -> Layout:
+        """The same layout on another device."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
     def rows(self, x: Shaped[Tensor, "b t ..."]) -> Shaped[Tensor, "n span ..."]:
-        """The batch in row form; what stands behind the end of a sequence is unspecified but finite if the batch is."""
-        return x if self.index is None else x.flatten(0, 1)[self.index]
+        """The batch in row form, with zeros behind the end of a sequence; right padding stays as it is."""
+        if self.index is None:
+            return x
+        beyond = torch.arange(self.span, device=x.device) >= self.lengths[:, None]
+        return x.flatten(0, 1)[self.index].masked_fill(beyond.view(*beyond.shape, *[1] * (x.ndim - 2)), 0)
 
     def batch(self, x: Shaped[Tensor, "n span ..."]) -> Shaped[Tensor, "b t ..."]:
         """The row form back in its place in the batch; padding is zero."""

@@ -110,8 +110,10 @@ class Cache(State):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens held, and of the table of their positions if there is one."""
-        return sum(x.nbytes for x in self.tensors) + (0 if self.table is None else self.positions.nbytes)
+        """Bytes of the tokens that can still be seen, and of the table of their positions if there is one."""
+        held = self.used if self.window is None else min(self.used, self.window)
+        every = self.buffers if self.table is None else (*self.buffers, self.table)
+        return sum(x[:, :held].nbytes for x in every)
 
     @property
     def reserved(self) -> int:

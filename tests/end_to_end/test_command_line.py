@@ -109,6 +109,9 @@ def test_generation_stops_at_a_stop_text(capsys: pytest.CaptureFixture[str]) -> 
     whole = capsys.readouterr().out[len("line") :]
     assert qkflow("generate", "run", "line", "--tokens", "30", "--temperature", "0", "--stop", whole[3]) == 0
     assert capsys.readouterr().out == "line" + whole[: whole.index(whole[3])] + "\n"
+    for prompts in (["line"], ["line", "li"]):  # several tokens long, streamed and not
+        assert qkflow("generate", "run", *prompts, "--tokens", "30", "--temperature", "0", "--stop", whole[3:6]) == 0
+        assert capsys.readouterr().out.startswith("line" + whole[: whole.index(whole[3:6])] + "\n")
 
 
 @pytest.mark.parametrize("tokens", ["bytes", "bpe"])
@@ -136,6 +139,14 @@ def test_flags_come_before_the_config_file() -> None:
     assert (config["steps"], config["seed"], config["context"]) == (2, 5, 16)
 
 
+def test_a_size_on_the_command_line_replaces_the_files_shape() -> None:
+    write("shape.json", json.dumps({**TINY, "steps": 1}))
+    args = ["--config", "shape.json", "--size", "1m", "--out", "run"]
+    assert qkflow("train", "text.txt", *args) == 0
+    model = json.loads(Path("run/config.json").read_text())["model"]
+    assert (model["width"], model["layers"]) == (128, 5)
+
+
 def test_a_toml_file_serves_as_well_and_a_run_without_a_name_gets_one() -> None:
     write("tiny.toml", "steps = 1\ncontext = 16\nbatch = 4\n[model]\nwidth = 16\nlayers = 1\nheads = 2\nhidden = 8\n")
     for _ in range(2):
@@ -154,7 +165,8 @@ def test_a_budget_becomes_steps_on_record(capsys: pytest.CaptureFixture[str]) ->
     assert f"budget  1s: {steps:,} steps" in capsys.readouterr().out
 
 
-def test_ctrl_c_leaves_with_the_command_that_resumes(workplace: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_with_the_command_that_resumes(number: signal.Signals, code: int) -> None:
     write("long.json", json.dumps({**TINY, "steps": 2000, "evaluate_every": 1000}))
     command = [sys.executable, "-m", "qkflow", "train"]
     with subprocess.Popen(
@@ -166,9 +178,9 @@ def test_ctrl_c_leaves_with_the_command_that_resumes(workplace: Path) -> None:
         assert child.stdout is not None
         while "step" not in child.stdout.readline():  # the first evaluation: training goes on from here
             pass
-        child.send_signal(signal.SIGINT)
+        child.send_signal(number)
         _, error = child.communicate()
-    assert child.returncode == 130
+    assert child.returncode == code
     assert "qkflow train --resume 'a run'" in error
     assert len(error.strip().splitlines()) == 1
     assert list(Path("a run/checkpoints").glob("step-*"))
@@ -210,6 +222,9 @@ BAD_SETTINGS = {
     "an unknown size": ({"model": {"size": "2m"}}, "1m"),
     "a learning rate below zero": ({"lr": -1.0}, "lr"),
     "a table that is none": ({"model": 3}, "'model'"),
+    "a size that is no name": ({"model": {"size": 5}}, "unknown size"),
+    "a vocabulary that is no number": ({"model": {"vocabulary": "x"}}, "'vocabulary'"),
+    "a source that is no text": ({"corpus": {"source": 5}}, "'source'"),
 }
 
 
@@ -217,7 +232,8 @@ BAD_SETTINGS = {
 def test_a_bad_setting_is_refused_with_one_line(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     changed, expected = BAD_SETTINGS[what]
     write("bad.json", json.dumps({"steps": 2, "context": 16, "batch": 4, **changed}))
-    assert expected in refused(capsys, "train", "text.txt", "--config", "bad.json", "--out", "run")
+    source = [] if "corpus" in changed else ["text.txt"]
+    assert expected in refused(capsys, "train", *source, "--config", "bad.json", "--out", "run")
 
 
 BAD_CALLS = {
@@ -227,6 +243,7 @@ BAD_CALLS = {
     "steps and budget": (["train", "--steps", "3", "--budget", "2m"], "not both"),
     "a budget without a unit": (["train", "text.txt", "--config", "open.json", "--budget", "20"], "2m"),
     "resume and more": (["train", "--resume", "run", "--lr", "0.1"], "--lr"),
+    "resume and a zero": (["train", "--resume", "run", "--seed", "0"], "--seed"),
     "resuming what is not there": (["train", "--resume", "nowhere"], "nowhere"),
     "generating from what is not there": (["generate", "nowhere", "hello"], "nowhere"),
     "generating from a folder that is no run": (["generate", "."], "config.json"),
@@ -235,6 +252,8 @@ BAD_CALLS = {
     "an unknown mechanism": (["check", "diferential"], "'differential'"),
     "a module that is not there": (["check", "no_such_package:Thing"], "no_such_package"),
     "a name that is not there": (["check", "qkflow:Thing"], "'Thing'"),
+    "a module that cannot be imported": (["check", "torn_module:Thing"], "torn_module"),
+    "heads that do not divide the width": (["check", "standard", "--heads", "5"], "divide"),
 }
 
 
@@ -243,6 +262,7 @@ def test_a_bad_call_is_refused_with_one_line(what: str, capsys: pytest.CaptureFi
     write("broken.json", "{")
     write("open.json", json.dumps({key: value for key, value in TINY.items() if key != "steps"}))
     write("hostile.pt", pickle.dumps({"weights": [1, 2, 3]}))
+    write("torn_module.py", "def (")
     args, expected = BAD_CALLS[what]
     assert expected in refused(capsys, *args)
 

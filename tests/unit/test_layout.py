@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
+from qkflow.mechanisms import StandardAttention
 
 lengths = st.lists(st.integers(0, 6), min_size=1, max_size=5)
 sides = st.sampled_from(["left", "right"])
@@ -140,3 +141,21 @@ def test_a_batch_of_another_shape_is_refused() -> None:
     layout.check(torch.zeros(2, 3, 5))
     with pytest.raises(UsageError, match=r"a batch of \[2, 3\], got \[2, 4\]"):
         layout.check(torch.zeros(2, 4, 5))
+
+
+@pytest.mark.parametrize("layout", [Layout.padded([2, 3], 4, side="left"), Layout.packed([0, 2, 7])])
+def test_a_sequence_that_is_not_finite_leaves_the_others_alone(layout: Layout) -> None:
+    layer = StandardAttention(width=8, heads=2)
+    x = torch.randn(*layout.valid.shape, 8)
+    whole, _ = layer(x, layout=layout)
+    broken, _ = layer(x.masked_fill((layout.sequences == 0)[..., None], torch.nan), layout=layout)
+    other = layout.sequences == 1
+    assert torch.equal(broken[other], whole[other])
+
+
+def test_a_layout_moves_between_devices_and_says_so_where_it_must() -> None:
+    layout = Layout.padded([1, 2], 2, side="left")
+    assert layout.to("meta").valid.device.type == "meta"
+    assert layout.to("meta").span == layout.span
+    with pytest.raises(UsageError, match=r"use layout.to\(x.device\)"):
+        StandardAttention(width=8, heads=2)(torch.randn(2, 2, 8), layout=layout.to("meta"))

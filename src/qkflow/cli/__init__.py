@@ -38,7 +38,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return 1
     except Interrupted as stopped:
         errors.print(f"qkflow: {stopped}", style="yellow", markup=False)
-        return 128 + signal.SIGINT
+        return 128 + stopped.signal
     except KeyboardInterrupt:
         errors.print("qkflow: stopped", style="yellow")
         return 128 + signal.SIGINT

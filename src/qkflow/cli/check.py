@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qkflow.errors import UsageError
+from qkflow.errors import UsageError, unknown
 from qkflow.laws import LAWS, check
 from qkflow.mechanisms import Factory, mechanism
 
@@ -44,7 +44,11 @@ class Check:
     def run(self) -> int:
         """Print a line for each law; 1 if any is broken."""
         console = Console()
+        for name in self.law:
+            if name not in LAWS:
+                raise unknown("law", name, LAWS)
         factory = find_factory(self.factory)
+        factory(self.width, self.heads, layer=0, layers=1)  # what cannot be built at all is not the laws' business
         table = Table("law", "", "smallest case that breaks it", box=None, pad_edge=False)
         broken = 0
         for name in self.law or LAWS:
@@ -65,13 +69,13 @@ def find_factory(name: str) -> Factory:
         sys.path.insert(0, here)
     try:
         value = getattr(importlib.import_module(module_name), attribute)
-    except ModuleNotFoundError as error:
+    except Exception as error:  # whatever the module throws while it is imported
+        if isinstance(error, AttributeError) and module_name in sys.modules:
+            raise UsageError(
+                f"{module_name} has no {attribute!r}: give package.module:name of what it defines"
+            ) from error
         raise UsageError(
             f"cannot import {module_name!r} ({error}): give package.module:name as Python imports it"
-        ) from error
-    except AttributeError as error:
-        raise UsageError(
-            f"{module_name} has no {attribute!r}: give package.module:name of something it defines"
         ) from error
     if not callable(value):
         raise UsageError(

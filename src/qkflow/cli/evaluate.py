@@ -57,7 +57,7 @@ class Eval:
         )
         console = Console(soft_wrap=True, highlight=False)
         for notice in run.notices:
-            console.print(f"note: {notice}", markup=False)
+            Console(stderr=True, soft_wrap=True).print(f"note: {notice}", markup=False, highlight=False)
         figures = result.summary()
         if self.json:
             record = {"run": str(run.folder), "step": run.step, "corpus": corpus.name, "digest": corpus.digest}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +13,14 @@ import tyro
 from rich.console import Console
 
 from qkflow.cli.options import flag
-from qkflow.data import Tokenizer
 from qkflow.errors import UsageError
-from qkflow.models import Sampling, generate, stream
-from qkflow.training import LoadedRun, load_run
+from qkflow.models import Sampling, stream
+from qkflow.training import load_run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """Write text with a trained model, shown as it comes.
+    """Write text with a trained model: shown as it comes, or, from several prompts, when all are done.
 
     For example:
       qkflow generate runs/diff "def main("
@@ -41,48 +41,65 @@ class Generate:
     top_p: Annotated[float | None, flag("P", "1")] = None
     """Choose among the most likely tokens that have this much probability together."""
     stop: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
-    """End at this text's first token, for example a newline; may be given several times."""
+    """End before this text, for example \\n\\n; may be given several times."""
     seed: int = 0
     """The same seed gives the same text."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where to compute."""
 
     def run(self) -> int:
-        """Write to the terminal."""
-        run = load_run(self.run_folder, device=self.device)
-        for notice in run.notices:
-            Console(stderr=True, soft_wrap=True).print(f"note: {notice}", markup=False, highlight=False)
+        """Write to the terminal: a single prompt's text as it comes, several when they are done."""
         if self.tokens < 1:
             raise UsageError(f"--tokens must be at least 1, got {self.tokens}")
         sampling = Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
+        run = load_run(self.run_folder, device=self.device)
+        for notice in run.notices:
+            Console(stderr=True, soft_wrap=True).print(f"note: {notice}", markup=False, highlight=False)
+        prompts = [os.fsencode(prompt) for prompt in self.prompts or [""]]
+        stops = [text.replace("\\n", "\n").replace("\\t", "\t").encode() for text in self.stop]
+        rows = [_Row(prompt, stops, shown=len(prompts) == 1) for prompt in prompts]
         tokenizer = run.tokenizer
-        stops = [tokenizer.end, *(_first(tokenizer, text) for text in self.stop)]
-        prompts = [[tokenizer.end, *tokenizer.encode(prompt.encode())] for prompt in self._prompts]
-        if len(prompts) == 1:
-            self._stream(run, prompts[0], sampling, stops)
-            return 0
-        rows = generate(run.model, prompts, tokens=self.tokens, sampling=sampling, stop=stops)
-        for prompt, row in zip(self._prompts, rows, strict=True):
-            sys.stdout.write(f"{prompt}{tokenizer.decode(row).decode(errors='replace')}\n\n")
+        tokens = [[tokenizer.end, *tokenizer.encode(prompt)] for prompt in prompts]
+        for step in stream(run.model, tokens, tokens=self.tokens, sampling=sampling, stop=[tokenizer.end]):
+            for row, token in zip(rows, step, strict=True):
+                if token is not None:
+                    row.add(tokenizer.decode([token]))
+            if all(row.done for row in rows):
+                break
+        for row in rows:
+            row.close()
         return 0
 
-    @property
-    def _prompts(self) -> list[str]:
-        return self.prompts or [""]
 
-    def _stream(self, run: LoadedRun, prompt: list[int], sampling: Sampling, stops: list[int]) -> None:
-        """Show whole characters only: a token may end in the middle of one."""
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        sys.stdout.write(self._prompts[0])
-        for (token,) in stream(run.model, [prompt], tokens=self.tokens, sampling=sampling, stop=stops):
-            if token is not None:
-                sys.stdout.write(decoder.decode(run.tokenizer.decode([token])))
-                sys.stdout.flush()
-        sys.stdout.write(decoder.decode(b"", final=True) + "\n")
+class _Row:
+    """One text in the making: ends before a stop text, and shows whole characters only."""
 
+    def __init__(self, prompt: bytes, stops: list[bytes], *, shown: bool) -> None:
+        self.text, self.begin, self.stops, self.shown = prompt, len(prompt), stops, shown
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.told = 0
+        self.done = False
+        self._show(len(prompt))
 
-def _first(tokenizer: Tokenizer, text: str) -> int:
-    tokens = tokenizer.encode(text.encode().decode("unicode_escape").encode("latin-1"))
-    if len(tokens) != 1:
-        raise UsageError(f"--stop takes a text that is one token, {text!r} is {len(tokens)}: give a single character")
-    return tokens[0]
+    def add(self, piece: bytes) -> None:
+        if self.done:
+            return
+        self.text += piece
+        found = [at for stop in self.stops if (at := self.text.find(stop, self.begin)) >= 0]
+        if found:
+            self.text, self.done = self.text[: min(found)], True
+        # the end of the text may be the beginning of a stop text: wait and see
+        waiting = max((len(stop) - 1 for stop in self.stops), default=0)
+        self._show(len(self.text) if self.done else max(self.told, len(self.text) - waiting))
+
+    def close(self) -> None:
+        """Show what is left, and end the line."""
+        self.shown = True
+        self._show(len(self.text))
+        sys.stdout.write(self.decoder.decode(b"", final=True) + "\n")
+
+    def _show(self, end: int) -> None:
+        if self.shown and end > self.told:
+            sys.stdout.write(self.decoder.decode(self.text[self.told : end]))
+            sys.stdout.flush()
+            self.told = end

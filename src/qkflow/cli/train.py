@@ -17,8 +17,8 @@ from qkflow.cli.options import flag, new_folder, seconds
 from qkflow.cli.progress import Watch
 from qkflow.configs import from_dict, to_dict
 from qkflow.data import NAMES, CorpusConfig, open_corpus
-from qkflow.errors import UsageError
-from qkflow.models import DecoderConfig, size
+from qkflow.errors import UsageError, unknown
+from qkflow.models import SIZES, DecoderConfig, size
 from qkflow.training import TrainConfig, read_metrics, steps_for_budget, train
 
 _DEFAULT_BUDGET = "2m"
@@ -96,7 +96,9 @@ class Train:
         return 0
 
     def _refuse_others(self) -> None:
-        given = [name for name, value in vars(self).items() if value not in (None, False) and name != "resume"]
+        given = [
+            name for name, value in vars(self).items() if value is not None and value is not False and name != "resume"
+        ]
         if given:
             flags = ", ".join("CORPUS" if name == "corpus" else f"--{name.replace('_', '-')}" for name in given)
             raise UsageError(f"--resume goes on with the run as it was begun: leave out {flags}")
@@ -113,15 +115,18 @@ class Train:
             field=self.field,
             data_dir=self.data_dir,
         )
-        for name in {"source", "vocabulary_files", "data_dir"} & corpus.keys():
-            corpus[name] = _findable(corpus[name])
         model = _table(settings, "model")
         shape = _given(size=self.size, mechanism=self.mechanism)
-        named = shape.pop("size", model.pop("size", "1m"))
-        corpus_config = from_dict(CorpusConfig, corpus, where=" in 'corpus'")
+        named = model.pop("size", "1m")
+        if "size" in shape:  # a size that is asked for by name is whole: the file's shape makes way for it
+            named = shape.pop("size")
+            model = {name: value for name, value in model.items() if name not in ("width", "layers", "heads", "hidden")}
+        if not isinstance(named, str):
+            raise unknown("size", named, SIZES)
+        corpus_config = _findable(from_dict(CorpusConfig, corpus, where=" in 'corpus'"))
         if "vocabulary" not in model:
             model["vocabulary"] = open_corpus(corpus_config).vocabulary
-        model = {**to_dict(size(named, vocabulary=model["vocabulary"])), **model, **shape}
+        model = {**to_dict(size(named)), **model, **shape}
         flags = _given(
             steps=self.steps,
             context=self.context,
@@ -170,9 +175,18 @@ def read_settings(path: Path) -> dict[str, Any]:
     return value
 
 
-def _findable(path: str) -> str:
-    """A path that exists made absolute, so that the run can be resumed from any folder; a name as it is."""
-    return path if path in NAMES or not Path(path).exists() else str(Path(path).absolute())
+def _findable(config: CorpusConfig) -> CorpusConfig:
+    """Paths that exist made absolute, so that the run can be resumed from any folder; names as they are."""
+
+    def absolute(path: str | None) -> str | None:
+        return path if path is None or path in NAMES or not Path(path).exists() else str(Path(path).absolute())
+
+    return replace(
+        config,
+        source=absolute(config.source) or config.source,
+        vocabulary_files=absolute(config.vocabulary_files),
+        data_dir=absolute(config.data_dir),
+    )
 
 
 def _table(settings: dict[str, Any], name: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Corpora: from text anywhere to memory-mapped tokens, training batches and held-out windows."""
 
-from qkflow.data.batches import Window, batch, epoch_windows, segment_starts, windows
+from qkflow.data.batches import Window, batch, epoch_windows, windows
 from qkflow.data.config import CorpusConfig
 from qkflow.data.corpus import Corpus, Split
 from qkflow.data.find import NAMES
@@ -21,6 +21,5 @@ __all__ = [
     "load_tokenizer",
     "open_corpus",
     "save_tokenizer",
-    "segment_starts",
     "windows",
 ]

@@ -73,17 +73,6 @@ def epoch_windows(split: Split, *, context: int) -> int:
     return max(1, tokens // context - 1)
 
 
-def segment_starts(tokens: np.ndarray, end: int) -> np.ndarray:
-    """Where a new document begins in a batch: the positions after an end token, bool of the same shape.
-
-    >>> segment_starts(np.array([[104, 256, 105, 106]]), end=256)
-    array([[False, False,  True, False]])
-    """
-    starts = np.zeros(tokens.shape, dtype=bool)
-    starts[..., 1:] = tokens[..., :-1] == end
-    return starts
-
-
 def windows(split: Split, *, context: int, stride: int | None = None, limit: int | None = None) -> list[Window]:
     """The windows that score every token of the held-out documents once, document by document, in order.
 

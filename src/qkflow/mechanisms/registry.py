@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
@@ -27,8 +28,7 @@ _GROUP = "qkflow.mechanisms"
 
 def register(name: str, config: type[Any]) -> None:
     """Make a mechanism known in this process; a package does it for good through the entry point."""
-    if not dataclasses.is_dataclass(config) or not any("__call__" in vars(kind) for kind in config.__mro__):
-        raise UsageError(f"{name!r} must be a dataclass with __call__(width, heads, layer, layers), got {config!r}")
+    _check(name, config)
     if name in _BUILT_IN and _BUILT_IN[name] is not config:
         raise UsageError(f"a mechanism named {name!r} exists already: choose another name")
     _BUILT_IN[name] = config
@@ -40,7 +40,13 @@ def mechanisms() -> Mapping[str, type[Any]]:
     >>> sorted(mechanisms())
     ['differential', 'standard']
     """
-    return {**_BUILT_IN, **{name: _load(entry) for name, entry in _installed().items()}}
+    known = dict(_BUILT_IN)
+    for name, entry in _installed().items():
+        try:
+            known[name] = _load(entry)
+        except UsageError as error:
+            warnings.warn(str(error), stacklevel=2)
+    return known
 
 
 def mechanism(spec: str) -> Factory:
@@ -64,9 +70,16 @@ def _installed() -> dict[str, EntryPoint]:
 
 def _load(entry: EntryPoint) -> type[Any]:
     try:
-        return entry.load()
-    except (ImportError, AttributeError) as error:
+        config = entry.load()
+    except Exception as error:  # whatever another package throws while it is imported
         raise UsageError(f"mechanism {entry.name!r} ({entry.value}) cannot be imported: {error}") from error
+    _check(entry.name, config)
+    return config
+
+
+def _check(name: str, config: type[Any]) -> None:
+    if not dataclasses.is_dataclass(config) or not any("__call__" in vars(kind) for kind in type.mro(config)):
+        raise UsageError(f"{name!r} must be a dataclass with __call__(width, heads, layer, layers), got {config!r}")
 
 
 def _parse(options: str, spec: str) -> dict[str, Any]:

@@ -151,6 +151,8 @@ class SoftmaxMechanism(Mechanism):
 
     def _rows(self, x: Stream, state: State | None, layout: Layout | None) -> Rows:
         """Project, move to row form, turn, and put behind what the state holds."""
+        if x.shape[1] == 0:
+            raise UsageError("a call needs at least one token, got none")
         if layout is not None:
             layout.check(x)
             x = layout.clean(x)

@@ -25,7 +25,7 @@ class Sampling:
     top_p: float | None = None
     """Draw from the fewest most likely tokens that have this much probability together."""
     seed: int = 0
-    """Row i of a batch draws from its own stream, made of the seed and i."""
+    """Row i of a batch draws as it would alone with seed + i: what stands beside it changes nothing."""
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -42,7 +42,7 @@ def likely(scores: Float[Tensor, "b n"], sampling: Sampling) -> Float[Tensor, "b
     >>> likely(torch.tensor([[0.0, 1.0, 2.0]]), Sampling(top_k=1)).tolist()
     [[0.0, 0.0, 1.0]]
     """
-    scores = scores.float() / sampling.temperature
+    scores = (scores - scores.max(-1, keepdim=True).values).float() / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[:, -1:], -torch.inf)
     if sampling.top_p is not None:

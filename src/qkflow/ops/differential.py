@@ -27,8 +27,8 @@ from qkflow.ops.softmax import Mask, attention, attention_map
 def differential_lambda(
     q1: Float[Tensor, " k"], k1: Float[Tensor, " k"], q2: Float[Tensor, " k"], k2: Float[Tensor, " k"], init: float
 ) -> Float[Tensor, ""]:
-    """Equation (3)."""
-    return torch.exp(q1 @ k1) - torch.exp(q2 @ k2) + init
+    """Equation (3), as sums of products: matrix products would lose digits under autocast."""
+    return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + init
 
 
 def lambda_init(layer: int) -> float:

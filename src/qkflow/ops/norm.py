@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -23,13 +22,18 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         inverse = _inverse_root(x, eps)
         ctx.save_for_backward(x, weight, inverse)
+        ctx.eps = eps
         return (x * inverse).mul_(weight)
 
     @staticmethod
-    @once_differentiable  # the fused kernel's own derivative is layer norm's: wrong here, so better none
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, inverse = ctx.saved_tensors
         (grad,), size = grads, x.shape[-1]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # someone will differentiate (2) once more
+            inverse = _inverse_root(x, ctx.eps)
+            hat, pulled = x * inverse, weight * grad
+            grad_x = (pulled - hat * (hat * pulled).mean(-1, keepdim=True)) * inverse
+            return grad_x, (grad * hat).flatten(0, -2).sum(0), None
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
             grad, x, [size], torch.zeros_like(inverse), inverse, weight, None, [True, True, False]
         )

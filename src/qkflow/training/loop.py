@@ -123,9 +123,9 @@ class Loop:
         except Interrupted:
             self._save()
             step, steps, command = self.learner.step, self.config.steps, resume_command(self.folder)
-            raise Interrupted(
-                f"stopped after step {step} of {steps}, checkpoint written: go on with `{command}`"
-            ) from None
+            stopped = Interrupted(f"stopped after step {step} of {steps}, checkpoint written: go on with `{command}`")
+            stopped.signal = self.stop.signal or stopped.signal
+            raise stopped from None
         return self._finish()
 
     def _announce(self) -> None:

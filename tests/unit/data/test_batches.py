@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkflow.data import Split, batch, epoch_windows, segment_starts, windows
+from qkflow.data import Split, batch, epoch_windows, windows
 from qkflow.data.batches import _permuted, _random
 from qkflow.errors import UsageError
 
@@ -185,8 +185,3 @@ def test_a_limit_is_nearly_used_up_when_lengths_differ_much() -> None:
 def test_windows_that_cannot_be_are_refused(stride: int | None, limit: int | None) -> None:
     with pytest.raises(UsageError, match="give a"):
         windows(held_out([5]), context=8, stride=stride, limit=limit)
-
-
-def test_a_document_begins_after_every_end_token() -> None:
-    tokens = np.array([[9, 1, 2, 9], [1, 9, 9, 3]])
-    assert segment_starts(tokens, end=9).tolist() == [[False, True, False, False], [False, False, True, True]]
