@@ -39,7 +39,7 @@ def test_every_public_name_exists_and_is_explained() -> None:
 
 
 def test_importing_qkflow_leaves_the_heavy_libraries_alone() -> None:
-    heavy = {"tyro", "rich", "tokenizers", "transformers", "datasets"}
+    heavy = {"tyro", "rich", "tokenizers", "transformers", "datasets", "torch._inductor.cpp_builder"}
     program = f"import qkflow, sys; sys.exit(bool({heavy} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", program], check=True)
 

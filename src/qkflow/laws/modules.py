@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._inductor.cpp_builder import get_cpp_compiler
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -50,6 +49,8 @@ def compiler_fault() -> str | None:
     """Why torch.compile cannot build for the CPU here, which is no mechanism's fault; `None` where it can."""
     if " " in torch.__file__:
         return "torch.compile cannot link against a torch that lies in a path with a space"
+    from torch._inductor.cpp_builder import get_cpp_compiler  # here: it takes a second, and only this law needs it
+
     try:
         get_cpp_compiler()
     except Exception as error:  # torch's own kinds of it change from version to version
