@@ -1,6 +1,6 @@
 """Mechanisms: the modules in which tokens see each other, one a file."""
 
-from qkflow.mechanisms.base import Circuits, Cost, Factory, Mechanism, projection
+from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Factory, Mechanism, projection
 from qkflow.mechanisms.differential import DifferentialAttention, DifferentialConfig
 from qkflow.mechanisms.registry import mechanism, mechanisms, register
 from qkflow.mechanisms.standard import StandardAttention, StandardConfig
@@ -10,6 +10,7 @@ __all__ = [
     "Cost",
     "DifferentialAttention",
     "DifferentialConfig",
+    "Exhibit",
     "Factory",
     "Mechanism",
     "StandardAttention",

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.state import State
 
@@ -53,6 +54,42 @@ class Circuits:
     ov: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Exhibit:
+    """What a mechanism has to show of its own, as plain data: it does not draw, a report does.
+
+    Layers that show the same title are shown together: side by side where `x` is a single point, else one at a time.
+
+    >>> Exhibit(title="gate", kind="bars", x=("head 1", "head 2"), series=("open",), values=((0.2, 0.9),)).values[0][1]
+    0.9
+    """
+
+    title: str
+    """What is shown."""
+    kind: Literal["lines", "bars", "heat"]
+    """How: a line or a row of bars for each series, or a coloured cell for each number, series downwards."""
+    x: tuple[str | float, ...]
+    """Where: names, or numbers in rising order. A single point is a figure of the whole layer."""
+    series: tuple[str, ...]
+    """The names of the series."""
+    values: tuple[tuple[float, ...], ...]
+    """A row for each series, with a number for each `x`; one that is not finite is left out."""
+    x_label: str = ""
+    """The quantity along `x`, with its unit."""
+    y_label: str = ""
+    """The quantity of the values, with its unit."""
+    note: str = ""
+    """How to read it, in a sentence."""
+
+    def __post_init__(self) -> None:
+        shape = (len(self.values), *sorted({len(row) for row in self.values}))
+        if shape != (len(self.series), len(self.x)) or not self.series or not self.x:
+            raise UsageError(
+                f"exhibit {self.title!r} has rows of {[len(row) for row in self.values]} values, expected"
+                f" {len(self.series)} rows (one a series, at least one) of {len(self.x)} (one an x, at least one)"
+            )
+
+
 class Mechanism(nn.Module, ABC):
     """A causal map from a stream to a stream. See the module's text for what the methods owe each other.
 
@@ -82,6 +119,10 @@ class Mechanism(nn.Module, ABC):
     @abstractmethod
     def circuits(self) -> Circuits:
         """Which parameters are the QK circuit and which the OV circuit; the rest is neither."""
+
+    def exhibits(self, x: Stream) -> tuple[Exhibit, ...]:
+        """What the mechanism has to show of its own when it reads `x`; nothing unless it says so."""
+        return ()
 
 
 def projection(inputs: int, outputs: int) -> nn.Linear:

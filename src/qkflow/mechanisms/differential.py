@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkflow.errors import UsageError
-from qkflow.mechanisms.base import Circuits, Stream
+from qkflow.mechanisms.base import Circuits, Exhibit, Stream
 from qkflow.mechanisms.softmax import HeadShape, Rows, SoftmaxConfig, SoftmaxMechanism
 from qkflow.ops.differential import differential_attention, differential_lambda, differential_map, lambda_init
 from qkflow.ops.norm import rms_norm
@@ -77,6 +77,21 @@ class DifferentialAttention(SoftmaxMechanism):
         base = super().circuits()
         lambdas = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
         return Circuits(qk=(*base.qk, *lambdas), ov=(*base.ov, "head_norm"))
+
+    def exhibits(self, x: Stream) -> tuple[Exhibit, ...]:
+        """Lambda, which does not depend on the input, beside its published start."""
+        lam = float(self._lambda().detach())
+        return (
+            Exhibit(
+                title="lambda, the weight of the map that is taken away",
+                kind="bars",
+                x=("lambda",),
+                series=("learned", "published start"),
+                values=((lam,), (self.lambda_init,)),
+                y_label="lambda",
+                note="Rows of the attention map sum to 1 - lambda; at zero the second map plays no part.",
+            ),
+        )
 
     def _pair_products(self) -> int:
         return 2 * super()._pair_products()  # each score is made twice, once for either half of the values

@@ -12,6 +12,8 @@ from qkflow.models.decoder import Decoder, DecoderConfig
 GPT2_VOCABULARY = 50257
 
 _SHAPES = {  # name: (width, layers, heads, hidden, vocabulary)
+    "100k": (64, 2, 4, 132, 257),
+    "500k": (96, 4, 4, 284, 257),
     "1m": (128, 5, 4, 336, 257),
     "5m": (256, 6, 4, 720, 257),
     "60m": (512, 8, 8, 2112, GPT2_VOCABULARY),

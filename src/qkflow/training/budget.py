@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import dataclass
 
-from qkflow.data import windows
+from qkflow.data import Split, windows
 from qkflow.errors import UsageError
 from qkflow.training.config import TrainConfig
 from qkflow.training.environment import pick_device
@@ -13,30 +14,48 @@ from qkflow.training.learner import Learner, open_checked
 from qkflow.training.runtime import own_randomness, threads
 
 
-def steps_for_budget(config: TrainConfig, seconds: float) -> int:
-    """How many steps of `config` (whose own number is ignored) fit into `seconds`, evaluations included; at least 1.
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How long the parts of a run take on this machine as it stands."""
 
-    A throwaway model makes a few steps and a piece of an evaluation. Neither a folder nor the global generators change.
+    step: float
+    """Seconds a training step."""
+    token: float
+    """Seconds a token of held-out text."""
+
+
+def measure(config: TrainConfig, seconds: float) -> Speed:
+    """Let a throwaway model make steps for about `seconds`, three at least, and a piece of an evaluation.
+
+    Neither a folder nor the global generators change.
     """
-    if not seconds > 0:
-        raise UsageError(f"a budget must be more than 0 seconds, got {seconds:g}")
     device = pick_device(config.device)
     corpus = open_checked(config)
     with threads(config.threads), own_randomness(device):
         learner = Learner(config, corpus, device)
         learner.learn(lambda: False)  # the first step allocates, and compiles
         began, times = time.perf_counter(), []
-        while len(times) < 3 or (len(times) < 10 and time.perf_counter() - began < 0.05 * seconds):
+        while len(times) < 3 or time.perf_counter() - began < seconds:
             times.append(learner.learn(lambda: False)["seconds"])
-        step = statistics.median(times)
-
-        def tokens(limit: int | None) -> int:
-            todo = windows(corpus.validation, context=config.context, stride=config.stride, limit=limit)
-            return sum(window.length for window in todo)
-
         piece = config.evaluate_batch * config.context
+        learner.evaluate(piece, lambda: False)
         began = time.perf_counter()
         learner.evaluate(piece, lambda: False)
-        token = (time.perf_counter() - began) / tokens(piece)
-    during, final = token * tokens(config.evaluate_tokens), token * tokens(config.final_tokens)
-    return max(1, int((seconds - during - final) / (step + during / config.evaluate_every)))
+        token = (time.perf_counter() - began) / scored(corpus.validation, config, piece)
+    return Speed(step=statistics.median(times), token=token)
+
+
+def steps_for_budget(config: TrainConfig, seconds: float) -> int:
+    """How many steps of `config` (whose own number is ignored) fit into `seconds`, evaluations included; at least 1."""
+    if not seconds > 0:
+        raise UsageError(f"a budget must be more than 0 seconds, got {seconds:g}")
+    speed = measure(config, min(0.05 * seconds, 5.0))
+    validation = open_checked(config).validation
+    during = speed.token * scored(validation, config, config.evaluate_tokens)
+    final = speed.token * scored(validation, config, config.final_tokens)
+    return max(1, int((seconds - during - final) / (speed.step + during / config.evaluate_every)))
+
+
+def scored(split: Split, config: TrainConfig, limit: int | None) -> int:
+    """Tokens that an evaluation with this limit reads."""
+    return sum(window.length for window in windows(split, context=config.context, stride=config.stride, limit=limit))
