@@ -1,0 +1,99 @@
+"""Colours, dashes and markers. Okabe and Ito's colours, moved on each paper until every one stands out 3 to 1.
+
+An arm is never told by its colour alone: it has a dash and a marker of its own as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+LIGHT = {
+    "paper": "#ffffff",
+    "raised": "#f6f7f8",
+    "ink": "#1d2126",
+    "soft": "#555d66",
+    "rule": "#d5d9de",
+    "grid": "#e8eaed",
+    "link": "#005a8f",
+    "better": "#00704f",
+    "worse": "#b04300",
+    "equivalent": "#005a8f",
+    "undecided": "#555d66",
+    "band": "#dfe7ee",
+    "more": "#0b5394",
+    "less": "#b04300",
+    "arm0": "#1d2126",
+    "arm1": "#0072b2",
+    "arm2": "#d55e00",
+    "arm3": "#008a64",
+    "arm4": "#b8588f",
+    "arm5": "#a97500",
+    "arm6": "#2f8fc4",
+    "arm7": "#857d0a",
+}
+DARK = {
+    "paper": "#14171a",
+    "raised": "#1d2125",
+    "ink": "#e9ecef",
+    "soft": "#a7afb8",
+    "rule": "#3a4047",
+    "grid": "#2a2f35",
+    "link": "#7cc4f0",
+    "better": "#3ecfa0",
+    "worse": "#ff9457",
+    "equivalent": "#7cc4f0",
+    "undecided": "#a7afb8",
+    "band": "#27303a",
+    "more": "#6cb8f0",
+    "less": "#ff9457",
+    "arm0": "#e9ecef",
+    "arm1": "#4a9fe0",
+    "arm2": "#ee7a2b",
+    "arm3": "#1fb888",
+    "arm4": "#dd8fbb",
+    "arm5": "#e69f00",
+    "arm6": "#7fcbf5",
+    "arm7": "#f0e442",
+}
+
+_COLOURS = 8
+_DASHES = ("solid", "6px,3px", "2px,2px", "8px,3px,2px,3px", "12px,4px", "3px,5px", "12px,3px,3px,3px,3px,3px")
+_MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "pentagon", "star", "hexagon")
+
+
+def ink(role: str, alpha: float = 1.0) -> dict[str, Any]:
+    """A colour for the page to fill in by its theme; an object, so that no text can pass for one.
+
+    >>> ink("arm1", 0.2)
+    {'$': 'arm1', 'alpha': 0.2}
+    """
+    return {"$": role} if alpha == 1.0 else {"$": role, "alpha": alpha}
+
+
+def colour(arm: int) -> str:
+    """The role of an arm's colour; the baseline is arm 0."""
+    return "arm0" if arm == 0 else f"arm{1 + (arm - 1) % (_COLOURS - 1)}"
+
+
+def dash(arm: int) -> str:
+    """An arm's dash: with the colour, different for each of the first 49 arms."""
+    return _DASHES[0] if arm == 0 else _DASHES[(arm - 1 + (arm - 1) // (_COLOURS - 1)) % len(_DASHES)]
+
+
+def marker(arm: int) -> str:
+    """An arm's marker."""
+    return _MARKERS[arm % len(_MARKERS)]
+
+
+OUTLINES = {
+    "circle": "M0-4.5A4.5 4.5 0 1 1-.01-4.5Z",
+    "square": "M-4-4H4V4H-4Z",
+    "diamond": "M0-5.5L5.5 0 0 5.5-5.5 0Z",
+    "triangle-up": "M0-5L5 4H-5Z",
+    "cross": "M-1.8-5H1.8V-1.8H5V1.8H1.8V5H-1.8V1.8H-5V-1.8H-1.8Z",
+    "triangle-down": "M0 5L5-4H-5Z",
+    "pentagon": "M0-5L4.8-1.5 2.9 4H-2.9L-4.8-1.5Z",
+    "star": "M0-5.5L1.5-1.8 5.3-1.7 2.3.7 3.3 4.5 0 2.3-3.3 4.5-2.3.7-5.3-1.7-1.5-1.8Z",
+    "hexagon": "M0-5L4.3-2.5V2.5L0 5-4.3 2.5V-2.5Z",
+}
+"""The markers as paths around the origin, for the page's own keys."""

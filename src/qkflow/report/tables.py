@@ -1,0 +1,82 @@
+"""The same numbers for a terminal of 80 columns; plain text where it is none."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from qkflow.report import rows
+from qkflow.report.wording import brief, count, fixed, interval, percent, probability, short, signed, size, visible
+from qkflow.study.summary import Summary
+
+_STYLES = {"better": "bold green", "worse": "bold red", "equivalent": "bold cyan", "undecided": "bold yellow"}
+
+
+def terminal(summary: Summary) -> RenderableType:
+    """The answer, the verdicts with their figures, the costs, and what a reader must know."""
+    parts: list[RenderableType] = [Text()]
+    if summary.finished < summary.runs:
+        parts.append(_line(f"unfinished: {summary.finished} of {summary.runs} runs", style="bold yellow"))
+    parts.append(_verdicts(summary))
+    for verdict in summary.verdicts:
+        told = f"{verdict.sentence} {verdict.advice or ''}".strip()
+        parts.append(Padding(_line(told), (0, 0, 0, 2)))
+    parts += [Text(), _costs(summary)]
+    for text in (*summary.remarks, *(f"{arm.name}: {line}" for arm in summary.arms for line in arm.failures)):
+        parts.append(_line(f"note: {text}"))
+    return Group(*parts)
+
+
+def _verdicts(summary: Summary) -> RichTable:
+    table = _table("arm", "verdict", "bits/byte", "difference (interval)", "p (Holm)")
+    baseline = summary.arms[0] if summary.arms else None
+    if baseline is not None:
+        table.add_row(_name(baseline.name), Text("baseline"), Text(fixed(baseline.mean)), Text(""), Text(""))
+    means = {arm.name: arm.mean for arm in summary.arms}
+    for comparison in summary.comparisons:
+        kind, found = rows.verdict_of(summary, comparison.arm).kind, comparison.difference
+        told = "no pair of runs"
+        if found is not None:
+            ends = "one seed" if found.low is None else interval(found.low, found.high)
+            told = f"{signed(found.mean)} ({ends})"
+        table.add_row(
+            _name(comparison.arm),
+            Text(kind, style=_STYLES[kind]),
+            Text(fixed(means.get(comparison.arm))),
+            Text(told),
+            Text(probability(comparison.p_holm)),
+        )
+    return table
+
+
+def _costs(summary: Summary) -> RichTable:
+    table = _table("arm", "parameters", "off by", "FLOPs/token", "tokens/s", "peak", "state")
+    for arm in summary.arms:
+        table.add_row(
+            _name(arm.name),
+            Text(count(arm.parameters)),
+            Text(percent(arm.parameters_off)),
+            Text(brief(arm.flops_per_token)),
+            Text(count(arm.tokens_per_second)),
+            Text(size(arm.peak_bytes)),
+            Text(size(arm.state_bytes)),
+        )
+    return table
+
+
+def _table(name: str, *figures: str) -> RichTable:
+    table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(name, overflow="fold", min_width=8)
+    for label in figures:
+        table.add_column(label, justify="left" if label == "verdict" else "right", no_wrap=True)
+    return table
+
+
+def _name(name: str) -> Text:
+    return Text(short(name, 48))
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(visible(text), style=style, overflow="fold")

@@ -1,0 +1,233 @@
+"""Studies that were never run, for the tests of the page and for its benchmark: any arms, seeds, failures and names."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from qkflow.data import ByteTokenizer, CorpusConfig
+from qkflow.models import Decoder, DecoderConfig
+from qkflow.study.curves import Curve, Reach
+from qkflow.study.statistics import Difference, Spread
+from qkflow.study.summary import ArmSummary, Comparison, Note, Summary
+from qkflow.study.verdict import Verdict
+from qkflow.training import TrainConfig
+from qkflow.training.run import begin, finish
+
+EFFECTS = (0.0, 0.021, -0.034, 0.0008, 0.006, -0.011, 0.048, -0.002)
+"""What each arm is worse by, in bits per byte, before noise."""
+HOSTILE = (
+    "<script>window.__pwned=1</script>",
+    '"><img src=x onerror="window.__pwned=2">',
+    "</script><script>window.__pwned=3</script><!--",
+    "nul\x00bell\x07escape\x1b[31mred\u202ertl\nline\ttab\ud800",
+    "{{ 7*7 }}{% raw %}[bold red]x[/] %{y} $x$ <a href='javascript:window.__pwned=4'>link</a>",
+    '=HYPERLINK("http://example.invalid","x")',
+    "w" * 300,
+)
+"""Names nobody should choose."""
+TEXT = b'def greet(name):\n\t"""Say <b>hello</b> & </script>."""\n    return f"hi \xff\x00 {name}"  # '
+
+
+def study(
+    arms: Sequence[str] = ("standard", "differential"),
+    *,
+    seeds: int = 5,
+    points: int = 20,
+    tuned: bool = False,
+    failed: Sequence[tuple[str, int]] = (),
+    unfinished: bool = False,
+    noise: float = 0.006,
+) -> Summary:
+    """A study's summary; `failed` names runs by arm and seed."""
+    generator = np.random.default_rng(7)
+    common = generator.normal(0, 0.02, seeds)
+    losses = {
+        name: {
+            seed: 2.31
+            + EFFECTS[index % len(EFFECTS)]
+            + common[seed]
+            + generator.normal(0, noise * (1 + 0.3 * (index % 3)))
+            for seed in range(seeds if not unfinished else max(0, seeds - 1 - index))
+            if (name, seed) not in failed
+        }
+        for index, name in enumerate(arms)
+    }
+    margin = 0.005 * 2.31
+    comparisons = tuple(_comparison(name, losses[name], losses[arms[0]]) for name in arms[1:])
+    planned = len(arms) * seeds
+    return Summary(
+        folder="runs/study",
+        corpus="python-stdlib",
+        digest="9f2c4e1ab7d05563" * 4,
+        baseline=arms[0],
+        match="tokens",
+        size="1m",
+        context=256,
+        margin=margin,
+        error_rate=0.04,
+        finished=sum(len(found) for found in losses.values()),
+        runs=planned,
+        arms=tuple(
+            _arm(index, name, losses[name], points=points, tuned=tuned, failed=[s for a, s in failed if a == name])
+            for index, name in enumerate(arms)
+        ),
+        comparisons=comparisons,
+        verdicts=tuple(_verdict(item, arms[0], margin) for item in comparisons),
+        notes=(
+            Note(
+                name="compressibility", value="1.72 bits per byte", meaning="what LZMA needs; less means more repeats"
+            ),
+            Note(name="vocabulary growth", value="0.63", meaning="exponent of distinct words over words (Heaps)"),
+            Note(name="document similarity", value="0.041", meaning="mean cosine of two documents' tf-idf vectors"),
+        ),
+        remarks=("One seed only: no interval can be given.",) if seeds == 1 else (),
+        design={"arms": [{"name": name, "steps": 800} for name in arms], "seeds": seeds, "date": "2026-01-01"},
+        environment={"cpu": "a processor", "threads": 1, "versions": {"torch": "2.13.0", "qkflow": "0.1.0"}},
+        command=("qkflow", "compare", "my text.txt", "--arms", ",".join(arms)),
+    )
+
+
+def _arm(
+    index: int, name: str, losses: dict[int, float], *, points: int, tuned: bool, failed: Sequence[int]
+) -> ArmSummary:
+    found = list(losses.values())
+    slow = 1 + 0.18 * index
+    return ArmSummary(
+        name=name,
+        parameters=1_052_416 - 128 * index,
+        parameters_off=-128 * index / 1_052_416,
+        hidden=344 - 2 * index,
+        flops_per_token=2_310_144 + 90_000 * index,
+        steps=800,
+        tokens=800 * 8192,
+        learning_rate=0.003,
+        tuning=((0.001, 2.4), (0.003, 2.31), (0.01, None)) if tuned else (),
+        seeds=tuple(losses),
+        bits_per_byte=tuple(found),
+        mean=statistics.fmean(found) if found else None,
+        spread=statistics.stdev(found) if len(found) > 1 else None,
+        tokens_per_second=15_500 / slow,
+        peak_bytes=412_000_000 + 30_000_000 * index,
+        state_bytes=1_048_576,
+        curves=tuple(_curve(seed, loss, points=points, slow=slow) for seed, loss in losses.items()),
+        failures=tuple(f"seed {seed}: the loss was not finite at step 312 (block 2)" for seed in failed),
+    )
+
+
+def _curve(seed: int, end: float, *, points: int, slow: float) -> Curve:
+    generator = np.random.default_rng([seed, round(100 * slow)])
+    tokens = [round(800 * 8192 * (k + 1) / points) for k in range(points)]
+    drop = [end + 0.09 * (1 - k / (points - 1)) + 2.4 * (2 * k + 1) ** -1.1 for k in range(points)]
+    wiggle = generator.normal(0, 0.004, points)
+    losses = [
+        float(value + noise * (k < points - 1)) for k, (value, noise) in enumerate(zip(drop, wiggle, strict=True))
+    ]
+    seconds = [t / 15_500 * slow * (1 + 0.01 * seed) for t in tokens]
+    return Curve(seed=seed, tokens=tuple(tokens), seconds=tuple(seconds), bits_per_byte=tuple(losses))
+
+
+def _comparison(name: str, arm: dict[int, float], baseline: dict[int, float]) -> Comparison:
+    pairs = [arm[seed] - baseline[seed] for seed in arm if seed in baseline]
+    if not pairs:
+        return Comparison(arm=name, difference=None, p_holm=None, spread=None, reach=None)
+    n, mean = len(pairs), statistics.fmean(pairs)
+    spread = statistics.stdev(pairs) if n > 1 else None
+    error = None if spread is None else spread / math.sqrt(n)
+    half = None if error is None else 2.8 * error
+    p = None if error is None else min(1.0, math.exp(-abs(mean) / error))
+    difference = Difference(
+        seeds=n,
+        documents=41,
+        by_seed=tuple(pairs),
+        mean=mean,
+        spread=spread,
+        error=error,
+        freedom=None if error is None else n - 1.0,
+        level=0.96,
+        low=None if half is None else mean - half,
+        high=None if half is None else mean + half,
+        p=p,
+        p_signs=p if n > 5 else None,
+        smallest=None if error is None else 4 * error,
+        smallest_rests_on="its own spread" if n > 2 else "calibration",
+    )
+    own, other = (statistics.stdev(x.values()) if len(x) > 2 else None for x in (arm, baseline))
+    ratio = math.exp(mean * 8)
+    reach = Reach(
+        tokens=ratio,
+        tokens_low=ratio * 0.9 if n > 1 else None,
+        tokens_high=ratio * 1.1 if n > 1 else None,
+        seconds=1.2 * ratio,
+        seconds_low=1.05 * ratio if n > 1 else None,
+        seconds_high=1.4 * ratio if n > 1 else None,
+        reached=n,
+        seeds=n,
+    )
+    steady = None
+    if own is not None and other is not None:
+        steady = Spread(arm=own, baseline=other, ratio=own / other, low=0.6, high=1.7, p=0.41)
+    return Comparison(
+        arm=name, difference=difference, p_holm=None if p is None else min(1.0, 2 * p), spread=steady, reach=reach
+    )
+
+
+def _verdict(item: Comparison, baseline: str, margin: float) -> Verdict:
+    found = item.difference
+    advice = "About 24 seeds would tell: `qkflow compare --extend STUDY --seeds 24`."
+    if found is None or found.low is None or found.high is None:
+        why = "no seed has both runs" if found is None else "one seed gives no interval"
+        return Verdict(arm=item.arm, kind="undecided", sentence=f"{item.arm} against {baseline}: {why}.", advice=advice)
+    told = f"96 % interval {found.low:+.3f} to {found.high:+.3f}; {found.seeds} seeds"
+    ends = f"{abs(found.mean):.3f} bits per byte ({told})"
+    if -margin < found.low and found.high < margin:
+        sentence = f"{item.arm} is equivalent to {baseline} within the margin: {ends}."
+        return Verdict(arm=item.arm, kind="equivalent", sentence=sentence, advice=None)
+    if found.low > 0 or found.high < 0:
+        kind = "worse" if found.low > 0 else "better"
+        return Verdict(arm=item.arm, kind=kind, sentence=f"{item.arm} is {kind} than {baseline}: {ends}.", advice=None)
+    sentence = f"{item.arm} against {baseline} is undecided: {ends}."
+    return Verdict(arm=item.arm, kind="undecided", sentence=sentence, advice=advice)
+
+
+def folder(
+    path: Path,
+    arms: Sequence[str],
+    *,
+    mechanisms: Sequence[str] = ("standard", "differential"),
+    excerpts: int = 3,
+    layers: int = 4,
+    heads: int = 4,
+    width: int = 64,
+) -> dict[str, Path]:
+    """A study's folder with a corpus.json and a run of random weights for each arm; the runs by arm."""
+    texts = [[*(TEXT * 2)[3 * n : 3 * n + 63], 256] for n in range(excerpts)]
+    write(path / "corpus.json", {"notes": [], "excerpts": [{"tokens": text} for text in texts]})
+    runs = {}
+    for index, name in enumerate(arms):
+        spec = mechanisms[index % len(mechanisms)]
+        shape = DecoderConfig(width=width, layers=layers, heads=heads, hidden=2 * width, mechanism=spec)
+        torch.manual_seed(index)
+        model = Decoder(shape)
+        with torch.no_grad():
+            for parameter in model.parameters():  # blocks begin at zero: let every layer have something to show
+                parameter.add_(0.08 * torch.randn_like(parameter))
+            for block in model.blocks:
+                block.mechanism.query.weight.mul_(3)  # pyright: ignore
+        runs[name] = path / "runs" / f"arm-{index}" / "seed-0"
+        runs[name].mkdir(parents=True)
+        begin(runs[name], TrainConfig(corpus=CorpusConfig(), model=shape, steps=800), {}, ByteTokenizer())
+        finish(runs[name], model)
+    return runs
+
+
+def write(path: Path, data: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data))
