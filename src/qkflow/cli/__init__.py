@@ -11,14 +11,25 @@ import tyro
 from rich.console import Console
 
 from qkflow.cli.check import Check
+from qkflow.cli.compare import Compare
 from qkflow.cli.evaluate import Eval
 from qkflow.cli.generate import Generate
+from qkflow.cli.report import Report
+from qkflow.cli.reproduce import Reproduce
 from qkflow.cli.train import Train
 from qkflow.errors import DiskError, DivergenceError, Interrupted, UsageError
 
 __all__ = ["main"]
 
-COMMANDS = {"train": Train, "eval": Eval, "generate": Generate, "check": Check}
+COMMANDS = {
+    "compare": Compare,
+    "report": Report,
+    "reproduce": Reproduce,
+    "train": Train,
+    "eval": Eval,
+    "generate": Generate,
+    "check": Check,
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:

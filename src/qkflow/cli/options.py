@@ -1,13 +1,16 @@
-"""What the commands share: flags that can be left out, durations as people write them, where a new run goes."""
+"""What the commands share: flags that can be left out, durations as people write them, paths, where a new run goes."""
 
 from __future__ import annotations
 
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tyro
 
+from qkflow.data import NAMES, CorpusConfig
 from qkflow.errors import UsageError
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -36,3 +39,39 @@ def new_folder(stem: str, parent: Path = Path("runs")) -> Path:
     while folder.exists():
         folder, number = parent / f"{stem}-{number}", number + 1
     return folder
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """The values that are not None.
+
+    >>> given(lr=0.1, steps=None)
+    {'lr': 0.1}
+    """
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def flags_given(command: object, but: tuple[str, ...]) -> str:
+    """The flags of a command that the user gave, as the user wrote them, without those in `but`."""
+    found = [
+        name for name, value in vars(command).items() if value is not None and value is not False and name not in but
+    ]
+    return ", ".join("CORPUS" if name == "corpus" else f"--{name.replace('_', '-')}" for name in found)
+
+
+def findable(config: CorpusConfig) -> CorpusConfig:
+    """Paths that exist made absolute, so that the run can be resumed from any folder; names as they are."""
+
+    def absolute(path: str | None) -> str | None:
+        return path if path is None or path in NAMES or not Path(path).exists() else str(Path(path).absolute())
+
+    return replace(
+        config,
+        source=absolute(config.source) or config.source,
+        vocabulary_files=absolute(config.vocabulary_files),
+        data_dir=absolute(config.data_dir),
+    )
+
+
+def command_line() -> tuple[str, ...]:
+    """The command as it can be typed again anywhere: without the place where the program lies."""
+    return ("qkflow", *sys.argv[1:])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from qkflow.cli.options import flag, new_folder, seconds
+from qkflow.cli.options import command_line, findable, flag, flags_given, given, new_folder, seconds
 from qkflow.cli.progress import Watch
 from qkflow.configs import from_dict, to_dict
-from qkflow.data import NAMES, CorpusConfig, open_corpus
+from qkflow.data import CorpusConfig, open_corpus
 from qkflow.errors import UsageError, unknown
 from qkflow.models import SIZES, DecoderConfig, size
 from qkflow.training import TrainConfig, read_metrics, steps_for_budget, train
@@ -42,7 +41,7 @@ class Train:
     mechanism: Annotated[str | None, flag("NAME", "standard")] = None
     """The mechanism, as in standard:window=128."""
     size: Annotated[str | None, flag("NAME", "1m")] = None
-    """1m, 5m, 60m, 150m or 350m."""
+    """100k, 500k, 1m, 5m, 60m, 150m or 350m."""
     steps: Annotated[int | None, flag("N")] = None
     """Optimiser steps. Without them, --budget."""
     budget: Annotated[str | None, flag("TIME", "2m")] = None
@@ -83,10 +82,10 @@ class Train:
         try:
             if self.resume is not None:
                 self._refuse_others()
-                result = train(None, self.resume, callbacks=[watch], resume=True, command=sys.argv)
+                result = train(None, self.resume, callbacks=[watch], resume=True, command=command_line())
             else:
                 config = self._config(console)
-                result = train(config, self._folder(config), callbacks=[watch], command=sys.argv)
+                result = train(config, self._folder(config), callbacks=[watch], command=command_line())
         finally:
             watch.close()
         records = read_metrics(result.folder / "metrics.jsonl")
@@ -96,11 +95,7 @@ class Train:
         return 0
 
     def _refuse_others(self) -> None:
-        given = [
-            name for name, value in vars(self).items() if value is not None and value is not False and name != "resume"
-        ]
-        if given:
-            flags = ", ".join("CORPUS" if name == "corpus" else f"--{name.replace('_', '-')}" for name in given)
+        if flags := flags_given(self, but=("resume",)):
             raise UsageError(f"--resume goes on with the run as it was begun: leave out {flags}")
 
     def _config(self, console: Console) -> TrainConfig:
@@ -108,7 +103,7 @@ class Train:
         if self.steps is not None and self.budget is not None:
             raise UsageError("give --steps or --budget, not both")
         settings = {} if self.config is None else read_settings(self.config)
-        corpus = _table(settings, "corpus") | _given(
+        corpus = _table(settings, "corpus") | given(
             source=self.corpus,
             tokens=self.tokens,
             vocabulary_files=self.vocabulary_files,
@@ -116,18 +111,18 @@ class Train:
             data_dir=self.data_dir,
         )
         model = _table(settings, "model")
-        shape = _given(size=self.size, mechanism=self.mechanism)
+        shape = given(size=self.size, mechanism=self.mechanism)
         named = model.pop("size", "1m")
         if "size" in shape:  # a size that is asked for by name is whole: the file's shape makes way for it
             named = shape.pop("size")
             model = {name: value for name, value in model.items() if name not in ("width", "layers", "heads", "hidden")}
         if not isinstance(named, str):
             raise unknown("size", named, SIZES)
-        corpus_config = _findable(from_dict(CorpusConfig, corpus, where=" in 'corpus'"))
+        corpus_config = findable(from_dict(CorpusConfig, corpus, where=" in 'corpus'"))
         if "vocabulary" not in model:
             model["vocabulary"] = open_corpus(corpus_config).vocabulary
         model = {**to_dict(size(named)), **model, **shape}
-        flags = _given(
+        flags = given(
             steps=self.steps,
             context=self.context,
             batch=self.batch,
@@ -175,26 +170,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     return value
 
 
-def _findable(config: CorpusConfig) -> CorpusConfig:
-    """Paths that exist made absolute, so that the run can be resumed from any folder; names as they are."""
-
-    def absolute(path: str | None) -> str | None:
-        return path if path is None or path in NAMES or not Path(path).exists() else str(Path(path).absolute())
-
-    return replace(
-        config,
-        source=absolute(config.source) or config.source,
-        vocabulary_files=absolute(config.vocabulary_files),
-        data_dir=absolute(config.data_dir),
-    )
-
-
 def _table(settings: dict[str, Any], name: str) -> dict[str, Any]:
     table = settings.pop(name, {})
     if not isinstance(table, dict):
         raise UsageError(f"config key {name!r} must be a table of settings, got {table!r}")
     return dict(table)
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}

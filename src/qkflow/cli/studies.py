@@ -1,0 +1,111 @@
+"""What the commands on studies share: run one with its progress shown, and show what it has found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from qkflow.report import terminal, write_csv, write_json, write_report
+from qkflow.study.design import Design, Job
+from qkflow.study.engine import Engine
+from qkflow.study.observer import Observer
+from qkflow.study.progress import Progress as Standing
+from qkflow.study.request import Request
+from qkflow.study.run import run_study
+from qkflow.study.summarise import run_folders, summarise
+from qkflow.study.summary import Summary
+
+_LINES_EVERY = 10.0
+"""Seconds between two plain lines."""
+
+
+def conduct(
+    request: Request | None, out: Path, *, engine: Engine, console: Console, command: Sequence[str] = ()
+) -> Summary:
+    """Run a study, or go on with it, and present it."""
+    watch = Watch(console)
+    try:
+        run_study(request, out, engine=engine, observer=watch, command=command)
+    finally:
+        watch.close()
+    return present(out, console)
+
+
+def present(folder: Path, console: Console) -> Summary:
+    """Write the page and the tables of a study, and show the answer."""
+    with console.status("reading the runs"):
+        summary = summarise(folder)
+        write_json(summary, folder / "results.json")
+        write_csv(summary, folder / "results.csv")
+        page = write_report(summary, folder, folder / "report.html", runs=run_folders(folder))
+    console.print(terminal(summary))
+    console.print(f"the page: {page.absolute()}", markup=False, highlight=False, soft_wrap=True)
+    return summary
+
+
+class Watch(Observer):
+    """A bar over the whole study on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar = Progress(
+            TextColumn("runs {task.fields[runs]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[told]}"),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self.task = None
+        self.shown_at = time.monotonic()
+
+    def on_notice(self, text: str) -> None:
+        """Pass on what the user should read."""
+        self.say(text)
+
+    def on_design(self, design: Design) -> None:
+        """Start the bar."""
+        self.task = self.bar.add_task("study", total=None, runs="", told="starting")
+        self.bar.start()
+
+    def on_progress(self, progress: Standing) -> None:
+        """Move the bar, or write a line now and then."""
+        runs = f"{progress.finished}/{progress.runs}"
+        speed = f"{progress.tokens_per_second:,.0f} tokens/s" if progress.tokens_per_second else ""
+        left = "" if progress.seconds_left is None else f"{clock(progress.seconds_left)} left"
+        told = " · ".join(part for part in (speed, left) if part)
+        if not self.bar.disable and self.task is not None:
+            self.bar.update(self.task, total=progress.all_tokens, completed=progress.tokens, runs=runs, told=told)
+        elif time.monotonic() - self.shown_at > _LINES_EVERY:
+            self.shown_at = time.monotonic()
+            done = progress.tokens / max(1, progress.all_tokens)
+            self.say(f"runs {runs}  {done:.0%} of all tokens  {told}")
+
+    def on_failure(self, job: Job, reason: str) -> None:
+        """Say which run failed; the others go on."""
+        self.say(f"failed: {job.arm}, seed {job.seed}: {reason}")
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self.bar.stop()
+
+    def say(self, text: str) -> None:
+        """One line, above the bar if there is one."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def clock(seconds: float) -> str:
+    """A duration as a clock shows it.
+
+    >>> clock(75.0), clock(7265.0), clock(200000.0)
+    ('1:15', '2:01:05', '2 days 7:33:20')
+    """
+    days, rest = divmod(round(seconds), 86400)
+    hours, rest = divmod(rest, 3600)
+    minutes, rest = divmod(rest, 60)
+    told = f"{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
+    return f"{days} day{'s' if days > 1 else ''} {told}" if days else told

@@ -1,0 +1,165 @@
+"""`qkflow compare`, `report` and `reproduce` as a user meets them."""
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qkflow import recipes
+from qkflow.cli import main
+from qkflow.data import CorpusConfig
+from qkflow.study.request import Request
+
+TINY = ("--size", "100k", "--train-tokens", "4k", "--context", "16", "--batch", "4")
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("QKFLOW_DATA", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    Path("text.txt").write_text("".join(f"line {i}: the quick brown fox number {i * i}\n" for i in range(2000)))
+    return tmp_path
+
+
+def qkflow(*args: str) -> int:
+    return main(list(args))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The message with which a command refuses what it was given."""
+    capsys.readouterr()
+    assert qkflow(*args) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("qkflow: ")
+    return error
+
+
+def test_a_study_ends_with_a_verdict_a_page_and_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert qkflow("compare", "text.txt", "--arms", "standard,differential", "--seeds", "2", *TINY, "--out", "s") == 0
+    told = capsys.readouterr().out
+    results = json.loads(Path("s/results.json").read_text())
+    assert [verdict["arm"] for verdict in results["verdicts"]] == ["differential"]
+    assert results["verdicts"][0]["kind"] in told
+    assert str(Path("s/report.html").absolute()) in told
+    assert max(map(len, told.splitlines())) <= 80 or str(Path.cwd()) in max(told.splitlines(), key=len)
+    page = Path("s/report.html").read_text()
+    assert results["verdicts"][0]["sentence"].split(":")[0] in page
+    with open("s/results.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["arm"], row["seed"]) for row in rows} == {
+        (a, s) for a in ("standard", "differential") for s in ("0", "1")
+    }
+    design = json.loads(Path("s/design.json").read_text())
+    assert design["request"]["arms"] == ["standard", "differential"]
+
+    before = Path("s/design.json").read_bytes()
+    assert qkflow("compare", "--resume", "s") == 0
+    assert Path("s/design.json").read_bytes() == before
+    Path("s/report.html").unlink()
+    assert qkflow("report", "s") == 0
+    assert Path("s/report.html").read_text() == page
+
+    error = refused(
+        capsys, "compare", "text.txt", "--arms", "standard,differential", "--seeds", "3", *TINY, "--out", "s"
+    )
+    assert "seeds" in error
+    assert "2" in error
+    assert "3" in error
+
+    assert qkflow("compare", "--extend", "s", "--seeds", "3", "--out", "more") == 0
+    longer = json.loads(Path("more/results.json").read_text())
+    assert longer["arms"][0]["seeds"] == [0, 1, 2]
+    assert longer["arms"][0]["bits_per_byte"][:2] == results["arms"][0]["bits_per_byte"]
+    assert longer["error_rate"] < results["error_rate"]
+    assert "2 seeds already" in refused(capsys, "compare", "--extend", "s", "--seeds", "2", "--out", "same")
+
+
+def test_one_seed_gives_no_interval_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert qkflow("compare", "text.txt", "--arms", "standard,differential", "--seeds", "1", *TINY, "--out", "s") == 0
+    assert "one seed" in " ".join(capsys.readouterr().out.split()).lower()
+    verdict = json.loads(Path("s/results.json").read_text())["verdicts"][0]
+    assert verdict["kind"] == "undecided"
+
+
+def test_a_wrong_arm_comes_with_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(capsys, "compare", "text.txt", "--arms", "standard,diferential")
+    assert "differential" in error
+    assert not list(Path("runs").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--arms", "standard"), "two arms"),
+        (("--arms", "standard,standard"), "twice"),
+        (("--seeds", "0"), "seeds"),
+        (("--size", "3m"), "5m"),
+        (("--rates", "fast"), "1e-3"),
+        (("--train-tokens", "many"), "2M"),
+        (("--budget", "soon"), "90s"),
+        (("--extend", "nowhere", "--seeds", "3"), "nowhere"),
+        (("--resume", "nowhere"), "nowhere"),
+    ],
+)
+def test_what_cannot_be_used_is_said(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], told: str) -> None:
+    corpus = () if flags[0] in ("--extend", "--resume") else ("text.txt",)
+    assert told in refused(capsys, "compare", *corpus, *flags)
+
+
+def test_resume_takes_no_other_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "leave out --seeds" in refused(capsys, "compare", "--resume", "s", "--seeds", "3")
+
+
+def test_a_missing_corpus_and_an_empty_one_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty.txt").write_text("")
+    assert "missing.txt" in refused(capsys, "compare", "missing.txt")
+    assert "empty.txt" in refused(capsys, "compare", "empty.txt")
+
+
+def test_a_corpus_too_small_for_the_budget_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(capsys, "compare", "text.txt", "--arms", "standard,differential", "--budget", "30h")
+    assert "--budget" in error
+    assert "--passes" in error
+
+
+def test_ray_that_is_not_installed_says_how_to_get_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    assert "qkflow[ray]" in refused(
+        capsys, "compare", "text.txt", "--arms", "standard,differential", "--engine", "ray", "--seeds", "2", *TINY
+    )
+
+
+def test_report_refuses_what_is_no_study(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("other").mkdir()
+    assert "design.json" in refused(capsys, "report", "other")
+    assert "nowhere" in refused(capsys, "report", "nowhere")
+
+
+def test_reproduce_prints_published_beside_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tiny(corpus: CorpusConfig) -> Request:
+        return Request(
+            corpus=corpus, arms=("standard", "differential"), size="100k", tokens=4000, seeds=2, context=16, batch=4
+        )
+
+    found = recipes.recipe("differential")
+    monkeypatch.setitem(recipes.RECIPES, "differential", lambda: replace(found, studies={"laptop": tiny}))
+    assert qkflow("reproduce", "differential", "text.txt", "--out", "s") == 0
+    told = capsys.readouterr().out
+    assert "published" in told
+    assert "-1.08%" in told
+    assert any(word in told for word in ("same direction", "other direction", "undecided"))
+    assert "arxiv.org" in told
+
+
+def test_reproduce_lists_its_recipes_and_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert qkflow("reproduce") == 0
+    assert "differential" in capsys.readouterr().out
+    assert "differential" in refused(capsys, "reproduce", "diferential")
