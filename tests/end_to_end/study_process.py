@@ -1,0 +1,28 @@
+"""A process that goes on with the study in a folder, to be killed at will. It says when runs are being made."""
+
+import sys
+
+from qkflow.errors import Interrupted
+from qkflow.study.observer import Observer
+from qkflow.study.progress import Progress
+from qkflow.study.run import run_study
+
+
+class Speaker(Observer):
+    spoken = False
+
+    def on_progress(self, progress: Progress) -> None:
+        if progress.running and not self.spoken:
+            self.spoken = True
+            print("running", flush=True)
+
+    def on_notice(self, text: str) -> None:
+        print("notice", text, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        run_study(None, sys.argv[1], observer=Speaker())
+    except Interrupted as stopped:
+        sys.exit(128 + stopped.signal)
+    print("finished", flush=True)

@@ -1,0 +1,88 @@
+"""A study on a Ray cluster of two nodes, on this machine: workers and nodes may die, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qkflow.errors import Interrupted
+from qkflow.study.attempts import read_attempts
+from qkflow.study.design import jobs, write_design
+from qkflow.study.observer import Observer
+from qkflow.study.progress import Progress
+from qkflow.study.ray_engine import RayEngine
+from qkflow.study.run import run_study
+
+cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not installed")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        head = {"num_cpus": 1, "include_dashboard": False}
+        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+        yield cluster
+        cluster.shutdown()
+
+
+class Saboteur(Observer):
+    """Kills the worker of the first run it sees at work, and removes the second node once another run is at work."""
+
+    def __init__(self, study: Path, cluster: Any, node: Any) -> None:
+        self.study, self.cluster, self.node = study, cluster, node
+        self.killed: Path | None = None
+        self.notices: list[str] = []
+
+    def on_progress(self, progress: Progress) -> None:
+        for run in progress.running:
+            folder = self.study / "runs" / run.arm / f"seed-{run.seed}"
+            if run.step < 10:
+                continue
+            if self.killed is None:
+                self.killed = folder
+                os.kill(int((folder / "lock").read_text()), signal.SIGKILL)
+            elif self.node is not None and folder != self.killed and len(progress.running) > 1:
+                node, self.node = self.node, None
+                self.cluster.remove_node(node, allow_graceful=False)
+
+    def on_notice(self, text: str) -> None:
+        self.notices.append(text)
+
+
+def test_a_worker_killed_and_a_node_removed_change_no_number(studies: Any, tmp_path: Path, cluster: Any) -> None:
+    design = studies.design(steps=400, checkpoint_every=50)
+    study = tmp_path / "study"
+    write_design(study, design)
+    saboteur = Saboteur(study, cluster, cluster.add_node(num_cpus=1))
+    with RayEngine(cluster.address) as engine:
+        assert engine.cores() == (1, 1)
+        run_study(None, study, engine=engine, observer=saboteur)
+    assert saboteur.node is None  # it was removed
+    attempts = {job.folder: read_attempts(study / job.folder).attempts for job in jobs(design)}
+    assert saboteur.killed is not None
+    assert attempts[saboteur.killed.relative_to(study)] > 1
+    assert sum(attempts.values()) >= len(attempts) + 2
+    assert studies.left_behind(study) == studies.undisturbed(design)
+
+
+def test_a_study_asked_to_stop_lets_its_runs_write_checkpoints(studies: Any, tmp_path: Path, cluster: Any) -> None:
+    study = tmp_path / "study"
+    write_design(study, studies.design(steps=10**6, checkpoint_every=10**6))
+
+    class Impatient(Observer):
+        asked = False
+
+        def on_progress(self, progress: Progress) -> None:
+            if not self.asked and any(run.step > 0 for run in progress.running):
+                self.asked = True
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted), RayEngine(cluster.address) as engine:
+        run_study(None, study, engine=engine, observer=Impatient())
+    assert list(study.rglob("step-*/manifest.json"))

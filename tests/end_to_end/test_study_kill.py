@@ -1,0 +1,133 @@
+"""A study that is killed at any instant, and gone on with, is the study that was never killed: bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qkflow.files import locked
+from qkflow.study.attempts import read_attempts
+from qkflow.study.design import Design, jobs, write_design
+from qkflow.study.run import run_study
+
+PROCESS = Path(__file__).with_name("study_process.py")
+KILLS = 3
+
+
+@pytest.fixture(scope="module")
+def design(studies: Any) -> Design:
+    return studies.design(steps=40, learning_rates=(1e-3, 1e-2))
+
+
+class Process:
+    """A process that goes on with a study, in a group of its own."""
+
+    def __init__(self, study: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROCESS), str(study)], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self.said = self.next_line()
+
+    def next_line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def alive_after(self, seconds: float) -> bool:
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return True
+        return False
+
+    def close(self) -> int:
+        assert self.process.stdout is not None
+        code = self.process.wait()
+        self.process.stdout.close()
+        return code
+
+
+def freed(study: Path) -> None:
+    """Return when no process holds a lock of the study or of its runs: at once, unless an orphan does."""
+    for lock in study.rglob("lock"):
+        with locked(lock, wait=True):
+            pass
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["the process alone", "its group"])
+def test_a_study_killed_at_random_instants_ends_with_the_same_bits(
+    studies: Any, tmp_path: Path, design: Design, group: bool
+) -> None:
+    whole = studies.undisturbed(design)
+    generator, kills, number = random.Random(group), 0, 0
+    write_design(tmp_path / "0", design)
+    while kills < KILLS:
+        study = tmp_path / str(number)
+        process = Process(study)
+        if process.said == "running" and process.alive_after(generator.uniform(0, 0.7)):
+            kills += 1
+            (os.killpg if group else os.kill)(process.process.pid, signal.SIGKILL)
+        code = process.close()
+        freed(study)
+        if code == 0:  # it came to its end before the next kill
+            assert studies.left_behind(study) == whole
+            number += 1
+            write_design(tmp_path / str(number), design)
+    run_study(None, tmp_path / str(number))
+    assert studies.left_behind(tmp_path / str(number)) == whole
+    attempts = [read_attempts(tmp_path / "0" / job.folder).attempts for job in jobs(design)]
+    assert sum(attempts) > len(attempts)
+
+
+def test_a_run_whose_process_is_killed_is_gone_on_with(studies: Any, tmp_path: Path) -> None:
+    study, design = tmp_path / "study", studies.design(steps=1000, checkpoint_every=50)
+    write_design(study, design)
+    process = Process(study)
+    assert process.said == "running"
+    victim = jobs(design)[0]
+    os.kill(int((study / victim.folder / "lock").read_text()), signal.SIGKILL)
+    assert f"{victim.name} crashed (its process was killed by SIGKILL" in process.next_line()
+    assert process.next_line() == "finished"
+    assert process.close() == 0
+    assert read_attempts(study / victim.folder).attempts == 2
+    assert studies.left_behind(study) == studies.undisturbed(design)
+
+
+@pytest.fixture
+def endless(tmp_path: Path, design: Design) -> Path:
+    """A study whose runs would take hours, and write no checkpoint of their own accord."""
+    arms = tuple(replace(arm, tuning_steps=10**6) for arm in design.arms)
+    write_design(tmp_path / "endless", replace(design, arms=arms, base=replace(design.base, checkpoint_every=None)))
+    return tmp_path / "endless"
+
+
+def test_no_run_outlives_its_study(endless: Path) -> None:
+    process = Process(endless)
+    assert process.said == "running"
+    runs = [os.pidfd_open(int(lock.read_text())) for lock in endless.rglob("lr-*/lock")]
+    assert len(runs) == 2
+    process.process.kill()
+    process.close()
+    for run in runs:
+        ended, _, _ = select.select([run], [], [], 30)  # readable: the process has ended
+        if not ended:
+            signal.pidfd_send_signal(run, signal.SIGKILL)
+        os.close(run)
+        assert ended
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_a_study_asked_to_stop_lets_its_runs_write_checkpoints(endless: Path, kind: signal.Signals) -> None:
+    process = Process(endless)
+    assert process.said == "running"
+    os.killpg(process.process.pid, kind)  # as a terminal does
+    assert process.close() == 128 + kind
+    assert len(list(endless.rglob("step-*/manifest.json"))) == 2
