@@ -18,15 +18,18 @@ from qkflow.study.progress import Progress
 from qkflow.study.ray_engine import RayEngine
 from qkflow.study.run import run_study
 
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read when ray is imported: nothing listens beyond loopback
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not installed")
+
+
+NODE = {"num_cpus": 1, "node_ip_address": "127.0.0.1"}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        head = {"num_cpus": 1, "include_dashboard": False}
-        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
         yield cluster
         cluster.shutdown()
 
@@ -59,7 +62,7 @@ def test_a_worker_killed_and_a_node_removed_change_no_number(studies: Any, tmp_p
     design = studies.design(steps=400, checkpoint_every=50)
     study = tmp_path / "study"
     write_design(study, design)
-    saboteur = Saboteur(study, cluster, cluster.add_node(num_cpus=1))
+    saboteur = Saboteur(study, cluster, cluster.add_node(**NODE))
     with RayEngine(cluster.address) as engine:
         assert engine.cores() == (1, 1)
         run_study(None, study, engine=engine, observer=saboteur)

@@ -30,6 +30,8 @@ class RayEngine:
 
     def __enter__(self) -> RayEngine:
         """Connect, or start a cluster."""
+        if self._address == "local":  # read when ray is imported: a cluster of our own listens on loopback only
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         try:
             import ray
             import ray.exceptions
