@@ -88,7 +88,7 @@ def test_a_study_killed_at_random_instants_ends_with_the_same_bits(
 
 
 def test_a_run_whose_process_is_killed_is_gone_on_with(studies: Any, tmp_path: Path) -> None:
-    study, design = tmp_path / "study", studies.design(steps=1000, checkpoint_every=50)
+    study, design = tmp_path / "study", studies.design(steps=400, checkpoint_every=50)
     write_design(study, design)
     process = Process(study)
     assert process.said == "running"
