@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,23 +35,30 @@ def cluster() -> Iterator[Any]:
         cluster.shutdown()
 
 
+def parent(process: int) -> int | None:
+    """The parent of a process; None once it is gone."""
+    told = subprocess.run(["ps", "-o", "ppid=", "-p", str(process)], capture_output=True, text=True, check=False).stdout
+    return int(told) if told.strip() else None
+
+
 class Saboteur(Observer):
-    """Kills the worker of the first run it sees at work, and removes the second node once another run is at work."""
+    """Kills a worker of the first node at work, then removes the second node while a worker of its own is at work."""
 
     def __init__(self, study: Path, cluster: Any, node: Any) -> None:
         self.study, self.cluster, self.node = study, cluster, node
+        self.raylet = node.all_processes["raylet"][0].process.pid
         self.killed: Path | None = None
         self.notices: list[str] = []
 
     def on_progress(self, progress: Progress) -> None:
         for run in progress.running:
             folder = self.study / "runs" / run.arm / f"seed-{run.seed}"
-            if run.step < 10:
+            if run.step < 10 or (raylet := parent(worker := int((folder / "lock").read_text()))) is None:
                 continue
-            if self.killed is None:
+            if self.killed is None and raylet != self.raylet:
                 self.killed = folder
-                os.kill(int((folder / "lock").read_text()), signal.SIGKILL)
-            elif self.node is not None and folder != self.killed and len(progress.running) > 1:
+                os.kill(worker, signal.SIGKILL)
+            elif self.killed is not None and self.node is not None and raylet == self.raylet:
                 node, self.node = self.node, None
                 self.cluster.remove_node(node, allow_graceful=False)
 
