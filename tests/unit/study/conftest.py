@@ -87,7 +87,7 @@ class Watcher(Observer):
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of eighty short documents."""
+    """A folder of eighty short documents."""
     file = tmp_path_factory.mktemp("study") / "texts"
     file.mkdir()
     generator = random.Random(0)
