@@ -1,6 +1,8 @@
 """Mechanisms: the modules in which tokens see each other, one a file."""
 
 from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Factory, Mechanism, projection
+from qkflow.mechanisms.coupled import CoupledAttention, CoupledConfig
+from qkflow.mechanisms.coupling import Coupling, CouplingConfig
 from qkflow.mechanisms.differential import DifferentialAttention, DifferentialConfig
 from qkflow.mechanisms.registry import mechanism, mechanisms, register
 from qkflow.mechanisms.standard import StandardAttention, StandardConfig
@@ -8,6 +10,10 @@ from qkflow.mechanisms.standard import StandardAttention, StandardConfig
 __all__ = [
     "Circuits",
     "Cost",
+    "CoupledAttention",
+    "CoupledConfig",
+    "Coupling",
+    "CouplingConfig",
     "DifferentialAttention",
     "DifferentialConfig",
     "Exhibit",

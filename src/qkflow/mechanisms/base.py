@@ -120,6 +120,9 @@ class Mechanism(nn.Module, ABC):
     def circuits(self) -> Circuits:
         """Which parameters are the QK circuit and which the OV circuit; the rest is neither."""
 
+    def tie(self, first: Mechanism) -> None:
+        """Share with the first layer of a stack what the config says all its layers share; a model calls it."""
+
     def exhibits(self, x: Stream) -> tuple[Exhibit, ...]:
         """What the mechanism has to show of its own when it reads `x`; nothing unless it says so."""
         return ()

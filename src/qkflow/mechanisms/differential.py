@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -67,6 +68,15 @@ class DifferentialAttention(SoftmaxMechanism):
     def map(self, rows: Rows) -> Float[Tensor, "n h t s"]:
         """The difference of the two maps."""
         return differential_map(rows.q, rows.k, self._lambda(), causal=rows.causal, mask=rows.mask)
+
+    def couple(
+        self, q: Float[Tensor, "b t h k"], k: Float[Tensor, "b t g k"], *, drifted: bool = False
+    ) -> tuple[Float[Tensor, "b t h k"], Float[Tensor, "b t g k"]]:
+        """Each map's queries move with the keys of the same map."""
+        groups = self.shape.values
+        q = rearrange(q, "b t (g r two) k -> b t (g two r) k", g=groups, two=2)
+        q, k = super().couple(q, k, drifted=drifted)
+        return rearrange(q, "b t (g two r) k -> b t (g r two) k", g=groups, two=2), k
 
     def read(self, z: Float[Tensor, "b t h v"], x: Stream) -> Stream:
         """Each head normalised and scaled, then projected back to the stream."""

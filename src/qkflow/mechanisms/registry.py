@@ -1,4 +1,8 @@
-"""Mechanisms by name, and the short way to write one down: `mechanism[:key=value,...]`, e.g. `standard:window=128`.
+"""Mechanisms by name, and the short way to write one down: `mechanism[+coupling][:key=value,...]`.
+
+    standard:window=128            differential+affine            standard+hamiltonian:steps=3,window=128
+
+A coupling is named by its dynamics; the options after the colon are the mechanism's and the coupling's, in any order.
 
 Other packages join through the entry point group `qkflow.mechanisms`, whose entries are config classes: frozen
 dataclasses that make a mechanism when called with (width, heads, layer, layers).
@@ -19,10 +23,17 @@ from typing import Any, cast
 from qkflow.configs import from_dict
 from qkflow.errors import UsageError, unknown
 from qkflow.mechanisms.base import Factory
+from qkflow.mechanisms.coupled import CoupledConfig
+from qkflow.mechanisms.coupling import DYNAMICS, CouplingConfig
 from qkflow.mechanisms.differential import DifferentialConfig
 from qkflow.mechanisms.standard import StandardConfig
 
-_BUILT_IN: dict[str, type[Any]] = {"standard": StandardConfig, "differential": DifferentialConfig}
+_BUILT_IN: dict[str, type[Any]] = {
+    "standard": StandardConfig,
+    "differential": DifferentialConfig,
+    "coupled": CoupledConfig,
+}
+_COUPLING = tuple(field.name for field in dataclasses.fields(CouplingConfig))
 _GROUP = "qkflow.mechanisms"
 
 
@@ -38,7 +49,7 @@ def mechanisms() -> Mapping[str, type[Any]]:
     """The config class of every known mechanism, ours and those that installed packages add.
 
     >>> sorted(mechanisms())
-    ['differential', 'standard']
+    ['coupled', 'differential', 'standard']
     """
     known = dict(_BUILT_IN)
     for name, entry in _installed().items():
@@ -53,14 +64,32 @@ def mechanism(spec: str) -> Factory:
     """The factory that a spec names.
 
     >>> mechanism("standard:window=128,key_heads=2")
-    StandardConfig(key_heads=2, rotary_base=10000.0, qk_norm=False, window=128)
+    StandardConfig(key_heads=2, rotary_base=10000.0, qk_norm=False, window=128, coupling=None)
+    >>> mechanism("differential+affine:window=128,alternations=2").coupling.alternations
+    2
     """
-    name, _, options = spec.partition(":")
+    before, _, options = spec.partition(":")
+    name, plus, dynamics = before.partition("+")
     installed = {} if name in _BUILT_IN else _installed()
     if name not in _BUILT_IN and name not in installed:
         raise unknown("mechanism", name, {*_BUILT_IN, *installed})
     config = _load(installed[name]) if name in installed else _BUILT_IN[name]
-    return cast(Factory, from_dict(config, _parse(options, spec), where=f" of {name!r}"))
+    values = _parse(options, spec)
+    if plus:
+        values["coupling"] = _coupling(config, dynamics, values, spec)
+    elif issubclass(config, CoupledConfig):  # it has one without being asked
+        values["coupling"] = _coupling(config, CouplingConfig().dynamics, values, spec)
+    return cast(Factory, from_dict(config, values, where=f" of {name!r}"))
+
+
+def _coupling(config: type[Any], dynamics: str, values: dict[str, Any], spec: str) -> CouplingConfig:
+    """The coupling that a spec asks for, whose options are taken out of `values`."""
+    if "coupling" not in {field.name for field in dataclasses.fields(config)}:
+        raise UsageError(f"{spec!r}: {spec.partition('+')[0]!r} takes no coupling")
+    if dynamics not in DYNAMICS:
+        raise unknown("coupling", dynamics, DYNAMICS)
+    own = {name: values.pop(name) for name in _COUPLING if name in values}
+    return from_dict(CouplingConfig, {"dynamics": dynamics, **own}, where=f" of {dynamics!r}")
 
 
 def _installed() -> dict[str, EntryPoint]:

@@ -1,9 +1,10 @@
 """What the softmax mechanisms share: projections, rotary position, cache, window, and who may see whom.
 
-        x ──► W_q ─► [norm] ─► rotate ─► q ─┐
-        x ──► W_k ─► [norm] ─► rotate ─► k ─┼─► attend ─► read ─► y
-        x ──► W_v ─────────────────────► v ─┘
-                                  k, v also go into the cache, rotated: a cached key never changes again
+        x ──► W_q ─┬────────────┬─► [norm] ─► rotate ─► q ─┐
+                   │ [coupling] │                          ├─► attend ─► read ─► y
+        x ──► W_k ─┴────────────┴─► [norm] ─► rotate ─► k ─┤
+        x ──► W_v ────────────────────────────────────► v ─┘
+                                  k, v also go into the cache, coupled and rotated: a cached key never changes again
 
 A mechanism of this family says how q, k and v are shaped (`shape`), what happens at `attend`, and how its map is made.
 """
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.mechanisms.base import Circuits, Cost, Mechanism, Stream, projection
+from qkflow.mechanisms.coupling import Coupling, CouplingConfig
 from qkflow.ops.norm import rms_norm
 from qkflow.ops.rotary import rotate, turns
 from qkflow.ops.softmax import Mask, visible
@@ -40,6 +42,8 @@ class SoftmaxConfig:
     """Normalise queries and keys over the head's width before they turn."""
     window: int | None = None
     """How many tokens back a token sees, itself included; `None` is all the way."""
+    coupling: CouplingConfig | None = None
+    """How queries and keys move together before they are scored; `None` leaves them where they are."""
 
 
 class HeadShape(NamedTuple):
@@ -83,6 +87,9 @@ class SoftmaxMechanism(Mechanism):
         if config.qk_norm:
             self.query_norm = nn.Parameter(torch.ones(shape.key_width))
             self.key_norm = nn.Parameter(torch.ones(shape.key_width))
+        self.coupling: Coupling | None = None
+        if config.coupling is not None:
+            self.coupling = config.coupling(shape.queries, shape.keys, shape.key_width)
 
     @abstractmethod
     def attend(self, rows: Rows) -> Float[Tensor, "n t h v"]:
@@ -126,28 +133,54 @@ class SoftmaxMechanism(Mechanism):
         return self.output(z.flatten(2))
 
     def cost(self, t: int) -> Cost:
-        """Four projections, and a product for the score and one for the value of every pair."""
+        """Four projections, the coupling, and a product for the score and one for the value of every pair."""
         shape, window = self.shape, min(t, self.config.window or t)
         projections = sum(m.weight.numel() for m in (self.query, self.key, self.value, self.output))
         cached = shape.keys * shape.key_width + shape.values * shape.value_width
         return Cost(
             parameters=sum(p.numel() for p in self.parameters()),
-            linear_flops=2 * t * projections,
+            linear_flops=t * (2 * projections + (0 if self.coupling is None else self.coupling.flops())),
             pair_flops=2 * self._pair_products(),
             pairs=t * window - window**2 / 2,
             state_bytes=window * cached * self.key.weight.element_size(),
         )
 
     def circuits(self) -> Circuits:
-        """Queries and keys, with their norms, against values and output."""
+        """Queries and keys, with their norms and what couples them, against values and output."""
         norms = ("query_norm", "key_norm") if self.config.qk_norm else ()
-        return Circuits(qk=("query.weight", "key.weight", *norms), ov=("value.weight", "output.weight"))
+        moving = () if self.coupling is None else (f"coupling.{name}" for name, _ in self.coupling.named_parameters())
+        return Circuits(qk=("query.weight", "key.weight", *norms, *moving), ov=("value.weight", "output.weight"))
+
+    def tie(self, first: Mechanism) -> None:
+        """Couplings may be shared by all layers."""
+        if self.coupling is not None and isinstance(first, SoftmaxMechanism) and first.coupling is not None:
+            self.coupling.tie(first.coupling)
 
     def _pair_products(self) -> int:
         return self.shape.queries * self.shape.key_width + self.shape.outputs * self.shape.value_width
 
     def _split(self, linear: nn.Linear, x: Stream, heads: int) -> Float[Tensor, "b t h k"]:
         return linear(x).view(*x.shape[:2], heads, -1)
+
+    def _queries_and_keys(self, x: Stream) -> tuple[Float[Tensor, "b t h k"], Float[Tensor, "b t g k"]]:
+        """Projected and moved. A motion that begins with q + c k begins in the projection, W_q + c W_k, when training:
+        a matrix is smaller than a batch, forward and back. A single token is smaller than a matrix.
+        """
+        k = self._split(self.key, x, self.shape.keys)
+        if self.coupling is None:
+            return self._split(self.query, x, self.shape.queries), k
+        lead = self.coupling.lead() if torch.is_grad_enabled() and self.shape.queries == self.shape.keys else None
+        if lead is None or type(self.query) is not nn.Linear or type(self.key) is not nn.Linear:  # or someone's own
+            return self.couple(self._split(self.query, x, self.shape.queries), k)
+        q = torch.nn.functional.linear(x, torch.addcmul(self.query.weight, self.key.weight, lead))
+        return self.couple(q.view(k.shape), k, drifted=True)
+
+    def couple(
+        self, q: Float[Tensor, "b t h k"], k: Float[Tensor, "b t g k"], *, drifted: bool = False
+    ) -> tuple[Float[Tensor, "b t h k"], Float[Tensor, "b t g k"]]:
+        """Move queries and keys; a mechanism whose groups of queries do not lie side by side reorders them here."""
+        assert self.coupling is not None
+        return self.coupling(q, k, drifted=drifted)
 
     def _rows(self, x: Stream, state: State | None, layout: Layout | None) -> Rows:
         """Project, move to row form, turn, and put behind what the state holds."""
@@ -156,8 +189,7 @@ class SoftmaxMechanism(Mechanism):
         if layout is not None:
             layout.check(x)
             x = layout.clean(x)
-        q = self._split(self.query, x, self.shape.queries)
-        k = self._split(self.key, x, self.shape.keys)
+        q, k = self._queries_and_keys(x)
         v = self._split(self.value, x, self.shape.values)
         if self.config.qk_norm:
             q, k = rms_norm(q, self.query_norm), rms_norm(k, self.key_norm)

@@ -118,6 +118,10 @@ class Decoder(nn.Module):
             )
             for layer, factory in enumerate(factories)
         )
+        mixers = [cast(Mechanism, block.mechanism) for block in self.blocks]
+        for spec, mixer in zip(config.mechanisms, mixers, strict=True):
+            if mixer is not (first := mixers[config.mechanisms.index(spec)]):
+                mixer.tie(first)
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
         self._initialise()
