@@ -12,7 +12,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qkflow.errors import BusyError, DiskError
+from qkflow.errors import BusyError, DiskError, UsageError
+
+
+def cache_folder() -> Path:
+    """Where prepared corpora and built kernels are kept: QKFLOW_CACHE, else qkflow in XDG_CACHE_HOME or ~/.cache."""
+    own, shared = os.environ.get("QKFLOW_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    folder = Path(own) if own else Path(shared or "~/.cache") / "qkflow"
+    try:
+        return folder.expanduser()
+    except RuntimeError:
+        raise UsageError(f"{folder} has no home to be in: set QKFLOW_CACHE to a folder that can be written") from None
 
 
 def checksum(path: Path) -> str:

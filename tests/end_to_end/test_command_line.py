@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from qkflow.cli import main
+from qkflow.cli.probe import verdict
+from qkflow.models import Decoder, DecoderConfig
+from qkflow.probes import energies
 
 TINY = {
     "steps": 6,
@@ -133,6 +136,68 @@ def test_evaluation_reads_another_text_with_the_runs_own_tokens(
     assert f"{figures[0]['bits_per_byte']:.4f} bits per byte" in capsys.readouterr().out
 
 
+def test_a_probe_shows_what_passes_in_each_layer_and_says_it_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    hybrid = ["standard", "standard+hamiltonian:force=potential,dt=0.2"]
+    write("hybrid.json", json.dumps({**TINY, "model": {**TINY["model"], "mechanism": hybrid}}))
+    assert qkflow("train", "text.txt", "--config", "hybrid.json", "--out", "run") == 0
+    Path("run/weights.safetensors").unlink()  # as while it trains: the latest checkpoint is looked into
+    capsys.readouterr()
+    assert qkflow("probe", "run") == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= 80
+    assert shown[0] == "step 6 of 6; 16 tokens of held-out text of text"
+    assert shown[2].split()[:2] == ["1", "\N{EN DASH}"]
+    assert shown[3].split()[:4] == ["2", "hamiltonian", "0.2", "→"]
+    assert "1 of 1 coupled layer" in " ".join(shown)
+    assert qkflow("probe", "run", "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    none, layer = figures["layers"]
+    assert none is None
+    assert f"{layer['strength']['key_on_query']:.4f}" in shown[3]
+    assert f"{layer['energy']['drift']:.2g}" in shown[3]
+    assert figures["verdict"] == " ".join(line.strip() for line in shown[4:])
+    write("other.txt", "é" * 3000)
+    assert qkflow("probe", "run", "--text", "other.txt", "--tokens", "9", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 9
+    write("empty.txt", "")
+    assert "empty.txt is empty" in refused(capsys, "probe", "run", "--text", "empty.txt")
+    assert "missing.txt" in refused(capsys, "probe", "run", "--text", "missing.txt")
+
+
+@pytest.mark.parametrize(
+    ("arm", "expected"),
+    [
+        ("coupled", "No sign that the coupling is used"),
+        ("coupled:dt=0.001", "Hardly used"),
+        ("standard+uncoupled", "A control (uncoupled): nothing passes"),
+    ],
+)
+def test_a_probe_does_not_claim_a_coupling_that_is_not_there(
+    arm: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {**TINY["model"], "mechanism": arm}
+    write("one.json", json.dumps({**TINY, "steps": 1, "model": shape}))
+    assert qkflow("train", "text.txt", "--config", "one.json", "--out", "run") == 0
+    capsys.readouterr()
+    assert qkflow("probe", "run") == 0
+    assert expected in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_probe_claims_nothing_of_figures_that_are_not_finite() -> None:
+    model = Decoder(DecoderConfig(width=16, layers=1, heads=4, hidden=24, mechanism="standard+affine"))
+    for name, parameter in model.named_parameters():
+        if name.endswith("outer_bias"):
+            parameter.data.fill_(1e4)  # whose exponential is no number
+    assert "not finite" in verdict(energies(model, [1, 2, 3]))
+
+
+def test_a_run_without_a_coupling_is_not_probed(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(capsys, "probe", trained())
+    assert "'standard'" in error
+    assert "`standard+X`" in error
+    assert "hamiltonian" in error
+
+
 def test_flags_come_before_the_config_file() -> None:
     assert qkflow("train", "text.txt", "--config", "tiny.json", "--steps", "2", "--seed", "5", "--out", "run") == 0
     config = json.loads(Path("run/config.json").read_text())
@@ -248,6 +313,10 @@ BAD_CALLS = {
     "generating from what is not there": (["generate", "nowhere", "hello"], "nowhere"),
     "generating from a folder that is no run": (["generate", "."], "config.json"),
     "evaluating a pickle": (["eval", "hostile.pt"], "pickle"),
+    "probing what is not there": (["probe", "nowhere"], "nowhere"),
+    "probing a folder that is no run": (["probe", "."], "config.json"),
+    "probing a pickle": (["probe", "hostile.pt"], "pickle"),
+    "probing no tokens": (["probe", "run", "--tokens", "0"], "at least 1"),
     "an unknown law": (["check", "standard", "--law", "causalty"], "'causality'"),
     "an unknown mechanism": (["check", "diferential"], "'differential'"),
     "a module that is not there": (["check", "no_such_package:Thing"], "no_such_package"),
@@ -279,7 +348,7 @@ def test_a_mistyped_flag_leaves_with_code_2(capsys: pytest.CaptureFixture[str]) 
     assert "--context" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "generate", "check"])
+@pytest.mark.parametrize("command", ["train", "eval", "generate", "probe", "check"])
 def test_help_shows_examples_within_80_columns(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         qkflow(command, "--help")

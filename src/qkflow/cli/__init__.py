@@ -14,6 +14,7 @@ from qkflow.cli.check import Check
 from qkflow.cli.compare import Compare
 from qkflow.cli.evaluate import Eval
 from qkflow.cli.generate import Generate
+from qkflow.cli.probe import Probe
 from qkflow.cli.report import Report
 from qkflow.cli.reproduce import Reproduce
 from qkflow.cli.train import Train
@@ -28,6 +29,7 @@ COMMANDS = {
     "train": Train,
     "eval": Eval,
     "generate": Generate,
+    "probe": Probe,
     "check": Check,
 }
 

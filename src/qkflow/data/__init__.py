@@ -4,7 +4,7 @@ from qkflow.data.batches import Window, batch, epoch_windows, windows
 from qkflow.data.config import CorpusConfig
 from qkflow.data.corpus import Corpus, Split
 from qkflow.data.find import NAMES
-from qkflow.data.prepare import cache_folder, open_corpus
+from qkflow.data.prepare import open_corpus
 from qkflow.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, save_tokenizer
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "Tokenizer",
     "Window",
     "batch",
-    "cache_folder",
     "epoch_windows",
     "load_tokenizer",
     "open_corpus",

@@ -41,26 +41,16 @@ def open_corpus(config: CorpusConfig, *, tokenizer: Tokenizer | None = None) -> 
         vocabulary = hashlib.sha256(json.dumps(tokenizer.to_json(), sort_keys=True).encode()).hexdigest()
     elif config.tokens == "gpt2":
         vocabulary = gpt2_digest(config.vocabulary_files)
-    seen = remembered(source, config, cache_folder())
+    seen = remembered(source, config, files.cache_folder())
     if config.tokens != "bytes" and seen.not_utf8:
         name, offset = seen.not_utf8
         raise UsageError(f"{name} is not UTF-8 at byte {offset}: use --tokens bytes, or convert it to UTF-8")
     split = plan(source, seen, config)
-    folder = cache_folder() / "corpora" / _key(seen, split, config, vocabulary)
+    folder = files.cache_folder() / "corpora" / _key(seen, split, config, vocabulary)
     with contextlib.suppress(DamagedError):
         return replace(Corpus.at(folder), name=source.name)
     _prepare(folder, source, seen, split, config, tokenizer)
     return replace(Corpus.at(folder), name=source.name)
-
-
-def cache_folder() -> Path:
-    """Where prepared corpora are kept."""
-    own, shared = os.environ.get("QKFLOW_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    folder = Path(own) if own else Path(shared or "~/.cache") / "qkflow"
-    try:
-        return folder.expanduser()
-    except RuntimeError:
-        raise UsageError(f"{folder} has no home to be in: set QKFLOW_CACHE to a folder that can be written") from None
 
 
 def _key(seen: Survey, split: Plan, config: CorpusConfig, vocabulary: str | None) -> str:

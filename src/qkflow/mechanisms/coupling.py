@@ -14,7 +14,7 @@ r"""Couplings: parts that move queries and keys after their projections and befo
 
 Grouped queries: a key's partner is the mean query of its group, and each query of the group moves as the mean does. The
 controls pair nothing: there each query moves by itself. Ours, since the paper leaves it open: one network a layer,
-shared by its heads; a step of 0.1 at the start, learned, one a layer; forces that begin at zero.
+shared by its heads; a step of 0.1 at the start, learned, one a layer; forces that begin at zero; log-scales s within 1.
 
 https://arxiv.org/abs/2604.01683, and for `nonlinear-query` https://arxiv.org/abs/2603.13381
 """
@@ -22,9 +22,10 @@ https://arxiv.org/abs/2604.01683, and for `nonlinear-query` https://arxiv.org/ab
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, fields
-from typing import Literal
+from functools import partial
+from typing import Literal, get_args
 
 import torch
 from einops import rearrange
@@ -33,17 +34,14 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError, unknown
 from qkflow.mechanisms.forces import MLP, Potential
-from qkflow.ops.coupled import (
-    Integrator,
-    Shift,
-    affine_coupling,
-    affine_coupling_inverse,
-    alternate,
-    drifts,
-)
+from qkflow.mechanisms.observed import SCHEMES, Observed
+from qkflow.ops.coupled import Integrator, Shift, affine_coupling, affine_coupling_inverse, alternate, drifts
 from qkflow.ops.reversible import alternate_fast
+from qkflow.ops.sensitivity import Move
 
 Dynamics = Literal["hamiltonian", "euler", "affine", "uncoupled", "nonlinear-query"]
+Force = Literal["mlp", "potential", "none"]
+Sharing = Literal["heads", "none", "layers"]
 Queries = Float[Tensor, "b t h k"]
 Keys = Float[Tensor, "b t g k"]
 
@@ -58,6 +56,12 @@ _READS: dict[str, tuple[str, ...]] = {
 }
 """The options that each dynamics has a use for."""
 
+_CHOICES = {
+    "dynamics": get_args(Dynamics),
+    "integrator": get_args(Integrator),
+    "force": get_args(Force),
+    "sharing": get_args(Sharing),
+}
 DYNAMICS = tuple(_READS)
 """Every dynamics by name."""
 
@@ -70,7 +74,7 @@ class CouplingConfig:
     """What moves them."""
     integrator: Integrator = "symplectic-euler"
     """How a Hamiltonian motion is cut into steps."""
-    force: Literal["mlp", "potential", "none"] = "mlp"
+    force: Force = "mlp"
     """A perceptron; the slope of a potential, which makes the motion symplectic; or none, so that all is one drift."""
     steps: int = 1
     """Steps of the motion, 1 to 7."""
@@ -80,12 +84,13 @@ class CouplingConfig:
     """Affine: how many times the query and then the key are moved."""
     hidden: int | None = None
     """Width inside a network; `None` is the head's (`uncoupled`: half of it, since it has two)."""
-    sharing: Literal["heads", "none", "layers"] = "heads"
+    sharing: Sharing = "heads"
     """Who shares a network: the heads of a layer, nobody (one a head), or the heads of all layers; dt is a layer's."""
 
     def __post_init__(self) -> None:
-        if self.dynamics not in _READS:
-            raise unknown("dynamics", self.dynamics, _READS)
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise unknown(name, str(getattr(self, name)), known)
         if not 1 <= self.steps <= MOST_STEPS:
             raise UsageError(f"steps must be from 1 to {MOST_STEPS}, got {self.steps}")
         if not math.isfinite(self.dt):
@@ -104,7 +109,7 @@ class CouplingConfig:
         return _KINDS[self.dynamics](queries, keys, width, self)
 
 
-class Coupling(nn.Module, ABC):
+class Coupling(Observed):
     """Moves queries and keys, token by token. A subclass says how one pair moves."""
 
     pairs = True
@@ -173,6 +178,12 @@ class Motion(Coupling):
             q, k = torch.addcmul(q, k, self.dt.to(q.dtype)), kick(k, q, self.force, self.dt)
         return q, k
 
+    def stages(self) -> list[Move]:
+        """The scheme's step, again and again."""
+        scheme = SCHEMES[self.config.integrator if self.config.dynamics == "hamiltonian" else "euler"]
+        force = torch.zeros_like if self.force is None else self.force
+        return [partial(scheme, force=force, dt=self.dt)] * self.config.steps
+
     def lead(self) -> Float[Tensor, ""] | None:
         """Hamiltonian motion begins with a drift; Euler's needs the query as it was."""
         if self.config.dynamics == "euler":
@@ -199,6 +210,10 @@ class Affine(Coupling):
         """Query, key, query, key, ..."""
         return affine_coupling(q, k, self._layers())
 
+    def stages(self) -> list[Move]:
+        """Each alternation."""
+        return [partial(affine_coupling, layers=[layer]) for layer in self._layers()]
+
     def inverse(self, q: Queries, k: Keys) -> tuple[Queries, Keys]:
         """The pairs that `move` takes to these."""
         return affine_coupling_inverse(q, k, self._layers())
@@ -212,7 +227,7 @@ class Affine(Coupling):
         def halves(network: nn.Module) -> Shift:
             def shift(x: Tensor) -> tuple[Tensor, Tensor]:
                 scale, by = network(x).chunk(2, -1)
-                return scale, by
+                return scale.tanh(), by  # else two alternations can blow each other up beyond any number
 
             return shift
 
@@ -237,6 +252,10 @@ class Uncoupled(Coupling):
             q, k = kick(q, q, self.of_query, self.dt), kick(k, k, self.of_key, self.dt)
         return q, k
 
+    def stages(self) -> list[Move]:
+        """Each by itself, again and again."""
+        return [lambda q, k: (q + self.dt * self.of_query(q), k + self.dt * self.of_key(k))] * self.config.steps
+
     def flops(self) -> int:
         """A force for each step and head."""
         return self.config.steps * (self.queries * self.of_query.flops() + self.keys * self.of_key.flops())
@@ -254,6 +273,10 @@ class NonlinearQuery(Coupling):
     def move(self, q: Queries, k: Keys, *, drifted: bool = False) -> tuple[Queries, Keys]:
         """The query alone."""
         return kick(q, q, self.of_query, q.new_ones(())), k
+
+    def stages(self) -> list[Move]:
+        """The query alone, once."""
+        return [lambda q, k: (q + self.of_query(q), k)]
 
     def flops(self) -> int:
         """A perceptron for each query."""
@@ -273,9 +296,7 @@ def evolve(
     if force.each:
         return alternate(q, k, force, dt, parts)
     w1, b1, w2, b2 = (w.to(q.dtype) for w in force.perceptron())
-    rows = q.reshape(-1, q.shape[-1]), k.reshape(-1, k.shape[-1])
-    moved = alternate_fast(*rows, dt, (w1, b1, dt * w2, dt * b2), parts, force.activation)
-    return moved[0].view(q.shape), moved[1].view(k.shape)
+    return alternate_fast(q, k, (w1, b1, w2, b2), dt, parts, force.activation)
 
 
 _KINDS: dict[str, type[Coupling]] = {

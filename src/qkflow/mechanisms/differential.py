@@ -89,9 +89,10 @@ class DifferentialAttention(SoftmaxMechanism):
         return Circuits(qk=(*base.qk, *lambdas), ov=(*base.ov, "head_norm"))
 
     def exhibits(self, x: Stream) -> tuple[Exhibit, ...]:
-        """Lambda, which does not depend on the input, beside its published start."""
+        """Lambda, which does not depend on the input, beside its published start; and what a coupling does."""
         lam = float(self._lambda().detach())
         return (
+            *super().exhibits(x),
             Exhibit(
                 title="lambda, the weight of the map that is taken away",
                 kind="bars",

@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from qkflow.ops import native
 from qkflow.ops.coupled import energy, mlp_force, potential_force
-from qkflow.ops.reversible import Activation, Perceptron
+from qkflow.ops.native.alternate import Activation, Perceptron
 
 
 class MLP(nn.Module):
@@ -17,6 +18,7 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, hidden: int, heads: int | None = None, outputs: int | None = None) -> None:
         super().__init__()
+        native.prepare()  # before someone compiles
         self.each = heads is not None
         each = () if heads is None else (heads,)
         outputs = width if outputs is None else outputs
@@ -45,6 +47,7 @@ class Potential(nn.Module):
 
     def __init__(self, width: int, hidden: int, heads: int | None = None) -> None:
         super().__init__()
+        native.prepare()  # before someone compiles
         self.each = heads is not None
         each = () if heads is None else (heads,)
         self.rows = nn.Parameter(torch.randn(*each, hidden, width) * width**-0.5)

@@ -33,7 +33,7 @@ _BUILT_IN: dict[str, type[Any]] = {
     "differential": DifferentialConfig,
     "coupled": CoupledConfig,
 }
-_COUPLING = tuple(field.name for field in dataclasses.fields(CouplingConfig))
+_COUPLING = {field.name for field in dataclasses.fields(CouplingConfig)}
 _GROUP = "qkflow.mechanisms"
 
 
@@ -75,21 +75,27 @@ def mechanism(spec: str) -> Factory:
         raise unknown("mechanism", name, {*_BUILT_IN, *installed})
     config = _load(installed[name]) if name in installed else _BUILT_IN[name]
     values = _parse(options, spec)
-    if plus:
-        values["coupling"] = _coupling(config, dynamics, values, spec)
-    elif issubclass(config, CoupledConfig):  # it has one without being asked
-        values["coupling"] = _coupling(config, CouplingConfig().dynamics, values, spec)
+    if plus or issubclass(config, CoupledConfig):  # which has one without being asked
+        values = _with_coupling(config, dynamics if plus else CouplingConfig().dynamics, values, spec)
     return cast(Factory, from_dict(config, values, where=f" of {name!r}"))
 
 
-def _coupling(config: type[Any], dynamics: str, values: dict[str, Any], spec: str) -> CouplingConfig:
-    """The coupling that a spec asks for, whose options are taken out of `values`."""
-    if "coupling" not in {field.name for field in dataclasses.fields(config)}:
-        raise UsageError(f"{spec!r}: {spec.partition('+')[0]!r} takes no coupling")
+def _with_coupling(config: type[Any], dynamics: str, values: dict[str, Any], spec: str) -> dict[str, Any]:
+    """The options of a mechanism, with those of its coupling gathered into one."""
+    own = {field.name for field in dataclasses.fields(config)}
+    name = spec.partition(":")[0]
+    if "coupling" not in own:
+        raise UsageError(f"{spec!r}: {name.partition('+')[0]!r} takes no coupling")
     if dynamics not in DYNAMICS:
         raise unknown("coupling", dynamics, DYNAMICS)
-    own = {name: values.pop(name) for name in _COUPLING if name in values}
-    return from_dict(CouplingConfig, {"dynamics": dynamics, **own}, where=f" of {dynamics!r}")
+    if "coupling" in values or "dynamics" in values:
+        raise UsageError(f"{spec!r}: name the dynamics before the colon, as in {name.partition('+')[0]}+{dynamics}")
+    for key in values:
+        if key not in own | _COUPLING:
+            raise unknown(f"config key of {name!r}", key, own | _COUPLING)
+    moving = {key: value for key, value in values.items() if key in _COUPLING}
+    rest = {key: value for key, value in values.items() if key not in _COUPLING}
+    return rest | {"coupling": from_dict(CouplingConfig, {"dynamics": dynamics, **moving})}
 
 
 def _installed() -> dict[str, EntryPoint]:

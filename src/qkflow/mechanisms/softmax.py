@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange, reduce, repeat
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Circuits, Cost, Mechanism, Stream, projection
+from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Mechanism, Stream, projection
 from qkflow.mechanisms.coupling import Coupling, CouplingConfig
 from qkflow.ops.norm import rms_norm
 from qkflow.ops.rotary import rotate, turns
@@ -68,6 +68,12 @@ class Rows(NamedTuple):
     cache: Cache
     first: int
     """Slots of the cache that lie before the first one of `k` and `v` (out of the window's reach)."""
+
+
+def _bare(linear: nn.Linear) -> bool:
+    """Whether a projection is its matrix and nothing else: no subclass, bias or hook that someone put there."""
+    hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
+    return type(linear) is nn.Linear and linear.bias is None and not hooks
 
 
 class SoftmaxMechanism(Mechanism):
@@ -156,6 +162,17 @@ class SoftmaxMechanism(Mechanism):
         if self.coupling is not None and isinstance(first, SoftmaxMechanism) and first.coupling is not None:
             self.coupling.tie(first.coupling)
 
+    def pairs(self, x: Stream) -> tuple[Float[Tensor, "b t g k"], Float[Tensor, "b t g k"]]:
+        """Each key and the mean of the queries that look at it, as projected: before a coupling moves them."""
+        q, k = self._split(self.query, x, self.shape.queries), self._split(self.key, x, self.shape.keys)
+        maps = self.shape.keys // self.shape.values  # of one value, by keys of their own: their queries take turns
+        return reduce(q, "b t (g r m) k -> b t (g m) k", "mean", g=self.shape.values, m=maps), k
+
+    def exhibits(self, x: Stream) -> tuple[Exhibit, ...]:
+        """What a coupling does with the queries and keys of `x`."""
+        own = () if self.coupling is None else self.coupling.exhibits(*self.pairs(x))
+        return (*super().exhibits(x), *own)
+
     def _pair_products(self) -> int:
         return self.shape.queries * self.shape.key_width + self.shape.outputs * self.shape.value_width
 
@@ -170,7 +187,7 @@ class SoftmaxMechanism(Mechanism):
         if self.coupling is None:
             return self._split(self.query, x, self.shape.queries), k
         lead = self.coupling.lead() if torch.is_grad_enabled() and self.shape.queries == self.shape.keys else None
-        if lead is None or type(self.query) is not nn.Linear or type(self.key) is not nn.Linear:  # or someone's own
+        if lead is None or not (_bare(self.query) and _bare(self.key)):
             return self.couple(self._split(self.query, x, self.shape.queries), k)
         q = torch.nn.functional.linear(x, torch.addcmul(self.query.weight, self.key.weight, lead))
         return self.couple(q.view(k.shape), k, drifted=True)

@@ -95,7 +95,9 @@ def drifts(integrator: Integrator, steps: int) -> tuple[float, ...]:
     return (*(1.0,) * steps, 0.0) if integrator == "symplectic-euler" else (0.5, *(1.0,) * (steps - 1), 0.5)
 
 
-def mlp_force(q: Point, inner: Matrix, inner_bias: Bias, outer: Matrix, outer_bias: Bias) -> Point:
+def mlp_force(
+    q: Point, inner: Matrix, inner_bias: Bias, outer: Float[Tensor, "*g n m"], outer_bias: Float[Tensor, "*g n"]
+) -> Point:
     r"""f(q) = W_2 silu(W_1 q + b_1) + b_2: keeps volume, and is no slope of anything unless it happens to be."""
     return linear(F.silu(linear(q, inner, inner_bias)), outer, outer_bias)
 
@@ -106,7 +108,8 @@ def potential(q: Point, w: Matrix, b: Bias, a: Bias) -> Float[Tensor, "..."]:
     With every a_j > 0 it rises in each direction that some w_j sees, so it holds the query in.
     """
     z = linear(q, w)
-    return (a * (F.softplus(z + b) + F.softplus(b - z))).sum(-1)
+    far = 50.0  # where torch takes softplus(z) for z: at its own 20, double precision would notice
+    return (a * (F.softplus(z + b, threshold=far) + F.softplus(b - z, threshold=far))).sum(-1)
 
 
 def potential_force(q: Point, w: Matrix, b: Bias, a: Bias) -> Point:

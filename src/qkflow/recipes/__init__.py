@@ -1,24 +1,54 @@
-"""Published tables as studies, one function each."""
+"""Published tables as studies, one function each, and the papers' arms as models by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from qkflow.errors import unknown
+from qkflow.recipes import coupled
 from qkflow.recipes.base import Recipe, Scale, direction
+from qkflow.recipes.claims import Change, Claim, Finding, Outcome, Perplexity
 from qkflow.recipes.differential import differential
+from qkflow.recipes.named import models
+from qkflow.recipes.ratios import MeasuredRatio, Ratio, measured
 
-__all__ = ["RECIPES", "Recipe", "Scale", "direction", "recipe"]
+__all__ = [
+    "RECIPES",
+    "Change",
+    "Claim",
+    "Finding",
+    "MeasuredRatio",
+    "Outcome",
+    "Perplexity",
+    "Ratio",
+    "Recipe",
+    "Scale",
+    "direction",
+    "measured",
+    "models",
+    "recipe",
+]
 
-RECIPES: dict[str, Callable[[], Recipe]] = {"differential": differential}
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "coupled-60m": coupled.coupled_60m,
+    "coupled-150m": coupled.coupled_150m,
+    "coupled-350m": coupled.coupled_350m,
+    "coupled-control": coupled.coupled_control,
+    "coupled-integrators": coupled.coupled_integrators,
+    "coupled-steps": coupled.coupled_steps,
+    "coupled-corpora-pubmed": coupled.coupled_corpora_pubmed,
+    "coupled-corpora-web": coupled.coupled_corpora_web,
+    "coupled-affine": coupled.coupled_affine,
+    "differential": differential,
+}
 """Every recipe by the name that `qkflow reproduce` takes."""
 
 
 def recipe(name: str) -> Recipe:
     """A recipe by name.
 
-    >>> round(recipe("differential").published("differential"), 4)
-    -0.0108
+    >>> [round(end, 4) for end in recipe("coupled-60m").published("coupled")]
+    [-0.0224, -0.0214]
     """
     if name not in RECIPES:
         raise unknown("recipe", name, RECIPES)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qkflow import files
 from qkflow.data import Corpus, CorpusConfig, Split, open_corpus, prepare
 from qkflow.data.writing import token_type
 from qkflow.errors import DiskError, UsageError
@@ -248,11 +249,11 @@ def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path: Path, monkeyp
 def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert prepare.cache_folder() == tmp_path / "cache"
+    assert files.cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("QKFLOW_CACHE")
-    assert prepare.cache_folder() == tmp_path / "xdg" / "qkflow"
+    assert files.cache_folder() == tmp_path / "xdg" / "qkflow"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert prepare.cache_folder() == tmp_path / ".cache" / "qkflow"
+    assert files.cache_folder() == tmp_path / ".cache" / "qkflow"
 
 
 def test_a_large_text_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:

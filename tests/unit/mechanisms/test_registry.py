@@ -12,6 +12,8 @@ import pytest
 from qkflow.errors import UsageError
 from qkflow.laws import check
 from qkflow.mechanisms import (
+    CoupledConfig,
+    CouplingConfig,
     DifferentialAttention,
     DifferentialConfig,
     StandardAttention,
@@ -39,9 +41,26 @@ class NotCallable:
     window: int = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class ThirdPartyWithCoupling:
+    """What another package would bring that takes a coupling."""
+
+    window: int | None = None
+    coupling: CouplingConfig | None = None
+
+    def __call__(self, width: int, heads: int, layer: int, layers: int) -> StandardAttention:
+        config = StandardConfig(window=self.window, coupling=self.coupling)
+        return StandardAttention(width, heads, layer, layers, config=config)
+
+
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_BUILT_IN", {"standard": StandardConfig, "differential": DifferentialConfig})
+
+
+@pytest.fixture
+def coupled() -> None:
+    register("coupled", CoupledConfig)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:
@@ -142,3 +161,81 @@ def test_a_broken_package_is_named_when_it_is_asked_for(monkeypatch: pytest.Monk
         mechanism("broken")
     with pytest.raises(UsageError, match="did you mean 'broken'"):
         mechanism("brokn")
+
+
+LEAPFROG = CouplingConfig(steps=3, integrator="leapfrog")
+
+
+@pytest.mark.usefixtures("coupled")
+@pytest.mark.parametrize(
+    ("spec", "want"),
+    [
+        ("standard+hamiltonian", StandardConfig(coupling=CouplingConfig())),
+        ("standard+hamiltonian:", StandardConfig(coupling=CouplingConfig())),
+        ("differential+affine", DifferentialConfig(coupling=CouplingConfig(dynamics="affine"))),
+        ("standard+nonlinear-query", StandardConfig(coupling=CouplingConfig(dynamics="nonlinear-query"))),
+        ("standard+hamiltonian:steps=3,integrator=leapfrog,window=4", StandardConfig(window=4, coupling=LEAPFROG)),
+        ("standard+hamiltonian:window=4,integrator=leapfrog,steps=3", StandardConfig(window=4, coupling=LEAPFROG)),
+        ("standard+hamiltonian:steps=3,window=4,integrator=leapfrog", StandardConfig(window=4, coupling=LEAPFROG)),
+        ("standard+hamiltonian: dt = 1 ", StandardConfig(coupling=CouplingConfig(dt=1.0))),
+        ("coupled", CoupledConfig()),
+        ("coupled:", CoupledConfig()),
+        ("coupled:steps=3", CoupledConfig(coupling=CouplingConfig(steps=3))),
+        ("coupled:key_heads=2,steps=3", CoupledConfig(key_heads=2, coupling=CouplingConfig(steps=3))),
+        ("coupled+affine", CoupledConfig(coupling=CouplingConfig(dynamics="affine"))),
+        (
+            "coupled+affine:alternations=2",
+            CoupledConfig(coupling=CouplingConfig(dynamics="affine", alternations=2)),
+        ),
+    ],
+)
+def test_a_coupling_follows_the_plus_and_takes_options_in_any_order(spec: str, want: object) -> None:
+    assert mechanism(spec) == want
+    assert mechanism(spec)(16, 4, layer=0, layers=1).coupling.config == want.coupling  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("coupled")
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "standard+nonsense",
+            "unknown coupling 'nonsense': Known: affine, euler, hamiltonian, nonlinear-query, uncoupled",
+        ),
+        ("standard+hamiltonan", r"unknown coupling 'hamiltonan': did you mean 'hamiltonian'\?"),
+        ("standard+", "unknown coupling '': Known: affine"),
+        ("standard+affine+euler", r"unknown coupling 'affine\+euler'"),
+        ("+affine", "unknown mechanism ''"),
+        ("standart+affine", "did you mean 'standard'"),
+        ("standard+affine:steps=3", "affine dynamics has no use for steps: it takes alternations, hidden, sharing"),
+        ("coupled+affine:steps=3", "affine dynamics has no use for steps"),
+        ("coupled:alternations=2", "hamiltonian dynamics has no use for alternations"),
+        ("standard+hamiltonian:steps=0", "steps must be from 1 to 7, got 0"),
+        ("standard+hamiltonian:steps=8", "steps must be from 1 to 7, got 8"),
+        ("coupled:steps=-1", "steps must be from 1 to 7, got -1"),
+        ("standard+hamiltonian:steps=2.5", r"config key 'steps' got 2\.5: expected int"),
+        ("standard+hamiltonian:dt=nan", "'?dt'?.* got '?nan"),
+        ("standard+hamiltonian:dt=1e999", "dt must be a finite number, got inf"),
+        ("standard+hamiltonian:integrator=leapfrogg", "did you mean 'leapfrog'"),
+        ("standard+hamiltonian:sharing=layer", "did you mean 'layers'"),
+        ("standard+hamiltonian:step=3", "unknown config key .*'step': did you mean 'steps'"),
+        ("standard+hamiltonian:windw=3", "unknown config key .*'windw': did you mean 'window'"),
+        ("coupled:step=3", "unknown config key .*'step': did you mean 'steps'"),
+        ("standard:steps=3", "unknown config key of 'standard' 'steps'"),
+        ("standard+affine:dynamics=euler", "dynamics"),
+    ],
+)
+def test_a_coupling_that_means_nothing_is_refused_in_one_line(spec: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        mechanism(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mechanism_of_another_package_is_coupled_if_it_has_a_place_for_it() -> None:
+    register("mine", ThirdParty)
+    with pytest.raises(UsageError, match=r"'mine\+affine': 'mine' takes no coupling"):
+        mechanism("mine+affine")
+    register("theirs", ThirdPartyWithCoupling)
+    got = mechanism("theirs+affine:window=3,alternations=2")
+    assert got == ThirdPartyWithCoupling(window=3, coupling=CouplingConfig(dynamics="affine", alternations=2))
+    assert mechanism("theirs") == ThirdPartyWithCoupling()

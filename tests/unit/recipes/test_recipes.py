@@ -1,6 +1,7 @@
 """Recipes: published tables as studies that can be asked for, and a direction that follows from the verdict."""
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -8,8 +9,14 @@ import pytest
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
 from qkflow.models import SIZES
-from qkflow.recipes import RECIPES, direction, recipe
+from qkflow.recipes import RECIPES, Change, Finding, Outcome, Perplexity, Ratio, direction, recipe
+from qkflow.study.matching import shape
 from qkflow.study.verdict import Verdict
+
+BROUGHT = ("coupled-corpora-pubmed", "coupled-corpora-web")
+
+PUBLISHED = {24.22, 22.55, 22.62, 23.81, 19.35, 18.93, -0.067, -0.045, 0.103}
+"""Every figure of a loss that is known from the paper."""
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -18,8 +25,8 @@ def test_a_recipe_asks_for_the_arms_of_its_table_with_the_same_baseline(
     name: str, scale: Literal["laptop", "paper"]
 ) -> None:
     found = recipe(name)
-    request = found.request(scale)
-    assert request.arms == tuple(found.perplexity)
+    request = found.request(scale, found.corpus(scale, "my.txt"))
+    assert request.arms == tuple(found.table)
     assert request.baseline == found.baseline
     assert request.size is None or request.size in SIZES
     assert "://" in found.source
@@ -27,7 +34,38 @@ def test_a_recipe_asks_for_the_arms_of_its_table_with_the_same_baseline(
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_at_laptop_scale_a_recipe_needs_no_data_but_what_is_built_in(name: str) -> None:
-    assert recipe(name).request("laptop").corpus.source == "python-stdlib"
+    request = recipe(name).request("laptop")
+    assert (request.corpus.source, request.corpus.tokens) == ("python-stdlib", "bytes")
+    assert shape(request, "100k", 257).parameters > 0  # every arm can be matched at the smallest size
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_at_the_papers_scale_the_text_is_the_papers_or_the_users(name: str) -> None:
+    found = recipe(name)
+    if name in BROUGHT:
+        with pytest.raises(UsageError, match="give one of yours as CORPUS"):
+            found.request("paper")
+        assert found.corpus("paper", "mine.txt") == CorpusConfig(source="mine.txt", tokens="gpt2")
+    else:
+        assert found.request("paper").corpus == CorpusConfig(source="wikitext-103", tokens="gpt2")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_only_figures_of_the_paper_are_shown_as_published(name: str) -> None:
+    found = recipe(name)
+    for claim in found.table.values():
+        if isinstance(claim, Perplexity) and claim.derived:
+            assert found.derived is not None
+            assert f"{claim.low}" in found.derived
+            assert "derived" in claim.words
+        elif isinstance(claim, Perplexity):
+            assert set(claim.bounds) <= PUBLISHED
+        elif isinstance(claim, Change):
+            assert claim.part in PUBLISHED
+    assert {(ratio.quantity, ratio.published) for ratio in found.ratios} <= {
+        ("variance over seeds", 8.0),
+        ("seconds a token", 2.4),
+    }
 
 
 def test_another_corpus_takes_the_place_of_the_recipes_own() -> None:
@@ -36,27 +74,96 @@ def test_another_corpus_takes_the_place_of_the_recipes_own() -> None:
 
 def test_the_published_change_is_that_of_the_loss_a_token() -> None:
     found = recipe("differential")
-    assert found.published("differential") == pytest.approx((math.log(18.93) - math.log(19.55)) / math.log(19.55))
-    assert found.published("standard") == 0
-    with pytest.raises(UsageError, match="no arm 'coupled'"):
+    change = pytest.approx((math.log(18.93) - math.log(19.55)) / math.log(19.55))
+    assert found.published("differential") == (change, change)
+    with pytest.raises(UsageError, match="nothing was published of 'coupled'"):
         found.published("coupled")
 
 
+def test_a_range_of_perplexities_stays_a_range() -> None:
+    low, high = recipe("coupled-60m").published("standard+euler") or (0.0, 0.0)
+    assert low == pytest.approx(math.log(22.55) / math.log(24.22) - 1)
+    assert high == pytest.approx(math.log(22.62) / math.log(24.22) - 1)
+
+
 @pytest.mark.parametrize(
-    ("published", "kind", "told"),
+    ("name", "part", "went"),
     [
-        (-0.01, "better", "same direction"),
-        (-0.01, "worse", "other direction"),
-        (0.01, "better", "other direction"),
-        (0.01, "worse", "same direction"),
-        (-0.01, "undecided", "undecided"),
-        (-0.01, "equivalent", "undecided (equivalent within the margin)"),
+        ("coupled-150m", -0.067, "better"),
+        ("coupled-corpora-pubmed", -0.045, "better"),
+        ("coupled-corpora-web", 0.103, "worse"),
+    ],
+)
+def test_a_change_of_perplexity_is_one_of_nats_and_of_no_known_part_of_the_loss(
+    name: str, part: float, went: Finding
+) -> None:
+    found = recipe(name)
+    nats = pytest.approx(math.log(1 + part))
+    assert found.loss_change("coupled") == (nats, nats)
+    assert found.published("coupled") is None
+    assert found.finding("coupled") == went
+
+
+def test_the_steps_are_claimed_to_be_equivalent_to_one_step() -> None:
+    found = recipe("coupled-steps")
+    assert found.baseline == "standard+hamiltonian:steps=1"
+    assert [found.finding(f"standard+hamiltonian:steps={steps}") for steps in range(2, 8)] == ["equivalent"] * 6
+    assert found.loss_change("standard+hamiltonian:steps=2") is None
+
+
+def test_the_affine_coupling_is_asked_for_as_the_paper_has_it() -> None:
+    request = recipe("coupled-affine").request("paper")
+    assert (request.arms, request.seeds, request.context) == (("differential", "differential+affine"), 6, 512)
+    assert recipe("coupled-affine").published("differential+affine") is None
+    assert shape(request, "own", 50257).parameters == pytest.approx(455e6, rel=0.005)
+
+
+def test_a_table_that_contradicts_itself_is_refused() -> None:
+    found = recipe("coupled-60m")
+    with pytest.raises(ValueError, match="one perplexity or nothing"):
+        replace(found, table={"a": Change(-0.1), "b": Perplexity(3.0)}, ratios=())
+    with pytest.raises(ValueError, match="without the baseline's perplexity"):
+        replace(found, table={"a": None, "b": Perplexity(3.0)}, ratios=())
+    with pytest.raises(ValueError, match="neither way"):
+        replace(found, table={"a": Perplexity(3.0), "b": Perplexity(2.9, 3.1)}, ratios=())
+    with pytest.raises(ValueError, match="nothing was published of 'b'"):
+        replace(found, table={"a": None, "b": None}, ratios=())
+    elsewhere = Ratio(quantity="seconds a token", arm="a", against="c", published=2.0)
+    with pytest.raises(ValueError, match="arms in the table"):
+        replace(found, table={"a": None, "b": Outcome("worse", "")}, ratios=(elsewhere,))
+
+
+@pytest.mark.parametrize("bounds", [(1.0, None), (3.0, 2.0), (math.nan, None), (2.0, math.inf)])
+def test_what_is_no_perplexity_is_refused(bounds: tuple[float, float | None]) -> None:
+    with pytest.raises(ValueError, match="perplexity is above 1"):
+        Perplexity(*bounds)
+
+
+@pytest.mark.parametrize("part", [0.0, -1.0, math.nan, math.inf])
+def test_what_is_no_change_is_refused(part: float) -> None:
+    with pytest.raises(ValueError, match="perplexity changes by"):
+        Change(part)
+
+
+@pytest.mark.parametrize(
+    ("claimed", "kind", "told"),
+    [
+        ("better", "better", "same direction"),
+        ("better", "worse", "other direction"),
+        ("worse", "better", "other direction"),
+        ("worse", "worse", "same direction"),
+        ("better", "undecided", "undecided"),
+        ("better", "equivalent", "undecided (equivalent within the margin)"),
+        ("equivalent", "equivalent", "equivalent too"),
+        ("equivalent", "better", "not equivalent: better"),
+        ("equivalent", "worse", "not equivalent: worse"),
+        ("equivalent", "undecided", "undecided"),
     ],
 )
 def test_the_direction_follows_from_the_verdict(
-    published: float, kind: Literal["better", "worse", "equivalent", "undecided"], told: str
+    claimed: Finding, kind: Literal["better", "worse", "equivalent", "undecided"], told: str
 ) -> None:
-    assert direction(published, Verdict(arm="a", kind=kind, sentence="", advice=None)) == told
+    assert direction(claimed, Verdict(arm="a", kind=kind, sentence="", advice=None)) == told
 
 
 def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:

@@ -1,0 +1,343 @@
+/* Drifts and kicks of (q, k), row by row, with the force W2 phi(W1 q + b1) + b2: see qkflow/ops/reversible.py.
+
+   Rows are independent, so a tile of them goes through the whole motion, there and back, while it lies in the cache:
+   memory sees q and k once, whatever the number of steps. Widths are padded with zeros to whole vectors. Threads own
+   contiguous tiles and sums of their own, added up in their order: the same number of threads gives the same bits.
+   Compiled once for each precision (REAL). */
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define PASTE(a, b) a##_##b
+#define WITH(a, b) PASTE(a, b)
+#define NAME(a) WITH(a, REAL)
+typedef REAL real;
+
+#if defined(__AVX512F__)
+enum { BYTES = 64, ACROSS = 4 };
+#elif defined(__AVX__)
+enum { BYTES = 32, ACROSS = 2 };
+#else
+enum { BYTES = 16, ACROSS = 2 };
+#endif
+enum { LANES = BYTES / sizeof(real), DOWN = 4, TILE = 96 };
+enum { SILU = 0, SIGMOID = 1 };
+typedef real vector __attribute__((vector_size(BYTES)));
+
+typedef struct {
+    long rows;
+    int width, hidden, activation, steps;
+    const double *parts; /* steps + 1 of them */
+    double dt;
+    const real *w1, *b1, *w2, *b2;
+} Motion;
+
+typedef struct { /* the weights as the tiles want them; leading dimensions W (width) and M (hidden), padded */
+    int W, M;
+    real *inner, *inner_back, *outer, *outer_back, *undo, *bias, *shift, *memory;
+} Packed;
+
+static int padded(int n) { return (n + LANES - 1) / LANES * LANES; }
+
+static real *aligned(size_t count) {
+    size_t bytes = (count * sizeof(real) + 63) / 64 * 64;
+    real *memory = aligned_alloc(64, bytes ? bytes : 64);
+    if (memory) memset(memory, 0, bytes);
+    return memory;
+}
+
+static int pack(const Motion *m, Packed *p) {
+    int W = p->W = padded(m->width), M = p->M = padded(m->hidden);
+    size_t matrix = (size_t)W * M;
+    if (!(p->memory = aligned(5 * matrix + M + W))) return 1;
+    p->inner = p->memory;               /* W x M: W1 transposed */
+    p->inner_back = p->inner + matrix;  /* M x W: W1 */
+    p->outer = p->inner_back + matrix;  /* M x W: dt W2 transposed */
+    p->undo = p->outer + matrix;        /* the same, negative */
+    p->outer_back = p->undo + matrix;   /* W x M: dt W2 */
+    p->bias = p->outer_back + matrix;
+    p->shift = p->bias + M;
+    real dt = (real)m->dt;
+    for (int j = 0; j < m->hidden; j++) {
+        p->bias[j] = m->b1[j];
+        for (int i = 0; i < m->width; i++) {
+            real in = m->w1[(size_t)j * m->width + i], out = dt * m->w2[(size_t)i * m->hidden + j];
+            p->inner[(size_t)i * M + j] = p->inner_back[(size_t)j * W + i] = in;
+            p->outer[(size_t)j * W + i] = p->outer_back[(size_t)i * M + j] = out;
+            p->undo[(size_t)j * W + i] = -out;
+        }
+    }
+    for (int i = 0; i < m->width; i++) p->shift[i] = dt * m->b2[i];
+    return 0;
+}
+
+/* c[i, j] += sum_l a[i, l] b[l, j] for DOWN rows and some whole vectors of columns; a[i, l] lies at a[i * ai + l * al] */
+static inline __attribute__((always_inline)) void block(const int columns, int depth, const real *a, long ai, long al,
+                                                        const real *b, int ldb, real *c, int ldc) {
+    vector sum[DOWN][ACROSS];
+#pragma GCC unroll 4
+    for (int i = 0; i < DOWN; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < columns; j++) sum[i][j] = *(vector *)(c + (long)i * ldc + j * LANES);
+    for (int l = 0; l < depth; l++) {
+        vector row[ACROSS];
+#pragma GCC unroll 4
+        for (int j = 0; j < columns; j++) row[j] = *(const vector *)(b + (long)l * ldb + j * LANES);
+#pragma GCC unroll 4
+        for (int i = 0; i < DOWN; i++) {
+            real x = a[i * ai + l * al];
+#pragma GCC unroll 4
+            for (int j = 0; j < columns; j++) sum[i][j] += x * row[j];
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < DOWN; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < columns; j++) *(vector *)(c + (long)i * ldc + j * LANES) = sum[i][j];
+}
+
+static void add_product(int rows, int columns, int depth, const real *a, long ai, long al, const real *b, int ldb, real *c,
+                        int ldc) {
+    for (int j = 0; j < columns;) {
+        int left = (columns - j) / LANES, now = left >= ACROSS ? ACROSS : left >= 2 ? 2 : 1;
+        for (int i = 0; i < rows; i += DOWN) {
+            const real *at = a + i * ai;
+            real *to = c + (long)i * ldc + j;
+            if (now == ACROSS)
+                block(ACROSS, depth, at, ai, al, b + j, ldb, to, ldc);
+            else if (now == 2)
+                block(2, depth, at, ai, al, b + j, ldb, to, ldc);
+            else
+                block(1, depth, at, ai, al, b + j, ldb, to, ldc);
+        }
+        j += now * LANES;
+    }
+}
+
+static inline float exponential_float(float x) {
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float n = rintf(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f, y = 1.9875691500e-4f;
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    union { int bits; float value; } power = {((int)n + 127) << 23};
+    return y * power.value;
+}
+
+static inline double exponential_double(double x) { return exp(x); }
+
+static inline real sigmoid(real x) { return 1 / (1 + NAME(exponential)(-x)); }
+
+static void activate(int activation, int count, real *restrict z) {
+    if (activation == SILU)
+        for (int i = 0; i < count; i++) z[i] *= sigmoid(z[i]);
+    else
+        for (int i = 0; i < count; i++) z[i] = sigmoid(z[i]);
+}
+
+/* z becomes the activation, g the gradient of z */
+static void activate_back(int activation, int count, real *restrict z, real *restrict g) {
+    if (activation == SILU)
+        for (int i = 0; i < count; i++) {
+            real s = sigmoid(z[i]), y = z[i] * s;
+            g[i] *= s + y * (1 - s);
+            z[i] = y;
+        }
+    else
+        for (int i = 0; i < count; i++) {
+            real s = sigmoid(z[i]);
+            g[i] *= s * (1 - s);
+            z[i] = s;
+        }
+}
+
+static void add_rows(int rows, int width, const real *restrict row, real *restrict to) {
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < width; j++) to[(long)i * width + j] += row[j];
+}
+
+static void set_rows(int rows, int width, const real *restrict row, real *restrict to) {
+    for (int i = 0; i < rows; i++) memcpy(to + (long)i * width, row, sizeof(real) * width);
+}
+
+static void add_scaled(int count, real by, const real *restrict x, real *restrict to) {
+    for (int i = 0; i < count; i++) to[i] += by * x[i];
+}
+
+static void sum_rows(int rows, int width, const real *restrict x, real *restrict sum) {
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < width; j++) sum[j] += x[(long)i * width + j];
+}
+
+static double dot(int rows, int width, const real *restrict x, const real *restrict y) {
+    double all = 0;
+    for (int i = 0; i < rows; i++) {
+        real row = 0;
+        for (int j = 0; j < width; j++) row += x[(long)i * width + j] * y[(long)i * width + j];
+        all += row;
+    }
+    return all;
+}
+
+/* rows of a caller's array into a tile, zeros where there is none, and back */
+static void load(int rows, int all, int width, int W, const real *from, real *tile) {
+    for (int i = 0; i < all; i++) {
+        int there = from && i < rows ? width : 0;
+        memcpy(tile + (long)i * W, from ? from + (long)i * width : tile, sizeof(real) * there);
+        memset(tile + (long)i * W + there, 0, sizeof(real) * (W - there));
+    }
+}
+
+static void store(int rows, int width, int W, const real *tile, real *to) {
+    if (to)
+        for (int i = 0; i < rows; i++) memcpy(to + (long)i * width, tile + (long)i * W, sizeof(real) * width);
+}
+
+static const real *at(const real *x, long row, int width) { return x ? x + row * width : NULL; }
+
+static void forward_tile(const Motion *m, const Packed *p, int rows, const real *q, const real *k, real *q_out, real *k_out,
+                         real *memory) {
+    int all = (rows + DOWN - 1) / DOWN * DOWN, W = p->W, M = p->M;
+    real *Q = memory, *K = Q + TILE * W, *Z = K + TILE * W;
+    load(rows, all, m->width, W, q, Q);
+    load(rows, all, m->width, W, k, K);
+    for (int step = 0; step < m->steps; step++) {
+        if (m->parts[step] != 0) add_scaled(all * W, (real)(m->parts[step] * m->dt), K, Q);
+        set_rows(all, M, p->bias, Z);
+        add_product(all, M, m->width, Q, W, 1, p->inner, M, Z, M);
+        activate(m->activation, all * M, Z);
+        add_rows(all, W, p->shift, K);
+        add_product(all, W, m->hidden, Z, M, 1, p->outer, W, K, W);
+    }
+    if (m->parts[m->steps] != 0) add_scaled(all * W, (real)(m->parts[m->steps] * m->dt), K, Q);
+    store(rows, m->width, W, Q, q_out);
+    store(rows, m->width, W, K, k_out);
+}
+
+int NAME(alternate)(long rows, int width, int hidden, int activation, int steps, const double *parts, double dt,
+                    const real *w1, const real *b1, const real *w2, const real *b2, int threads, const real *q,
+                    const real *k, real *q_out, real *k_out) {
+    Motion m = {rows, width, hidden, activation, steps, parts, dt, w1, b1, w2, b2};
+    Packed p;
+    if (pack(&m, &p)) return 1;
+    long tiles = (rows + TILE - 1) / TILE;
+    size_t each = (size_t)TILE * (2 * p.W + p.M);
+    real *memory = aligned(each * threads);
+    if (memory) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+        for (int thread = 0; thread < threads; thread++)
+            for (long tile = tiles * thread / threads; tile < tiles * (thread + 1) / threads; tile++) {
+                long first = tile * TILE, size = (long)width;
+                int now = rows - first < TILE ? (int)(rows - first) : TILE;
+                forward_tile(&m, &p, now, q + first * size, k + first * size, q_out ? q_out + first * size : NULL,
+                             k_out + first * size, memory + each * thread);
+            }
+    }
+    free(memory);
+    free(p.memory);
+    return memory == NULL;
+}
+
+typedef struct { /* what a thread adds up, padded */
+    real *inner, *bias, *outer, *shift;
+    double dt;
+} Sums;
+
+static void backward_tile(const Motion *m, const Packed *p, int rows, int drift, const real *q, const real *k,
+                          const real *gq, const real *gk, real *gq_out, real *gk_out, real *memory, Sums *sums) {
+    int all = (rows + DOWN - 1) / DOWN * DOWN, W = p->W, M = p->M;
+    real *Q = memory, *K = Q + TILE * W, *GQ = K + TILE * W, *GK = GQ + TILE * W, *Z = GK + TILE * W, *GZ = Z + TILE * M;
+    load(rows, all, m->width, W, q, Q);
+    load(rows, all, m->width, W, k, K);
+    load(rows, all, m->width, W, gq, GQ);
+    load(rows, all, m->width, W, gk, GK);
+    for (int step = m->steps; step >= 0; step--) {
+        if (step < m->steps) {
+            set_rows(all, M, p->bias, Z);
+            add_product(all, M, m->width, Q, W, 1, p->inner, M, Z, M);
+            memset(GZ, 0, sizeof(real) * all * M);
+            add_product(all, M, m->width, GK, W, 1, p->outer_back, M, GZ, M);
+            activate_back(m->activation, all * M, Z, GZ);
+            if (step >= drift) {
+                add_product(all, W, m->hidden, Z, M, 1, p->undo, W, K, W);
+                for (int i = 0; i < all; i++) add_scaled(W, -1, p->shift, K + (long)i * W);
+            }
+            add_product(M, W, rows, GZ, 1, M, Q, W, sums->inner, W);
+            add_product(W, M, rows, GK, 1, W, Z, M, sums->outer, M);
+            sum_rows(rows, M, GZ, sums->bias);
+            sum_rows(rows, W, GK, sums->shift);
+            add_product(all, W, m->hidden, GZ, M, 1, p->inner_back, W, GQ, W);
+        }
+        if (m->parts[step] != 0) {
+            real by = (real)(m->parts[step] * m->dt);
+            sums->dt += m->parts[step] * dot(rows, W, GQ, K);
+            add_scaled(all * W, -by, K, Q);
+            add_scaled(all * W, by, GQ, GK);
+        }
+    }
+    store(rows, m->width, W, GQ, gq_out);
+    store(rows, m->width, W, GK, gk_out);
+}
+
+/* gradients: gq and gk by row, `sums` = W1, b1, W2, b2, dt one after the other */
+int NAME(alternate_backward)(long rows, int width, int hidden, int activation, int steps, const double *parts, double dt,
+                             const real *w1, const real *b1, const real *w2, const real *b2, int threads, const real *q,
+                             const real *k, const real *gq, const real *gk, real *gq_out, real *gk_out, real *sums) {
+    Motion m = {rows, width, hidden, activation, steps, parts, dt, w1, b1, w2, b2};
+    Packed p;
+    if (pack(&m, &p)) return 1;
+    int drift = 0; /* the first one: kicks that came after it are undone, so that it finds the key it saw */
+    while (drift < steps && parts[drift] == 0) drift++;
+    long tiles = (rows + TILE - 1) / TILE;
+    size_t matrix = (size_t)p.W * p.M, own = 2 * matrix + p.W + p.M, each = (size_t)TILE * (4 * p.W + 2 * p.M) + own;
+    real *memory = aligned(each * threads);
+    Sums *all = calloc(threads, sizeof(Sums));
+    int failed = !memory || !all;
+    if (!failed) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+        for (int thread = 0; thread < threads; thread++) {
+            real *mine = memory + each * thread;
+            Sums s = {mine, mine + matrix, mine + matrix + p.M, mine + 2 * matrix + p.M, 0};
+            for (long tile = tiles * thread / threads; tile < tiles * (thread + 1) / threads; tile++) {
+                long first = tile * TILE, size = (long)width;
+                int now = rows - first < TILE ? (int)(rows - first) : TILE;
+                backward_tile(&m, &p, now, drift, at(q, first, width), at(k, first, width), at(gq, first, width),
+                              at(gk, first, width), gq_out + first * size, gk_out ? gk_out + first * size : NULL,
+                              mine + own, &s);
+            }
+            all[thread] = s;
+        }
+        real *gw1 = sums, *gb1 = gw1 + (size_t)hidden * width, *gw2 = gb1 + hidden, *gb2 = gw2 + (size_t)width * hidden;
+        double gdt = 0;
+        memset(sums, 0, sizeof(real) * (2 * (size_t)width * hidden + width + hidden + 1));
+        for (int thread = 0; thread < threads; thread++) {
+            Sums s = all[thread];
+            gdt += s.dt;
+            for (int j = 0; j < hidden; j++) {
+                gb1[j] += s.bias[j];
+                for (int i = 0; i < width; i++) {
+                    gw1[(size_t)j * width + i] += s.inner[(size_t)j * p.W + i];
+                    gw2[(size_t)i * hidden + j] += s.outer[(size_t)i * p.M + j];
+                }
+            }
+            for (int i = 0; i < width; i++) gb2[i] += s.shift[i];
+        }
+        for (size_t i = 0; i < (size_t)width * hidden; i++) { /* so far they are gradients of dt W2 and dt b2 */
+            gdt += (double)gw2[i] * w2[i];
+            gw2[i] *= (real)dt;
+        }
+        for (int i = 0; i < width; i++) {
+            gdt += (double)gb2[i] * b2[i];
+            gb2[i] *= (real)dt;
+        }
+        gb2[width] = (real)gdt;
+    }
+    free(memory);
+    free(all);
+    free(p.memory);
+    return failed;
+}

@@ -1,0 +1,87 @@
+"""The papers' arms as models by name: `60m/hamiltonian` is coupled attention with as many parameters as `60m/standard`.
+
+| name                                 | arm                                                          |
+|--------------------------------------|--------------------------------------------------------------|
+| `standard`, `differential`           | without a coupling                                           |
+| `hamiltonian`, `euler`               | the paper's two couplings, one step                          |
+| `hamiltonian-1` .. `hamiltonian-7`   | so many steps                                                |
+| `uncoupled`                          | the control: as many parameters, and nothing passes          |
+| `affine`, `differential-affine`      | the invertible coupling of the paper's second version        |
+
+each at 60m, 150m and 350m; without dynamics, and affine, at 455m too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+
+from qkflow.errors import unknown
+from qkflow.mechanisms.coupling import MOST_STEPS
+from qkflow.models import DecoderConfig, matched, parameters, size
+
+ARMS: dict[str, str] = {
+    "standard": "standard",
+    "differential": "differential",
+    "hamiltonian": "coupled",
+    **{f"hamiltonian-{steps}": f"standard+hamiltonian:steps={steps}" for steps in range(1, MOST_STEPS + 1)},
+    "euler": "standard+euler",
+    "uncoupled": "standard+uncoupled",
+    "affine": "standard+affine",
+    "differential-affine": "differential+affine",
+}
+"""The spec of each arm by its short name."""
+
+_SECOND = ("standard", "differential", "affine", "differential-affine")
+_SIZES = {"60m": tuple(ARMS), "150m": tuple(ARMS), "350m": tuple(ARMS), "455m": _SECOND}
+_NAMES = tuple(f"{size}/{arm}" for size, arms in _SIZES.items() for arm in arms)
+
+
+def shape(name: str) -> DecoderConfig:
+    """Standard attention at a size of the papers; 455m, which is not a size of `qkflow.models`, has a shape of ours.
+
+    >>> parameters(shape("455m"))
+    454166528
+    """
+    return replace(size("350m"), hidden=4096) if name == "455m" else size(name)
+
+
+def models() -> Mapping[str, DecoderConfig]:
+    """Every named model; a config is solved for when it is asked for, so that its parameters are `standard`'s.
+
+    >>> models()["60m/hamiltonian"].mechanism, models()["60m/hamiltonian"].hidden
+    ('coupled', 2107)
+    """
+    return _Models()
+
+
+class _Models(Mapping[str, DecoderConfig]):
+    def __getitem__(self, name: str) -> DecoderConfig:
+        if name not in _NAMES:
+            raise KeyError(str(unknown("model", name, _NAMES)))
+        return _solved(*name.split("/"))
+
+    def __contains__(self, name: object) -> bool:
+        return name in _NAMES  # without solving for it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def __len__(self) -> int:
+        return len(_NAMES)
+
+
+@cache
+def _solved(size_name: str, arm: str) -> DecoderConfig:
+    base, counted = shape(size_name), arm.partition("-")[0]
+    if arm == "standard":
+        return base
+    if counted == "hamiltonian" and arm != counted:  # steps have no parameters of their own
+        return replace(_solved(size_name, counted), mechanism=ARMS[arm])
+    return matched(replace(base, mechanism=ARMS[arm]), _target(size_name))
+
+
+@cache
+def _target(size_name: str) -> int:
+    return parameters(shape(size_name))

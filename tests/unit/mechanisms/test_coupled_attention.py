@@ -1,0 +1,289 @@
+"""Attention with a coupling: where the motion takes place, who moves with whom, and that a shortcut changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from qkflow.mechanisms import CoupledAttention, CouplingConfig, StandardAttention, mechanism
+from qkflow.ops.norm import rms_norm
+from qkflow.ops.rotary import rotate, turns
+
+WIDTH, HEADS = 32, 8
+K = WIDTH // HEADS
+COUPLINGS = [
+    "hamiltonian",
+    "hamiltonian:steps=3,integrator=leapfrog",
+    "hamiltonian:force=potential,steps=2",
+    "hamiltonian:force=none",
+    "hamiltonian:sharing=none",
+    "euler:steps=2",
+    "affine:alternations=2",
+    "uncoupled",
+    "nonlinear-query",
+]
+FOLDING = COUPLINGS[:5]
+BASES = ["standard", "differential"]
+
+
+def make(base: str, coupling: str, options: str = "", *, dtype: torch.dtype = torch.float64) -> Any:
+    """A layer away from its start."""
+    dynamics, _, own = coupling.partition(":")
+    spec = f"{base}+{dynamics}:" + ",".join(filter(None, [own, options]))
+    layer = mechanism(spec)(WIDTH, HEADS, layer=1, layers=2).to(dtype)
+    with torch.no_grad():
+        for parameter in layer.coupling.parameters():  # type: ignore[union-attr]
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return layer
+
+
+def stream(b: int = 2, t: int = 6, *, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(b, t, WIDTH, dtype=dtype)
+
+
+def close(got: Any, want: Any, within: float = 1e-12) -> None:
+    assert_close(got, want, rtol=0, atol=within)
+
+
+class Given(nn.Linear):
+    """A projection that gives what it was told, whatever it is asked."""
+
+    def __init__(self, what: Tensor) -> None:
+        super().__init__(1, 1, bias=False)
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.what.flatten(2)
+
+
+class Own(nn.Linear):
+    """A projection of somebody else's, such as an adapter."""
+
+    times: float = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.times * super().forward(x)
+
+
+def owned(layer: Any, *names: str, times: float = 1.0) -> Any:
+    for name in names:
+        old = getattr(layer, name)
+        new = Own(old.in_features, old.out_features, bias=False)
+        new.weight, new.times = old.weight, times
+        setattr(layer, name, new)
+    return layer
+
+
+def without(layer: Any, base: str, options: str, q: Tensor, k: Tensor) -> Any:
+    """The mechanism without a coupling, given queries and keys instead of projecting them."""
+    plain: Any = mechanism(f"{base}:{options}")(WIDTH, HEADS, layer=1, layers=2).double()
+    plain.load_state_dict({n: w for n, w in layer.state_dict().items() if not n.startswith("coupling.")})
+    plain.query, plain.key = Given(q), Given(k)
+    return plain
+
+
+def groups(base: str, keys: int) -> list[list[int]]:
+    """The heads of queries that look at each head of keys; a differential head's maps are heads 2i and 2i + 1."""
+    if base == "standard":
+        r = HEADS // keys
+        return [list(range(g * r, (g + 1) * r)) for g in range(keys)]
+    r = HEADS // 2 // keys
+    return [[2 * i + m for i in range(g * r, (g + 1) * r)] for g in range(keys) for m in (0, 1)]
+
+
+def moved_by_hand(layer: Any, x: Tensor, who: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Queries and keys after the motion, a group at a time. One network for all heads."""
+    q, k = (x @ w.weight.T for w in (layer.query, layer.key))
+    q, k = q.unflatten(2, (HEADS, K)), k.unflatten(2, (len(who), K))
+    one = layer.coupling.config(1, 1, K).double()
+    one.load_state_dict(layer.coupling.state_dict())
+    q_after, k_after = q.clone(), k.clone()
+    for key, heads in enumerate(who):
+        mean = sum(q[:, :, h] for h in heads)[:, :, None] / len(heads)  # type: ignore[index]
+        to, k_after[:, :, [key]] = one(mean, k[:, :, [key]])
+        for h in heads:
+            alone = one(q[:, :, [h]], k[:, :, [key]])[0]
+            q_after[:, :, [h]] = q[:, :, [h]] + (to - mean) if one.pairs else alone
+    return q_after, k_after
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("options", ["", "qk_norm=True", "window=3,rotary_base=None"])
+@pytest.mark.parametrize("coupling", [c for c in COUPLINGS if "sharing" not in c])
+@pytest.mark.parametrize("base", BASES)
+def test_it_is_the_mechanism_of_moved_queries_and_keys(
+    base: str, coupling: str, options: str, mode: Callable[[], Any]
+) -> None:
+    """So the motion comes before norm and position."""
+    layer, x = make(base, coupling, options), stream()
+    with mode():
+        moved = moved_by_hand(layer, x, groups(base, HEADS if base == "standard" else HEADS // 2))
+        plain = without(layer, base, options, *moved)
+        close(layer(x)[0], plain(x)[0])
+        close(layer.weights(x), plain.weights(x))
+        close(layer.values(x), plain.values(x))
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("keys", [1, 2])
+@pytest.mark.parametrize("coupling", ["hamiltonian", "euler:steps=2", "affine", "uncoupled", "nonlinear-query"])
+@pytest.mark.parametrize("base", BASES)
+def test_each_query_of_a_group_moves_as_the_mean_of_the_group_does(
+    base: str, coupling: str, keys: int, mode: Callable[[], Any]
+) -> None:
+    options = f"key_heads={keys}"
+    layer, x = make(base, coupling, options), stream()
+    with mode():
+        plain = without(layer, base, options, *moved_by_hand(layer, x, groups(base, keys)))
+        close(layer(x)[0], plain(x)[0])
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize("base", BASES)
+def test_a_drift_folded_into_the_projection_changes_neither_values_nor_gradients(base: str, coupling: str) -> None:
+    layer, x = make(base, coupling, "qk_norm=True"), stream().requires_grad_()
+    folded = layer(x)[0]
+    with torch.no_grad():
+        close(layer(x)[0], folded.detach())
+    weight, leaves = torch.randn_like(folded), [x, *layer.parameters()]
+    got = torch.autograd.grad(folded, leaves, weight)
+    plain = owned(layer, "query", "key")(x)[0]
+    close(plain, folded)
+    close(got, torch.autograd.grad(plain, leaves, weight), within=1e-11)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("which", ["query", "key"])
+@pytest.mark.parametrize("coupling", FOLDING)
+def test_a_projection_of_somebody_elses_is_called(coupling: str, which: str, mode: Callable[[], Any]) -> None:
+    layer, x = make("standard", coupling), stream()
+    other = make("standard", coupling)
+    other.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        getattr(other, which).weight.mul_(2)
+    with mode():
+        close(owned(layer, which, times=2.0)(x)[0], other(x)[0])
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("which", ["query", "key"])
+@pytest.mark.parametrize("coupling", FOLDING)
+def test_a_bias_on_a_projection_counts(coupling: str, which: str, mode: Callable[[], Any]) -> None:
+    layer, x = make("standard", coupling), stream()
+    getattr(layer, which).bias = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+    with mode():
+        got = layer(x)[0]
+        q, k = layer.query(x).view(2, 6, HEADS, K), layer.key(x).view(2, 6, HEADS, K)
+        moved = layer.coupling(q, k)
+        delattr(layer, which)
+        setattr(layer, which, nn.Linear(WIDTH, WIDTH, bias=False).double())
+        close(got, without(layer, "standard", "", *moved)(x)[0])
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("which", ["query", "key"])
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_a_hook_on_a_projection_is_heard(coupling: str, which: str, mode: Callable[[], Any]) -> None:
+    layer, x = make("standard", coupling), stream()
+    twice = make("standard", coupling)
+    twice.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        getattr(twice, which).weight.mul_(2)
+    seen: list[torch.Size] = []
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        seen.append(output.shape)
+        return 2 * output
+
+    getattr(layer, which).register_forward_hook(hook)
+    with mode():
+        close(layer(x)[0], twice(x)[0])
+    assert seen == [x.shape]
+
+
+def test_a_hook_before_a_projection_is_heard() -> None:
+    layer, x = make("standard", "hamiltonian"), stream()
+    seen: list[str] = []
+    layer.query.register_forward_pre_hook(lambda module, args: seen.append("query"))
+    layer.key.register_full_backward_hook(lambda module, into, out: seen.append("key"))
+    layer(x.requires_grad_())[0].sum().backward()
+    assert sorted(seen) == ["key", "query"]
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize("base", BASES)
+def test_a_cached_key_never_changes(base: str, coupling: str) -> None:
+    layer, x = make(base, coupling, "key_heads=2,qk_norm=True"), stream(2, 9)
+    with torch.no_grad():
+        _, state = layer(x[:, :4])
+        before = state.tensors[0].clone()
+        for token in x[:, 4:].split(1, 1):
+            _, state = layer(token, state)
+        _, whole = layer(x)
+    close(state.tensors[0][:, :4], before, within=0)
+    close(state.tensors[0], whole.tensors[0])
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_what_is_cached_has_moved_then_been_normed_then_turned(coupling: str) -> None:
+    layer, x = make("standard", coupling, "qk_norm=True"), stream()
+    with torch.no_grad():
+        layer.key_norm.uniform_(0.5, 2)
+        q, k = layer.query(x).view(2, 6, HEADS, K), layer.key(x).view(2, 6, HEADS, K)
+        k = rms_norm(layer.coupling(q, k)[1], layer.key_norm)
+        by = turns(0, 6, heads=HEADS, width=K, base=10000.0, like=k)
+        close(layer(x)[1].tensors[0], rotate(k, by))
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize("base", BASES)
+def test_all_of_a_coupling_is_of_the_qk_circuit(base: str, coupling: str) -> None:
+    layer = make(base, coupling, "qk_norm=True")
+    circuits = layer.circuits()
+    names = {name for name, _ in layer.named_parameters()}
+    assert {name for name in names if name.startswith("coupling.")} <= set(circuits.qk)
+    assert set(circuits.qk) | set(circuits.ov) == names
+    assert not set(circuits.qk) & set(circuits.ov)
+    assert len(circuits.qk) == len(set(circuits.qk))
+
+
+@pytest.mark.parametrize("options", ["", "key_heads=2"])
+@pytest.mark.parametrize("coupling", [*COUPLINGS, "hamiltonian:steps=7,integrator=leapfrog"])
+@pytest.mark.parametrize("base", BASES)
+def test_half_precision_trains_and_decodes_near_the_full_one(base: str, coupling: str, options: str) -> None:
+    layer, x = make(base, coupling, options, dtype=torch.float32), stream(dtype=torch.float32)
+    exact, leaves = layer(x)[0], [*layer.parameters()]
+    want = torch.autograd.grad(exact.square().sum(), leaves)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)[0]
+        with torch.no_grad():
+            state, steps = None, []
+            for token in x.split(1, 1):
+                step, state = layer(token, state)
+                steps.append(step)
+    got = torch.autograd.grad(y.float().square().sum(), leaves)
+    for out in (y.detach(), torch.cat(steps, 1)):
+        assert float((out - exact.detach()).norm() / exact.detach().norm()) < 0.05
+    total = torch.cat([w.flatten() for w in want])
+    assert float((torch.cat([g.flatten() for g in got]) - total).norm() / total.norm()) < 0.1
+
+
+def test_coupled_attention_is_standard_attention_with_a_hamiltonian_coupling() -> None:
+    coupled, x = CoupledAttention(WIDTH, HEADS).double(), stream()
+    other = mechanism("standard+hamiltonian")(WIDTH, HEADS, layer=0, layers=1).double()
+    assert coupled.config.coupling == CouplingConfig()
+    other.load_state_dict(coupled.state_dict())
+    assert torch.equal(coupled(x)[0], other(x)[0])
+
+
+@pytest.mark.parametrize("coupling", ["affine", "uncoupled", "nonlinear-query"])
+def test_a_coupling_that_starts_as_the_identity_leaves_the_mechanism_as_it_was(coupling: str) -> None:
+    plain, x = StandardAttention(WIDTH, HEADS).double(), stream()
+    layer = mechanism(f"standard+{coupling}")(WIDTH, HEADS, layer=0, layers=1).double()
+    layer.load_state_dict({**layer.state_dict(), **plain.state_dict()})
+    assert torch.equal(layer(x)[0], plain(x)[0])

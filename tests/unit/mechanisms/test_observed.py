@@ -1,0 +1,226 @@
+"""What can be seen of a coupling is what it does."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from qkflow.errors import UsageError
+from qkflow.mechanisms import Coupling, CouplingConfig, DifferentialAttention, Mechanism, mechanism
+from qkflow.mechanisms.softmax import SoftmaxMechanism
+from qkflow.ops.sensitivity import Sensitivity
+
+COUPLINGS = {
+    "symplectic": CouplingConfig(steps=3),
+    "symplectic, a network a head": CouplingConfig(steps=2, sharing="none"),
+    "leapfrog": CouplingConfig(integrator="leapfrog", steps=4),
+    "leapfrog down a potential": CouplingConfig(integrator="leapfrog", force="potential", steps=3),
+    "a drift": CouplingConfig(force="none", steps=2),
+    "euler": CouplingConfig(dynamics="euler", steps=3),
+    "euler down a potential": CouplingConfig(dynamics="euler", force="potential", steps=3),
+    "affine": CouplingConfig(dynamics="affine", alternations=2),
+    "uncoupled": CouplingConfig(dynamics="uncoupled", steps=3),
+    "uncoupled, a network a head": CouplingConfig(dynamics="uncoupled", steps=3, sharing="none"),
+    "nonlinear query": CouplingConfig(dynamics="nonlinear-query"),
+}
+CONTROLS = [name for name in COUPLINGS if "uncoupled" in name or "nonlinear" in name]
+
+
+def coupling(config: CouplingConfig, *, queries: int = 3, keys: int = 3, trained: bool = True) -> Coupling:
+    made = config(queries, keys, 4).double()
+    for parameter in made.parameters() if trained else ():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def pairs(heads: int = 3, t: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(2, t, heads, 4, dtype=torch.float64), torch.randn(2, t, heads, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", COUPLINGS)
+def test_a_path_begins_where_the_pairs_are_and_ends_where_the_module_moves_them(name: str) -> None:
+    config = COUPLINGS[name]
+    made, (q, k) = coupling(config), pairs()
+    path = made.path(q, k)
+    assert len(path) == 1 + {"affine": config.alternations, "nonlinear-query": 1}.get(config.dynamics, config.steps)
+    assert_close(path[0], (q, k), rtol=0, atol=0)
+    assert_close(path[-1], made(q, k), rtol=1e-12, atol=1e-12)
+
+
+def test_each_stop_of_a_path_is_where_a_shorter_motion_ends() -> None:
+    long = coupling(CouplingConfig(integrator="leapfrog", force="potential", steps=3))
+    q, k = pairs()
+    for steps, state in enumerate(long.path(q, k)[1:], start=1):
+        short = coupling(CouplingConfig(integrator="leapfrog", force="potential", steps=steps))
+        short.load_state_dict(long.state_dict())
+        assert_close(state, short(q, k), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", COUPLINGS)
+def test_a_path_of_grouped_queries_is_that_of_their_mean(name: str) -> None:
+    made, (q, k) = coupling(COUPLINGS[name], queries=6, keys=3), pairs()
+    path = made.path(q, k)
+    together = q.repeat_interleave(2, dim=2)
+    moved, key = made(together, k)
+    assert_close(path[0], (q, k), rtol=0, atol=1e-15)
+    assert_close(path[-1], (moved.unflatten(2, (3, 2)).mean(3), key), rtol=1e-12, atol=1e-12)
+
+
+def test_a_path_of_heads_that_do_not_pair_is_refused() -> None:
+    q, k = pairs(2)
+    with pytest.raises(UsageError, match="3 queries and as many keys of width 4"):
+        coupling(CouplingConfig()).path(q, k)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_nothing_passes_in_a_control(name: str) -> None:
+    made = coupling(COUPLINGS[name], queries=6)
+    found = made.sensitivity(*pairs())
+    assert (found.query_on_key, found.key_on_query) == (0.0, 0.0)
+    assert found.query_change > 0.01
+
+
+@pytest.mark.parametrize("integrator", ["symplectic-euler", "leapfrog"])
+def test_a_hamiltonian_coupling_begins_as_a_drift_of_its_steps(integrator: str) -> None:
+    for steps in (1, 3):
+        made = coupling(CouplingConfig(integrator=integrator, steps=steps), trained=False)  # pyright: ignore
+        found = made.sensitivity(*pairs())
+        assert made.step_size is not None
+        assert found.query_on_key == pytest.approx(steps * made.step_size, rel=1e-14)
+        assert found.key_on_query == found.query_change == found.key_change == 0.0
+
+
+def test_an_affine_coupling_begins_as_the_identity() -> None:
+    found = coupling(CouplingConfig(dynamics="affine"), trained=False).sensitivity(*pairs())
+    assert found == Sensitivity(
+        query_on_query=1.0, query_on_key=0.0, key_on_query=0.0, key_on_key=1.0, query_change=0.0, key_change=0.0
+    )
+
+
+@pytest.mark.parametrize("name", COUPLINGS)
+def test_sensitivity_is_that_of_the_module_itself(name: str) -> None:
+    made, (q, k) = coupling(COUPLINGS[name]), pairs(t=1)
+    found = made.sensitivity(q[:1], k[:1])
+
+    def block(after: int, before: int) -> float:
+        def move(x: torch.Tensor) -> torch.Tensor:
+            given = [q[:1], k[:1]]
+            given[before] = x
+            return made(*given)[after].view(3, 4)
+
+        whole = torch.autograd.functional.jacobian(move, (q, k)[before][:1]).view(3, 4, 3, 4)  # pyright: ignore
+        own = torch.stack([whole[head, :, head] for head in range(3)])
+        return float((own.square().sum() / 3 / 4).sqrt())
+
+    want = [block(after, before) for after in (0, 1) for before in (0, 1)]
+    got = [getattr(found, field.name) for field in fields(found)][:4]
+    assert got == pytest.approx(want, rel=1e-10, abs=1e-15)
+
+
+def test_a_sample_of_tokens_is_taken_evenly_and_always_the_same() -> None:
+    made, (q, k) = coupling(COUPLINGS["euler"]), pairs(t=50)
+    taken = torch.tensor([0, 33, 66, 99])
+    some = [x.flatten(0, 1)[taken][None] for x in (q, k)]
+    assert made.sensitivity(q, k, most=12) == made.sensitivity(q, k, most=14) == made.sensitivity(*some)
+    assert made.sensitivity(q, k, most=1) == made.sensitivity(q[:1, :1], k[:1, :1])  # a token at least
+
+
+def test_figures_do_not_depend_on_the_precision_of_the_model_and_leave_it_alone() -> None:
+    made, (q, k) = coupling(COUPLINGS["leapfrog down a potential"]).float(), pairs()
+    q, k = q.float(), k.float()
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    found, energy = made.sensitivity(q, k), made.energy(q, k)
+    wide = made.double()
+    assert (wide.sensitivity(q.double(), k.double()), wide.energy(q.double(), k.double())) == (found, energy)
+    assert all(torch.equal(value, before[name].double()) for name, value in made.state_dict().items())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in made.parameters())
+
+
+def test_leapfrog_keeps_the_energy_better_than_euler_and_none_is_claimed_without_a_potential() -> None:
+    q, k = pairs()
+    leapfrog, euler = (coupling(COUPLINGS[f"{name} down a potential"]) for name in ("leapfrog", "euler"))
+    for made in (leapfrog, euler):
+        torch.nn.init.constant_(made.dt, 0.2)  # pyright: ignore
+    euler.load_state_dict(leapfrog.state_dict())
+    good, bad = leapfrog.energy(q, k), euler.energy(q, k)
+    assert good is not None
+    assert bad is not None
+    assert 0 < 3 * good.drift < bad.drift <= bad.worst
+    for made in (coupling(config) for config in COUPLINGS.values() if config.force != "potential"):
+        assert made.energy(q, k) is None
+
+
+def test_energies_are_those_of_the_states_on_the_path() -> None:
+    made, (q, k) = coupling(COUPLINGS["leapfrog down a potential"]), pairs()
+    found = made.energy(q, k)
+    assert found is not None
+    along = torch.stack([made.force.energy(*state) for state in made.path(q, k)]).flatten(1).detach()  # pyright: ignore
+    assert found.mean == pytest.approx(along.mean(1).tolist())
+    assert found.median == pytest.approx(along.quantile(0.5, dim=1).tolist())
+    assert (found.low, found.high) == (
+        pytest.approx(along.quantile(0.1, dim=1).tolist()),
+        pytest.approx(along.quantile(0.9, dim=1).tolist()),
+    )
+    strayed = ((along - along[0]) / along[0]).abs().amax(0)
+    assert (found.drift, found.worst) == pytest.approx((float(strayed.mean()), float(strayed.max())))
+
+
+def layer(spec: str, heads: int = 8) -> SoftmaxMechanism:
+    made = mechanism(spec)(32, heads, layer=1, layers=2)
+    assert isinstance(made, SoftmaxMechanism)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return made.double()
+
+
+@pytest.mark.parametrize("spec", ["standard", "differential"])
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_pairs_of_a_mechanism_are_what_its_coupling_moves(spec: str, key_heads: int) -> None:
+    made, x = layer(f"{spec}+hamiltonian:key_heads={key_heads},steps=2"), torch.randn(2, 5, 32, dtype=torch.float64)
+    q, k = made.pairs(x)
+    assert q.shape == k.shape == (2, 5, made.shape.keys, 4)
+    assert made.coupling is not None
+    seen: list[torch.Tensor] = []
+    move = made.coupling.move
+
+    def spy(q: torch.Tensor, k: torch.Tensor, *, drifted: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.extend((q, k))
+        return move(q, k, drifted=drifted)
+
+    made.coupling.move = spy
+    with torch.no_grad():  # no drift is folded into the projection
+        made(x)
+    assert_close((q, k), tuple(seen), rtol=1e-12, atol=1e-12)
+
+
+def test_a_mechanism_without_a_coupling_has_pairs_too() -> None:
+    made, x = layer("standard"), torch.randn(1, 3, 32, dtype=torch.float64)
+    assert_close(made.pairs(x)[0].flatten(2), made.query(x))
+    assert made.exhibits(x) == ()
+
+
+def titles(made: Mechanism) -> list[str]:
+    with torch.no_grad():
+        return [exhibit.title for exhibit in made.exhibits(torch.randn(1, 6, 32, dtype=torch.float64))]
+
+
+def test_a_coupling_is_shown_beside_what_the_mechanism_shows_itself() -> None:
+    strength, step, energy = titles(layer("standard+hamiltonian:force=potential"))
+    assert titles(layer("standard+hamiltonian")) == titles(layer("standard+uncoupled")) == [strength, step]
+    assert titles(layer("standard+affine")) == titles(layer("standard+nonlinear-query")) == [strength]
+    (own,) = titles(layer("differential"))
+    assert titles(layer("differential+hamiltonian:force=potential")) == [strength, step, energy, own]
+
+
+def test_exhibits_hold_the_figures() -> None:
+    made = layer("differential+euler:force=potential,steps=2,dt=0.25")
+    assert isinstance(made, DifferentialAttention)
+    assert made.coupling is not None
+    x = torch.randn(1, 6, 32, dtype=torch.float64)
+    strength, step, energy, _ = made.exhibits(x)
+    found, along = made.coupling.sensitivity(*made.pairs(x)), made.coupling.energy(*made.pairs(x))
+    assert along is not None
+    assert strength.values == ((found.key_on_query,), (found.query_on_key,))
+    assert step.values == ((made.coupling.step_size,), (0.25,))
+    assert (energy.x, energy.values[0]) == ((0.0, 1.0, 2.0), along.mean)

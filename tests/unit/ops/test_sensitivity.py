@@ -1,0 +1,64 @@
+"""The Jacobian of a motion of pairs, block by block."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from qkflow.errors import UsageError
+from qkflow.ops.coupled import leapfrog, mlp_force
+from qkflow.ops.sensitivity import Blocks, jacobian, sensitivity
+
+
+def pairs(*shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=g, dtype=torch.float64), torch.randn(*shape, generator=g, dtype=torch.float64)
+
+
+def moved(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    w1, w2 = (torch.randn(3, 3, generator=g, dtype=torch.float64) for _ in range(2))
+    bias = torch.ones(3, dtype=torch.float64)
+    return leapfrog(q, k, lambda q: mlp_force(q, w1, bias, w2, bias), 0.3, 2)
+
+
+@given(n=st.integers(1, 4), g=st.integers(1, 3), seed=st.integers(0, 100))
+@settings(deadline=None, max_examples=10)
+def test_blocks_are_those_of_torchs_jacobian_at_each_pair(n: int, g: int, seed: int) -> None:
+    q, k = pairs(n, g, 3, seed=seed)
+    found = jacobian(moved, q, k)
+    for i in range(n):
+        for j in range(g):
+            want = torch.autograd.functional.jacobian(moved, (q[i, j], k[i, j]))
+            assert_close(Blocks(*(block[i, j] for block in found)), Blocks(*want[0], *want[1]), rtol=1e-12, atol=1e-12)
+
+
+def test_sizes_are_root_mean_squares_over_pairs_in_units_of_the_identity() -> None:
+    q, k = pairs(5, 4)
+    found = sensitivity(lambda q, k: (q + 0.25 * k, 3 * k - 0.5 * q), q, k)
+    assert (found.query_on_query, found.query_on_key) == pytest.approx((1.0, 0.25), abs=1e-15)
+    assert (found.key_on_query, found.key_on_key) == pytest.approx((0.5, 3.0), abs=1e-15)
+    assert (found.query_change, found.key_change) == pytest.approx((0.0, 2.0), abs=1e-15)
+    blocks = jacobian(moved, *pairs(6, 3))
+    want = torch.stack([torch.linalg.matrix_norm(block) for block in blocks.key_on_query]).square().mean() / 3
+    assert sensitivity(moved, *pairs(6, 3)).key_on_query == pytest.approx(float(want.sqrt()))
+
+
+def test_what_is_left_out_counts_for_nothing() -> None:
+    found = sensitivity(lambda q, k: (2 * q, k), *pairs(3, 2))
+    assert (found.query_on_key, found.key_on_query, found.key_change) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_can_be_asked_for_where_gradients_are_off(mode: type) -> None:
+    want = sensitivity(moved, *pairs(2, 3))
+    with mode():
+        q, k = pairs(2, 3)
+        assert sensitivity(moved, q, k) == want
+    assert not q.requires_grad
+
+
+def test_queries_and_keys_that_do_not_pair_are_refused() -> None:
+    with pytest.raises(UsageError, match="in pairs"):
+        jacobian(moved, torch.zeros(2, 3), torch.zeros(1, 3))
