@@ -3,8 +3,8 @@
     python benchmarks/corpora.py medline OUT.jsonl abstracts.jsonl.xz ...
     python benchmarks/corpora.py web OUT.jsonl FOLDER
 
-`medline` is a title and an abstract a document. `web` is heterogeneous on purpose: about equal parts of C4, OpenWebText,
-forums and chats (NLTK's web text), newswire (Reuters), edited prose (Brown) and film reviews, in random order.
+`medline` is a title and an abstract a document. `web` is heterogeneous on purpose: at most 1.3M characters each of C4,
+OpenWebText, forums and chats (NLTK's web text), newswire (Reuters), edited prose (Brown) and film reviews, shuffled.
 """
 
 from __future__ import annotations
@@ -24,20 +24,18 @@ PART = 1_300_000
 
 def medline(paths: list[Path]) -> Iterator[str]:
     for path in paths:
-        for line in lzma.open(path, "rt", encoding="utf-8"):
-            record = json.loads(line)
+        for record in map(json.loads, lines(path)):
             body = "\n".join(part["text"] for part in record["abstract"] if part["text"])
             if body:
                 yield f"{record['title']}\n{body}"
 
 
 def web(folder: Path) -> Iterator[str]:
-    owt = (folder / "owt_passages_1000.jsonl").read_text(encoding="utf-8").splitlines()
     parts = [
-        lzma.open(folder / "exl3_c4.utf8.xz", "rt", encoding="utf-8").read().splitlines(),
-        [json.loads(line)["text"] for line in owt],
+        lines(folder / "exl3_c4.utf8.xz"),
+        [json.loads(line)["text"] for line in lines(folder / "owt_passages_1000.jsonl")],
         [passage for text in zipped(folder / "nltk_webtext.zip", ".txt") for passage in passages(text)],
-        [json.loads(line)["body"] for line in lzma.open(folder / "reuters21578.jsonl.xz", "rt", encoding="utf-8")],
+        [json.loads(line)["body"] for line in lines(folder / "reuters21578.jsonl.xz")],
         [re.sub(r"/\S+", "", text).strip() for text in zipped(folder / "brown.zip", "")],
         list(zipped(folder / "movie_reviews.zip", ".txt")),
     ]
@@ -51,6 +49,11 @@ def web(folder: Path) -> Iterator[str]:
                 taken += len(text)
     rng.shuffle(chosen)
     yield from chosen
+
+
+def lines(path: Path) -> list[str]:
+    data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+    return data.decode().split("\n")[:-1]
 
 
 def zipped(path: Path, ending: str) -> Iterator[str]:

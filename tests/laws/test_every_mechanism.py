@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -9,8 +11,9 @@ from torch.testing import assert_close
 from qkflow.laws import LAWS, check
 from qkflow.laws.modules import compiler_fault
 from qkflow.mechanisms import mechanism, mechanisms
+from qkflow.mechanisms.coupling import DYNAMICS
 
-BASES = ("standard", "differential")
+BASES = ("standard", "differential", "coupled")
 VARIANTS = (
     "standard:key_heads=2",
     "standard:qk_norm=True",
@@ -19,6 +22,20 @@ VARIANTS = (
     "standard:rotary_base=None",
     "differential:key_heads=1",
     "differential:window=4,qk_norm=True",
+    "coupled:steps=7",
+    "coupled:integrator=leapfrog,force=potential,steps=3",
+    "coupled:window=3,key_heads=1,qk_norm=True",
+    "coupled:sharing=none,key_heads=2",
+    "coupled:force=none",
+    "standard+euler:steps=2",
+    "standard+affine:alternations=2",
+    "standard+uncoupled",
+    "standard+nonlinear-query",
+    "differential+hamiltonian:key_heads=1,qk_norm=True",
+    "differential+euler",
+    "differential+affine",
+    "differential+uncoupled:window=4",
+    "differential+nonlinear-query",
 )
 SPECS = (*BASES, *VARIANTS, *sorted(set(mechanisms()) - set(BASES)))
 """A mechanism that joins the registry is held to the laws without a word here."""
@@ -26,7 +43,13 @@ SPECS = (*BASES, *VARIANTS, *sorted(set(mechanisms()) - set(BASES)))
 
 def test_the_built_in_mechanisms_are_among_those_tried() -> None:
     assert set(BASES) <= set(mechanisms())
-    assert {spec.partition(":")[0] for spec in SPECS} == set(mechanisms())
+    assert {re.split("[+:]", spec)[0] for spec in SPECS} == set(mechanisms())
+
+
+@pytest.mark.parametrize("base", ["standard", "differential"])
+def test_every_dynamics_is_among_them_on_either_base(base: str) -> None:
+    tried = {mechanism(spec).coupling for spec in SPECS if base in re.split("[+:]", spec.replace("coupled", base))}
+    assert {coupling.dynamics for coupling in tried if coupling} == set(DYNAMICS)
 
 
 @pytest.mark.parametrize("law", [law for law in LAWS if law != "compilation"])

@@ -33,10 +33,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkflow.errors import UsageError, unknown
-from qkflow.mechanisms.forces import MLP, Potential
+from qkflow.mechanisms.forces import MLP, Potential, evolve, kick
 from qkflow.mechanisms.observed import SCHEMES, Observed
-from qkflow.ops.coupled import Integrator, Shift, affine_coupling, affine_coupling_inverse, alternate, drifts
-from qkflow.ops.reversible import alternate_fast
+from qkflow.ops.coupled import Integrator, Shift, affine_coupling, affine_coupling_inverse, drifts
 from qkflow.ops.sensitivity import Move
 
 Dynamics = Literal["hamiltonian", "euler", "affine", "uncoupled", "nonlinear-query"]
@@ -171,7 +170,7 @@ class Motion(Coupling):
         parts = drifts(self.config.integrator, self.config.steps)
         parts = (0.0, *parts[1:]) if drifted else parts
         if self.force is None:
-            return torch.addcmul(q, k, self.dt.to(q.dtype), value=sum(parts)), k
+            return (torch.addcmul(q, k, self.dt.to(q.dtype), value=sum(parts)) if any(parts) else q), k
         if self.config.dynamics == "hamiltonian":
             return evolve(q, k, self.force, self.dt, parts)
         for _ in range(self.config.steps):
@@ -281,22 +280,6 @@ class NonlinearQuery(Coupling):
     def flops(self) -> int:
         """A perceptron for each query."""
         return self.queries * self.of_query.flops()
-
-
-def kick(k: Queries, q: Queries, force: MLP | Potential, dt: Float[Tensor, ""]) -> Queries:
-    r"""K + \delta f(q)."""
-    return evolve(q, k, force, dt, (0.0, 0.0))[1]
-
-
-def evolve(
-    q: Queries, k: Queries, force: MLP | Potential, dt: Float[Tensor, ""], parts: tuple[float, ...]
-) -> tuple[Queries, Queries]:
-    """Drifts and kicks: fast with one network for all heads, which is then a matter of rows."""
-    dt = dt.to(q.dtype)
-    if force.each:
-        return alternate(q, k, force, dt, parts)
-    w1, b1, w2, b2 = (w.to(q.dtype) for w in force.perceptron())
-    return alternate_fast(q, k, (w1, b1, w2, b2), dt, parts, force.activation)
 
 
 _KINDS: dict[str, type[Coupling]] = {

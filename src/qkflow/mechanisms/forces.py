@@ -1,4 +1,4 @@
-"""The networks inside a coupling: one for all heads, or one for each."""
+"""The networks inside a coupling, one for all heads or one for each, and motion under them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkflow.ops import native
-from qkflow.ops.coupled import energy, mlp_force, potential_force
+from qkflow.ops.coupled import alternate, energy, mlp_force, potential_force
 from qkflow.ops.native.alternate import Activation, Perceptron
+from qkflow.ops.reversible import alternate_fast
+
+Points = Float[Tensor, "b t h k"]
 
 
 class MLP(nn.Module):
@@ -74,3 +77,21 @@ class Potential(nn.Module):
 
     def _terms(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.rows.to(like.dtype), self.bias.to(like.dtype), self.log_amplitude.exp().to(like.dtype)
+
+
+def kick(k: Points, q: Points, force: MLP | Potential, dt: Float[Tensor, ""]) -> Points:
+    r"""The key afterwards, k + \delta f(q)."""
+    return evolve(q, k, force, dt, (0.0, 0.0))[1]
+
+
+def evolve(
+    q: Points, k: Points, force: MLP | Potential, dt: Float[Tensor, ""], parts: tuple[float, ...]
+) -> tuple[Points, Points]:
+    """Drifts and kicks: fast with one network for all heads, which is then a matter of rows."""
+    dt = dt if dt.dtype == q.dtype else dt.to(q.dtype)
+    if force.each:
+        return alternate(q, k, force, dt, parts)
+    w1, b1, w2, b2 = force.perceptron()
+    if w1.dtype != q.dtype:
+        w1, b1, w2, b2 = (w.to(q.dtype) for w in (w1, b1, w2, b2))
+    return alternate_fast(q, k, (w1, b1, w2, b2), dt, parts, force.activation)

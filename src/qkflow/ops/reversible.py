@@ -25,9 +25,6 @@ from torch import Tensor
 from qkflow.ops import native
 from qkflow.ops.native.alternate import Activation, Perceptron, native_backward, native_forward
 
-MANY = 32
-"""Rows from which on the kernel in C is called; fewer go through torch, in decoding above all."""
-
 
 def alternate_fast(
     q: Float[Tensor, "... k"],
@@ -85,10 +82,10 @@ class _Alternate(torch.autograd.Function):
 
 
 def _native(q: Tensor) -> bool:
-    """Whether the kernel takes these rows: a few go faster without it."""
+    """Whether the kernel in C takes these rows."""
     if not torch.compiler.is_compiling():
         native.prepare()
-    return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and len(q) >= MANY and native.ready()
+    return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and native.ready()
 
 
 def _forward(

@@ -20,7 +20,7 @@ from qkflow.mechanisms.observed import EnergyPath
 from qkflow.mechanisms.softmax import SoftmaxMechanism
 from qkflow.models import Decoder
 from qkflow.ops.sensitivity import Sensitivity
-from qkflow.probes.maps import _inputs
+from qkflow.probes.maps import read_inputs
 from qkflow.training import Callback, Result, Run
 
 
@@ -71,8 +71,8 @@ def energies(model: Decoder, tokens: Sequence[int] | Int[Tensor, " t"]) -> list[
         )
     mechanisms = [cast(Mechanism, block.mechanism) for block in model.blocks]
     with torch.no_grad():
-        inputs = _inputs(model, mechanisms, ids.to(model.embedding.weight.device))
-        return [_look(layer, x) for layer, x in zip(mechanisms, inputs, strict=True)]
+        given = read_inputs(model, mechanisms, ids.to(model.embedding.weight.device))
+        return [_look(layer, x) for layer, x in zip(mechanisms, given, strict=True)]
 
 
 class EnergyWatch(Callback):

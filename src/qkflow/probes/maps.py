@@ -58,14 +58,14 @@ def look(model: Decoder, tokens: Sequence[int] | Int[Tensor, " t"]) -> list[Look
         )
     mechanisms = [cast(Mechanism, block.mechanism) for block in model.blocks]
     with torch.no_grad():
-        inputs = _inputs(model, mechanisms, ids.to(model.embedding.weight.device))
+        given = read_inputs(model, mechanisms, ids.to(model.embedding.weight.device))
         return [
             Look(weights=layer.weights(x)[0].float().cpu(), exhibits=layer.exhibits(x))
-            for layer, x in zip(mechanisms, inputs, strict=True)
+            for layer, x in zip(mechanisms, given, strict=True)
         ]
 
 
-def _inputs(model: Decoder, mechanisms: Sequence[Mechanism], ids: Int[Tensor, " t"]) -> list[Stream]:
+def read_inputs(model: Decoder, mechanisms: Sequence[Mechanism], ids: Int[Tensor, " t"]) -> list[Stream]:
     """What each mechanism is given when the model reads `ids`, without dropout."""
     seen: list[Stream] = []
 

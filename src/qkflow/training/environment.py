@@ -14,6 +14,7 @@ import torch
 
 from qkflow.data import Corpus
 from qkflow.errors import UsageError
+from qkflow.ops import native
 
 _PACKAGES = ("qkflow", "torch", "numpy", "safetensors", "tokenizers")
 
@@ -27,6 +28,7 @@ def environment(corpus: Corpus, device: torch.device, command: Sequence[str]) ->
         "cpu": _cpu(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "kernels": "native" if native.ready() else "torch",
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
@@ -40,6 +42,8 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ['threads was 2 when the run began and is 4 now: the last bits of results may differ']
     """
     pairs = {name: (before.get(name), now.get(name)) for name in ("threads", "device", "cpu")}
+    if "kernels" in before:  # older records do not tell
+        pairs["kernels"] = (before["kernels"], now.get("kernels"))
     old, new = before.get("versions", {}), now.get("versions", {})
     pairs |= {f"the version of {name}": (old.get(name), new.get(name)) for name in ("torch", "qkflow")}
     return [

@@ -64,11 +64,8 @@ def potential(seed: int) -> coupled.Force:
 
 def matrix(scheme: Scheme, force: coupled.Force, dt: float, steps: int, *, seed: int, rho: float) -> Tensor:
     """The Jacobian of (q, k) -> (q', k') at a random point."""
-
-    def flow(x: Tensor) -> Tensor:
-        return torch.cat(scheme(*x.chunk(2), force, dt, steps))
-
-    return jacobian(flow, torch.cat(pair(seed=seed, rho=rho)))
+    at = torch.cat(pair(seed=seed, rho=rho))
+    return jacobian(lambda x: torch.cat(scheme(*x.chunk(2), force, dt, steps)), at)
 
 
 def broken_form(j: Tensor) -> float:
@@ -283,10 +280,8 @@ def test_an_affine_coupling_that_says_nothing_changes_no_bit(move: Any, count: i
     def nothing(x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(x), torch.zeros_like(x)
 
-    q, k = pair(50, seed=count)
-    moved = move(q, k, [(nothing, nothing)] * count)
-    assert torch.equal(moved[0], q)
-    assert torch.equal(moved[1], k)
+    at = pair(50, seed=count)
+    assert all(map(torch.equal, move(*at, [(nothing, nothing)] * count), at))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -14,8 +14,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from torch import Tensor
-
 from qkflow import files
 from qkflow.errors import UsageError
 
@@ -53,11 +51,6 @@ def fault() -> str | None:
     """Why there are no kernels; None where there are."""
     prepare()
     return _fault
-
-
-def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    """Where a tensor's numbers lie; nowhere for None."""
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def _attempt() -> tuple[ctypes.CDLL | None, str | None]:

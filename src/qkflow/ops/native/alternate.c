@@ -242,6 +242,45 @@ int NAME(alternate)(long rows, int width, int hidden, int activation, int steps,
     return memory == NULL;
 }
 
+/* y[i] += by * (bias[i] + sum_j matrix[i, j] x[j]), along the rows as they lie */
+static void add_image(int rows, int columns, const real *matrix, const real *bias, const real *x, real by, real *y) {
+    typedef real loose __attribute__((vector_size(BYTES), aligned(sizeof(real))));
+    for (int i = 0; i < rows; i++) {
+        const real *row = matrix + (long)i * columns;
+        vector sums = {0};
+        real sum = bias[i];
+        int j = 0;
+        for (; j + LANES <= columns; j += LANES) sums += *(const loose *)(row + j) * *(const loose *)(x + j);
+        for (; j < columns; j++) sum += row[j] * x[j];
+        for (int l = 0; l < LANES; l++) sum += sums[l];
+        y[i] += by * sum;
+    }
+}
+
+/* the same motion for a few rows, as in decoding: nothing is packed, no thread is woken */
+int NAME(alternate_few)(long rows, int width, int hidden, int activation, int steps, const double *parts, double dt,
+                        const real *w1, const real *b1, const real *w2, const real *b2, int threads, const real *q,
+                        const real *k, real *q_out, real *k_out) {
+    (void)threads;
+    real *memory = aligned((size_t)width + hidden);
+    if (!memory) return 1;
+    for (long row = 0; row < rows; row++) {
+        real *Q = q_out ? q_out + row * width : memory, *K = k_out + row * width, *Z = memory + width;
+        memcpy(Q, q + row * width, sizeof(real) * width);
+        memcpy(K, k + row * width, sizeof(real) * width);
+        for (int step = 0; step <= steps; step++) {
+            if (parts[step] != 0) add_scaled(width, (real)(parts[step] * dt), K, Q);
+            if (step == steps) break;
+            memset(Z, 0, sizeof(real) * hidden);
+            add_image(hidden, width, w1, b1, Q, 1, Z);
+            activate(activation, hidden, Z);
+            add_image(width, hidden, w2, b2, Z, (real)dt, K);
+        }
+    }
+    free(memory);
+    return 0;
+}
+
 typedef struct { /* what a thread adds up, padded */
     real *inner, *bias, *outer, *shift;
     double dt;

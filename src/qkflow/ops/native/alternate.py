@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
-from qkflow.ops.native import library, pointer
+from qkflow.ops.native import library
 
 Activation = Literal["silu", "sigmoid"]
 Perceptron = tuple[Tensor, Tensor, Tensor, Tensor]
 """W_1, b_1, W_2 and b_2 of a force."""
 
+MANY = 32
+"""Rows from which on it pays to pack the weights and to wake the other threads."""
 _ACTIVATIONS = ("silu", "sigmoid")
 _MOTION = "Tensor dt, Tensor w1, Tensor b1, Tensor w2, Tensor b2, float[] parts, int activation"
 _OPS = torch.library.Library("qkflow", "FRAGMENT")
@@ -26,7 +31,11 @@ def native_forward(
     q: Tensor, k: Tensor, dt: Tensor, force: Perceptron, parts: tuple[float, ...], activation: Activation
 ) -> tuple[Tensor, Tensor]:
     """The motion of rows: (q, k) after it."""
-    moved = torch.ops.qkflow.alternate(q, k, dt, *force, parts, _ACTIVATIONS.index(activation))
+    which = _ACTIVATIONS.index(activation)
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        moved = torch.ops.qkflow.alternate(q, k, dt, *force, parts, which)
+    else:  # nobody watches: straight to it, since decoding would feel the detour
+        moved = _forward(q, k, dt, *force, parts, which)
     return (moved[0], moved[1]) if any(parts) else (q, moved[0])
 
 
@@ -59,12 +68,13 @@ def _forward(
     b1: Tensor,
     w2: Tensor,
     b2: Tensor,
-    parts: list[float],
+    parts: Sequence[float],
     activation: int,
 ) -> list[Tensor]:
-    q, k, *force = (x.contiguous() for x in (q, k, w1, b1, w2, b2))
-    moved = [torch.empty_like(q), torch.empty_like(k)] if any(parts) else [torch.empty_like(k)]
-    _call("alternate", q, dt, force, parts, activation, (q, k, moved[0] if any(parts) else None, moved[-1]))
+    drifts = any(parts)
+    moved = [torch.empty_like(q), torch.empty_like(k)] if drifts else [torch.empty_like(k)]
+    name = "alternate" if len(q) >= MANY else "alternate_few"
+    _call(name, (w1, b1, w2, b2), dt, parts, activation, (q, k, moved[0] if drifts else None, moved[-1]))
     return moved
 
 
@@ -81,39 +91,54 @@ def _backward(
     parts: list[float],
     activation: int,
 ) -> list[Tensor]:
-    q, gk, *force = (x.contiguous() for x in (q, gk, w1, b1, w2, b2))
-    k, gq = (None if x is None else x.contiguous() for x in (k, gq))
+    force = (w1, b1, w2, b2)
     moved = [torch.empty_like(q) for _ in range(2 if any(parts) else 1)]
     sums = q.new_empty(sum(weight.numel() for weight in force) + 1)
     out = (moved[0], moved[1] if any(parts) else None, sums)
-    _call("alternate_backward", q, dt, force, parts, activation, (q, k, gq, gk, *out))
+    _call("alternate_backward", force, dt, parts, activation, (q, k, gq, gk, *out))
     return [*moved, sums]
 
 
 def _call(
     name: str,
-    q: Tensor,
+    force: Perceptron,
     dt: Tensor,
-    force: list[Tensor],
-    parts: list[float],
+    parts: Sequence[float],
     activation: int,
     tensors: tuple[Tensor | None, ...],
 ) -> None:
-    function: Any = getattr(library(), f"{name}_{'float' if q.dtype == torch.float32 else 'double'}")
-    failed = function(
-        ctypes.c_long(len(q)),
-        q.shape[1],
-        len(force[0]),
+    """Rows, shapes and where everything lies, to the kernel of that name. Decoding waits for this: it is kept short."""
+    rows = tensors[0]
+    assert rows is not None
+    held = [x if x is None or x.is_contiguous() else x.contiguous() for x in (*force, *tensors)]
+    places = [None if x is None else x.data_ptr() for x in held]
+    failed = _function(name, rows.dtype, len(places))(
+        rows.shape[0],
+        rows.shape[1],
+        force[0].shape[0],
         activation,
         len(parts) - 1,
-        (ctypes.c_double * len(parts))(*parts),
-        ctypes.c_double(float(dt)),
-        *map(pointer, force),
+        _doubles(tuple(parts)),
+        dt.item(),
+        *places[:4],
         torch.get_num_threads(),
-        *map(pointer, tensors),
+        *places[4:],
     )
     if failed:
         raise MemoryError("the coupling's kernel could not get the memory for its tiles")
+
+
+@cache
+def _function(name: str, dtype: torch.dtype, pointers: int) -> Any:
+    function = getattr(library(), f"{name}_{'float' if dtype == torch.float32 else 'double'}")
+    kinds = [ctypes.c_long, *[ctypes.c_int] * 4, ctypes.c_void_p, ctypes.c_double, *[ctypes.c_void_p] * 4, ctypes.c_int]
+    function.argtypes = [*kinds, *[ctypes.c_void_p] * (pointers - 4)]
+    return function
+
+
+@lru_cache(maxsize=64)
+def _doubles(values: tuple[float, ...]) -> Any:
+    return (ctypes.c_double * len(values))(*values)
 
 
 def _forward_shapes(q: Tensor, k: Tensor, *rest: Any) -> list[Tensor]:
