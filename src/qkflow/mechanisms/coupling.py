@@ -159,7 +159,7 @@ class Motion(Coupling):
 
     def __init__(self, queries: int, keys: int, width: int, config: CouplingConfig) -> None:
         super().__init__(queries, keys, width, config)
-        self.dt = nn.Parameter(torch.tensor(config.dt))
+        self.dt = nn.Parameter(torch.tensor(float(config.dt)))
         hidden = config.hidden or width
         self.force: MLP | Potential | None = None
         if config.force != "none":
@@ -241,7 +241,7 @@ class Uncoupled(Coupling):
     def __init__(self, queries: int, keys: int, width: int, config: CouplingConfig) -> None:
         super().__init__(queries, keys, width, config)
         hidden = config.hidden or max(1, width // 2)
-        self.dt = nn.Parameter(torch.tensor(config.dt))
+        self.dt = nn.Parameter(torch.tensor(float(config.dt)))
         self.of_query = MLP(width, hidden, None if self._each is None else queries)
         self.of_key = MLP(width, hidden, self._each)
 

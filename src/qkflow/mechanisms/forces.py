@@ -87,9 +87,12 @@ def kick(k: Points, q: Points, force: MLP | Potential, dt: Float[Tensor, ""]) ->
 def evolve(
     q: Points, k: Points, force: MLP | Potential, dt: Float[Tensor, ""], parts: tuple[float, ...]
 ) -> tuple[Points, Points]:
-    """Drifts and kicks: fast with one network for all heads, which is then a matter of rows."""
+    """Drifts and kicks: fast with one network for all heads, which is then a matter of rows.
+
+    Not in a short format over several steps: walking back would find a state that is rounded too far from the true one.
+    """
     dt = dt if dt.dtype == q.dtype else dt.to(q.dtype)
-    if force.each:
+    if force.each or (q.dtype.itemsize < 4 and len(parts) > 2):
         return alternate(q, k, force, dt, parts)
     w1, b1, w2, b2 = force.perceptron()
     if w1.dtype != q.dtype:

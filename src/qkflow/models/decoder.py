@@ -119,8 +119,8 @@ class Decoder(nn.Module):
             for layer, factory in enumerate(factories)
         )
         mixers = [cast(Mechanism, block.mechanism) for block in self.blocks]
-        for spec, mixer in zip(config.mechanisms, mixers, strict=True):
-            if mixer is not (first := mixers[config.mechanisms.index(spec)]):
+        for factory, mixer in zip(factories, mixers, strict=True):
+            if mixer is not (first := mixers[factories.index(factory)]):
                 mixer.tie(first)
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)

@@ -11,6 +11,8 @@ from qkflow.errors import CheckpointError
 from qkflow.training.config import TrainConfig
 
 _FUSED = ("cpu", "cuda", "mps")
+_VECTORS = ("bias", "amplitude")
+"""What is a vector even where there is one for each head."""
 _PARTS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -23,11 +25,13 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     >>> [group["weight_decay"] for group in build_optimizer(nn.LayerNorm(4), config).param_groups]
     [0.0]
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    matrices = [name for name, parameter in named.items() if parameter.ndim >= 2 and not name.endswith(_VECTORS)]
     groups = [
-        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+        {"params": [named[name] for name in matrices], "weight_decay": config.weight_decay},
+        {"params": [parameter for name, parameter in named.items() if name not in matrices], "weight_decay": 0.0},
     ]
+    parameters = list(named.values())
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,

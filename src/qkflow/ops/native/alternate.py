@@ -72,7 +72,7 @@ def _forward(
     activation: int,
 ) -> list[Tensor]:
     drifts = any(parts)
-    moved = [torch.empty_like(q), torch.empty_like(k)] if drifts else [torch.empty_like(k)]
+    moved = [_like(q), _like(k)] if drifts else [_like(k)]
     name = "alternate" if len(q) >= MANY else "alternate_few"
     _call(name, (w1, b1, w2, b2), dt, parts, activation, (q, k, moved[0] if drifts else None, moved[-1]))
     return moved
@@ -92,11 +92,16 @@ def _backward(
     activation: int,
 ) -> list[Tensor]:
     force = (w1, b1, w2, b2)
-    moved = [torch.empty_like(q) for _ in range(2 if any(parts) else 1)]
+    moved = [_like(q) for _ in range(2 if any(parts) else 1)]
     sums = q.new_empty(sum(weight.numel() for weight in force) + 1)
     out = (moved[0], moved[1] if any(parts) else None, sums)
     _call("alternate_backward", force, dt, parts, activation, (q, k, gq, gk, *out))
     return [*moved, sums]
+
+
+def _like(x: Tensor) -> Tensor:
+    """Room for as much as `x`, one row after the other however `x` lies."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _call(
@@ -142,14 +147,14 @@ def _doubles(values: tuple[float, ...]) -> Any:
 
 
 def _forward_shapes(q: Tensor, k: Tensor, *rest: Any) -> list[Tensor]:
-    return [torch.empty_like(q), torch.empty_like(k)] if any(rest[-2]) else [torch.empty_like(k)]
+    return [_like(q), _like(k)] if any(rest[-2]) else [_like(k)]
 
 
 def _backward_shapes(
     q: Tensor, k: Tensor | None, gq: Tensor | None, gk: Tensor, dt: Tensor, *rest: Any
 ) -> list[Tensor]:
     *force, parts, _ = rest
-    moved = [torch.empty_like(q) for _ in range(2 if any(parts) else 1)]
+    moved = [_like(q) for _ in range(2 if any(parts) else 1)]
     return [*moved, q.new_empty(sum(weight.numel() for weight in force) + 1)]
 
 

@@ -1,0 +1,115 @@
+"""Kernels are built where they can be, and done without where they cannot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from qkflow.ops import native
+from qkflow.ops.coupled import drifts
+from qkflow.ops.native.alternate import native_backward, native_forward
+
+COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+compiles = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("QKFLOW_NATIVE", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    return tmp_path / "cache"
+
+
+def compiler(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler of our own: a script that may call the real one as $REAL."""
+    script = folder / "mycc"
+    script.write_text(f"#!/bin/sh\nREAL={COMPILER}\n{body}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+
+
+def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QKFLOW_NATIVE", "0")
+    assert native._attempt() == (None, "QKFLOW_NATIVE is 0")
+
+
+def test_a_machine_without_a_compiler_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    kernels, fault = native._attempt()
+    assert kernels is None
+    assert fault is not None
+    assert "no C compiler" in fault
+
+
+@compiles
+def test_a_compiler_that_fails_is_told_and_done_without(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(tmp_path, 'case "$*" in *--version*) echo 1;; *) echo "out of luck" >&2; exit 1;; esac', monkeypatch)
+    kernels, fault = native._attempt()
+    assert kernels is None
+    assert fault is not None
+    assert "out of luck" in fault
+    assert not list(cache.rglob("*.o"))
+    assert not list(cache.rglob("*.so"))
+
+
+@compiles
+def test_a_cache_that_cannot_be_written_is_no_end(cache: Path) -> None:
+    cache.write_text("a file where a folder should be")
+    kernels, fault = native._attempt()
+    assert kernels is None
+    assert fault is not None
+    assert "cannot be built or loaded" in fault
+
+
+@compiles
+def test_they_are_built_once(cache: Path) -> None:
+    assert COMPILER is not None
+    path = native._built(COMPILER)
+    before = path.stat().st_mtime_ns
+    assert native._built(COMPILER) == path
+    assert path.stat().st_mtime_ns == before
+    assert [file.name for file in (cache / "native").iterdir()] == [path.name]
+
+
+@compiles
+def test_a_compiler_without_openmp_makes_kernels_of_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(tmp_path, 'case "$*" in *-fopenmp*) exit 1;; *) exec $REAL "$@";; esac', monkeypatch)
+    kernels, fault = native._attempt()
+    assert fault is None
+    assert kernels is not None
+    assert kernels.alternate_float is not None
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="there is one core")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_threads_change_the_last_bits_at_most_and_the_same_threads_change_nothing(dtype: torch.dtype) -> None:
+    if fault := native.fault():
+        pytest.skip(fault)
+    n, width, hidden = 1001, 24, 20
+    q, k, gq, gk = (torch.randn(n, width, dtype=dtype) for _ in range(4))
+    inner, outer = torch.randn(hidden, width, dtype=dtype) / 5, torch.randn(width, hidden, dtype=dtype) / 5
+    force = (inner, torch.randn(hidden, dtype=dtype), outer, torch.randn(width, dtype=dtype))
+    dt, parts = torch.tensor(0.1, dtype=dtype), drifts("leapfrog", 3)
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 2, 3):
+            torch.set_num_threads(threads)
+            there = native_forward(q, k, dt, force, parts, "silu")
+            found.append((*there, *native_backward(*there, gq, gk, dt, force, parts, "silu")))
+    finally:
+        torch.set_num_threads(before)
+    one, two, again, three = found
+    assert all(torch.equal(a, b) for a, b in zip(two, again, strict=True))
+    within = 1e-4 if dtype == torch.float32 else 1e-12
+    for a, b, c in zip(one, two, three, strict=True):
+        assert_close(a, b, rtol=within, atol=within)
+        assert_close(a, c, rtol=within, atol=within)
