@@ -90,9 +90,10 @@ def _with_coupling(config: type[Any], dynamics: str, values: dict[str, Any], spe
         raise unknown("coupling", dynamics, DYNAMICS)
     if "coupling" in values or "dynamics" in values:
         raise UsageError(f"{spec!r}: name the dynamics before the colon, as in {name.partition('+')[0]}+{dynamics}")
+    options = (own | _COUPLING) - {"coupling", "dynamics"}
     for key in values:
-        if key not in own | _COUPLING:
-            raise unknown(f"config key of {name!r}", key, own | _COUPLING)
+        if key not in options:
+            raise unknown(f"config key of {name!r}", key, options)
     moving = {key: value for key, value in values.items() if key in _COUPLING}
     rest = {key: value for key, value in values.items() if key not in _COUPLING}
     return rest | {"coupling": from_dict(CouplingConfig, {"dynamics": dynamics, **moving})}
