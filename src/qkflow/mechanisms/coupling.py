@@ -161,20 +161,20 @@ class Motion(Coupling):
         super().__init__(queries, keys, width, config)
         self.dt = nn.Parameter(torch.tensor(float(config.dt)))
         hidden = config.hidden or width
+        self._parts = drifts(config.integrator, config.steps)
         self.force: MLP | Potential | None = None
         if config.force != "none":
             self.force = (MLP if config.force == "mlp" else Potential)(width, hidden, self._each)
 
     def move(self, q: Queries, k: Keys, *, drifted: bool = False) -> tuple[Queries, Keys]:
         """Step by step."""
-        parts = drifts(self.config.integrator, self.config.steps)
-        parts = (0.0, *parts[1:]) if drifted else parts
-        if self.force is None:
-            return (torch.addcmul(q, k, self.dt.to(q.dtype), value=sum(parts)) if any(parts) else q), k
+        parts, force, dt = (0.0, *self._parts[1:]) if drifted else self._parts, self.force, self.dt
+        if force is None:
+            return (torch.addcmul(q, k, dt.to(q.dtype), value=sum(parts)) if any(parts) else q), k
         if self.config.dynamics == "hamiltonian":
-            return evolve(q, k, self.force, self.dt, parts)
+            return evolve(q, k, force, dt, parts)
         for _ in range(self.config.steps):
-            q, k = torch.addcmul(q, k, self.dt.to(q.dtype)), kick(k, q, self.force, self.dt)
+            q, k = torch.addcmul(q, k, dt.to(q.dtype)), kick(k, q, force, dt)
         return q, k
 
     def stages(self) -> list[Move]:
@@ -187,7 +187,7 @@ class Motion(Coupling):
         """Hamiltonian motion begins with a drift; Euler's needs the query as it was."""
         if self.config.dynamics == "euler":
             return None
-        return self.dt * drifts(self.config.integrator, self.config.steps)[0]
+        return self.dt * self._parts[0]
 
     def flops(self) -> int:
         """A force for each step and pair."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -36,7 +38,8 @@ class MLP(nn.Module):
 
     def perceptron(self) -> Perceptron:
         """Its two layers."""
-        return self.inner, self.inner_bias, self.outer, self.outer_bias
+        own: Any = self._parameters  # not through the module's slow attributes: decoding would feel it
+        return own["inner"], own["inner_bias"], own["outer"], own["outer_bias"]
 
     def flops(self) -> int:
         """For one head of one token."""

@@ -15,11 +15,11 @@
 typedef REAL real;
 
 #if defined(__AVX512F__)
-enum { BYTES = 64, ACROSS = 4 };
+enum { BYTES = 64, ACROSS = 4, PIECES = 4 };
 #elif defined(__AVX__)
-enum { BYTES = 32, ACROSS = 2 };
+enum { BYTES = 32, ACROSS = 2, PIECES = 4 };
 #else
-enum { BYTES = 16, ACROSS = 2 };
+enum { BYTES = 16, ACROSS = 2, PIECES = 2 };
 #endif
 enum { LANES = BYTES / sizeof(real), DOWN = 4, TILE = 96 };
 enum { SILU = 0, SIGMOID = 1 };
@@ -242,18 +242,38 @@ int NAME(alternate)(long rows, int width, int hidden, int activation, int steps,
     return memory == NULL;
 }
 
-/* y[i] += by * (bias[i] + sum_j matrix[i, j] x[j]), along the rows as they lie */
+static inline real total(vector x) {
+    typedef real piece __attribute__((vector_size(BYTES / PIECES)));
+    union {
+        vector whole;
+        piece parts[PIECES];
+    } of = {x};
+    piece sums = of.parts[0] + of.parts[1];
+    for (int i = 2; i < PIECES; i++) sums += of.parts[i];
+    real sum = 0;
+    for (int l = 0; l < LANES / PIECES; l++) sum += sums[l];
+    return sum;
+}
+
+/* y[i] += by * (bias[i] + sum_j matrix[i, j] x[j]) along the rows as they lie, DOWN of them at a time so that none has to
+   wait for the sum before it */
 static void add_image(int rows, int columns, const real *matrix, const real *bias, const real *x, real by, real *y) {
     typedef real loose __attribute__((vector_size(BYTES), aligned(sizeof(real))));
-    for (int i = 0; i < rows; i++) {
-        const real *row = matrix + (long)i * columns;
-        vector sums = {0};
-        real sum = bias[i];
+    for (int first = 0; first < rows; first += DOWN) {
+        vector sums[DOWN] = {{0}};
+        real sum[DOWN] = {0};
+        const real *row[DOWN];
+        for (int i = 0; i < DOWN; i++) row[i] = matrix + (long)(first + i < rows ? first + i : rows - 1) * columns;
         int j = 0;
-        for (; j + LANES <= columns; j += LANES) sums += *(const loose *)(row + j) * *(const loose *)(x + j);
-        for (; j < columns; j++) sum += row[j] * x[j];
-        for (int l = 0; l < LANES; l++) sum += sums[l];
-        y[i] += by * sum;
+        for (; j + LANES <= columns; j += LANES) {
+            loose at = *(const loose *)(x + j);
+#pragma GCC unroll 4
+            for (int i = 0; i < DOWN; i++) sums[i] += *(const loose *)(row[i] + j) * at;
+        }
+        for (; j < columns; j++)
+            for (int i = 0; i < DOWN; i++) sum[i] += row[i][j] * x[j];
+        for (int i = 0; i < DOWN; i++) sum[i] += total(sums[i]);
+        for (int i = 0; i < DOWN && first + i < rows; i++) y[first + i] += by * (bias[first + i] + sum[i]);
     }
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, Literal
@@ -73,7 +74,7 @@ def _forward(
 ) -> list[Tensor]:
     drifts = any(parts)
     moved = [_like(q), _like(k)] if drifts else [_like(k)]
-    name = "alternate" if len(q) >= MANY else "alternate_few"
+    name = "alternate" if q.numel() >= MANY * q.shape[-1] else "alternate_few"
     _call(name, (w1, b1, w2, b2), dt, parts, activation, (q, k, moved[0] if drifts else None, moved[-1]))
     return moved
 
@@ -117,9 +118,10 @@ def _call(
     assert rows is not None
     held = [x if x is None or x.is_contiguous() else x.contiguous() for x in (*force, *tensors)]
     places = [None if x is None else x.data_ptr() for x in held]
+    width = rows.shape[-1]
     failed = _function(name, rows.dtype, len(places))(
-        rows.shape[0],
-        rows.shape[1],
+        rows.numel() // width,
+        width,
         force[0].shape[0],
         activation,
         len(parts) - 1,
@@ -167,7 +169,7 @@ _OPS.impl("alternate_backward", _backward_shapes, "Meta")
 @register_flop_formula(torch.ops.qkflow.alternate)
 def _forward_flops(q: Any, k: Any, dt: Any, w1: Any, b1: Any, w2: Any, b2: Any, parts: Any, *_: Any, **__: Any) -> int:
     """Two products a kick; shapes come in place of tensors."""
-    return 2 * 2 * q[0] * w1[0] * w1[1] * (len(parts) - 1)
+    return 2 * 2 * math.prod(q[:-1]) * w1[0] * w1[1] * (len(parts) - 1)
 
 
 @register_flop_formula(torch.ops.qkflow.alternate_backward)
@@ -176,4 +178,4 @@ def _backward_flops(q: Any, k: Any, gq: Any, gk: Any, dt: Any, w1: Any, *rest: A
     parts = rest[3]
     kicks = len(parts) - 1
     undone = sum(any(parts[: step + 1]) for step in range(kicks))
-    return 2 * q[0] * w1[0] * w1[1] * (5 * kicks + undone)
+    return 2 * math.prod(q[:-1]) * w1[0] * w1[1] * (5 * kicks + undone)
