@@ -14,13 +14,16 @@ from qkflow.configs import from_dict, to_dict
 from qkflow.errors import UsageError
 from qkflow.study.attempts import read_attempts
 from qkflow.study.curves import Curve, reach
-from qkflow.study.design import DECAY, Arm, Design, Job, jobs, read_design
+from qkflow.study.design import DECAY, EVALUATIONS, Arm, Design, Job, jobs, read_design
 from qkflow.study.statistics import difference, holm, spread
 from qkflow.study.summary import ArmSummary, Comparison, Note, Summary
 from qkflow.study.tuning import rates, tried
 from qkflow.study.verdict import judge
 from qkflow.training import Result, read_metrics
 from qkflow.training.run import finished, read_json
+
+ROUNDING = 0.02
+"""How far an arm may be from what is matched before it is remarked upon."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,12 +210,26 @@ def _remarks(study: Path, design: Design, runs: list[_Run]) -> tuple[str, ...]:
         found.append(
             f"the runs were made on different machines ({', '.join(sorted(machines))}): seconds do not compare"
         )
+    if (worst := max(map(abs, _unmatched(design)))) > ROUNDING:
+        found.append(
+            f"a run's steps are a multiple of {EVALUATIONS}: in these short runs an arm's {design.request.match} are "
+            f"off by up to {worst:.0%} from the baseline's, which can decide a verdict by itself: train for longer"
+        )
     if design.extends is not None:
         found.append(
             f"this is look {design.look}, and extends {design.extends.folder}: it may spend {design.error_rate:.2%} "
             f"of the {design.request.error_rate:.0%} error rate"
         )
     return tuple(found)
+
+
+def _unmatched(design: Design) -> list[float]:
+    """How far each arm's FLOPs or seconds are from the baseline's, as a part of them, where those are matched."""
+    if design.request.match == "tokens":
+        return [0.0]
+    seconds = design.request.match == "seconds"
+    costs = [arm.steps * ((arm.seconds_per_step or 0.0) if seconds else arm.flops_per_token) for arm in design.arms]
+    return [cost / costs[0] - 1 if costs[0] else 0.0 for cost in costs]
 
 
 def _environment(study: Path, runs: list[_Run]) -> dict[str, Any]:

@@ -145,3 +145,12 @@ def test_maps_are_drawn_from_the_first_finished_run_of_each_arm(study: Path) -> 
     folders = run_folders(study)
     assert folders["standard"].name == "seed-1"
     assert folders["differential"].name == "seed-0"
+
+
+def test_runs_too_short_to_match_what_they_should_are_remarked_on(study: Path) -> None:
+    path = study / "design.json"
+    design = json.loads(path.read_text())
+    design["request"]["match"] = "flops"
+    design["arms"][1]["flops_per_token"] = round(1.1 * design["arms"][0]["flops_per_token"])
+    path.write_text(json.dumps(design))
+    assert any("off by up to 10% from the baseline's" in remark for remark in summarise(study).remarks)
