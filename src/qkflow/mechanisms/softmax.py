@@ -196,8 +196,7 @@ class SoftmaxMechanism(Mechanism):
         self, q: Float[Tensor, "b t h k"], k: Float[Tensor, "b t g k"], *, drifted: bool = False
     ) -> tuple[Float[Tensor, "b t h k"], Float[Tensor, "b t g k"]]:
         """Move queries and keys; a mechanism whose groups of queries do not lie side by side reorders them here."""
-        assert self.coupling is not None
-        return self.coupling(q, k, drifted=drifted)
+        return (q, k) if self.coupling is None else self.coupling(q, k, drifted=drifted)
 
     def _rows(self, x: Stream, state: State | None, layout: Layout | None) -> Rows:
         """Project, move to row form, turn, and put behind what the state holds."""

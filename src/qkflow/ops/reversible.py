@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from qkflow.errors import UsageError
 from qkflow.ops import native
 from qkflow.ops.native.alternate import Activation, Perceptron, native_backward, native_forward
 
@@ -130,7 +131,8 @@ def _backward(
         if (part := parts[step]) and k is not None:
             gdt = gdt + part * torch.dot(gq.flatten(), k.flatten())
             q, gk = torch.addcmul(q, k, dt, value=-part), torch.addcmul(gk, gq, dt, value=part)
-    assert weights is not None
+    if weights is None:
+        raise UsageError("a motion has at least one kick, got none")
     gw1, gb1, gouter, gshift = weights
     gdt = gdt + (gouter * w2).sum() + (gshift * b2).sum()
     return gq, gk, gdt, gw1, gb1, dt * gouter, dt * gshift

@@ -6,7 +6,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -114,8 +114,7 @@ def _call(
     tensors: tuple[Tensor | None, ...],
 ) -> None:
     """Rows, shapes and where everything lies, to the kernel of that name. Decoding waits for this: it is kept short."""
-    rows = tensors[0]
-    assert rows is not None
+    rows = cast(Tensor, tensors[0])  # the queries, which are always there
     held = [x if x is None or x.is_contiguous() else x.contiguous() for x in (*force, *tensors)]
     places = [None if x is None else x.data_ptr() for x in held]
     width = rows.shape[-1]
