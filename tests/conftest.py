@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,3 +21,15 @@ def same_start() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
+
+
+@pytest.fixture(scope="session")
+def synthetic() -> ModuleType:
+    """Studies that were never run, to show and to judge: `unit/report/synthetic.py`."""
+    path = Path(__file__).parent / "unit" / "report" / "synthetic.py"
+    spec = importlib.util.spec_from_file_location("synthetic", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
@@ -67,17 +66,6 @@ class Shown:
             assert [url for url in self.asked if not url.startswith(("data:", "blob:"))] == [self.address]
         finally:
             self.context.close()
-
-
-@pytest.fixture(scope="module")
-def synthetic() -> ModuleType:
-    path = Path(__file__).parents[1] / "unit" / "report" / "synthetic.py"
-    spec = importlib.util.spec_from_file_location("synthetic", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

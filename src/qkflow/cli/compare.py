@@ -27,6 +27,7 @@ class Compare:
     For example:
       qkflow compare my.txt                        every mechanism, ten minutes
       qkflow compare my.txt --arms standard,differential --budget 2h
+      qkflow compare my.txt --arms standard,coupled,differential+affine
       qkflow compare enwik8 --arms standard,standard:window=64 --match seconds
       qkflow compare --resume runs/study           after Ctrl-C, a crash, a power cut
       qkflow compare --extend runs/study --seeds 10  more seeds, the same error rate

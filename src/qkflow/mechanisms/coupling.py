@@ -25,7 +25,7 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from einops import rearrange
@@ -55,14 +55,14 @@ _READS: dict[str, tuple[str, ...]] = {
 }
 """The options that each dynamics has a use for."""
 
+DYNAMICS: tuple[Dynamics, ...] = get_args(Dynamics)
+"""Every dynamics by name."""
 _CHOICES = {
-    "dynamics": get_args(Dynamics),
+    "dynamics": DYNAMICS,
     "integrator": get_args(Integrator),
     "force": get_args(Force),
     "sharing": get_args(Sharing),
 }
-DYNAMICS = tuple(_READS)
-"""Every dynamics by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,9 +218,8 @@ class Affine(Coupling):
         return affine_coupling_inverse(q, k, self._layers())
 
     def flops(self) -> int:
-        """Two networks an alternation, of three products' size each."""
-        hidden = self.config.hidden or self.width
-        return self.config.alternations * self.keys * 2 * 2 * 3 * hidden * self.width
+        """Two networks an alternation, for each pair."""
+        return self.keys * sum(cast(MLP, network).flops() for network in (*self.of_query, *self.of_key))
 
     def _layers(self) -> list[tuple[Shift, Shift]]:
         def halves(network: nn.Module) -> Shift:

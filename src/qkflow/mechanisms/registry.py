@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
-from qkflow.configs import from_dict
+from qkflow.configs import from_dict, to_dict
 from qkflow.errors import UsageError, unknown
 from qkflow.mechanisms.base import Factory
 from qkflow.mechanisms.coupled import CoupledConfig
@@ -75,13 +75,25 @@ def mechanism(spec: str) -> Factory:
         raise unknown("mechanism", name, {*_BUILT_IN, *installed})
     config = _load(installed[name]) if name in installed else _BUILT_IN[name]
     values = _parse(options, spec)
-    if plus or issubclass(config, CoupledConfig):  # which has one without being asked
-        values = _with_coupling(config, dynamics if plus else CouplingConfig().dynamics, values, spec)
+    usual = _usual_coupling(config)
+    if plus or usual is not None:
+        values = _with_coupling(
+            config, {"dynamics": dynamics} if usual is None or plus else to_dict(usual), values, spec
+        )
     return cast(Factory, from_dict(config, values, where=f" of {name!r}"))
 
 
-def _with_coupling(config: type[Any], dynamics: str, values: dict[str, Any], spec: str) -> dict[str, Any]:
-    """The options of a mechanism, with those of its coupling gathered into one."""
+def _usual_coupling(config: type[Any]) -> CouplingConfig | None:
+    """The coupling that a mechanism has without being asked."""
+    for field in dataclasses.fields(config):
+        if field.name == "coupling" and field.default_factory is not dataclasses.MISSING:
+            return cast(CouplingConfig, field.default_factory())
+    return None
+
+
+def _with_coupling(config: type[Any], coupling: dict[str, Any], values: dict[str, Any], spec: str) -> dict[str, Any]:
+    """The options of a mechanism, with those of its coupling gathered into one that begins as `coupling`."""
+    dynamics = coupling["dynamics"]
     own = {field.name for field in dataclasses.fields(config)}
     name = spec.partition(":")[0]
     if "coupling" not in own:
@@ -96,7 +108,7 @@ def _with_coupling(config: type[Any], dynamics: str, values: dict[str, Any], spe
             raise unknown(f"config key of {name!r}", key, options)
     moving = {key: value for key, value in values.items() if key in _COUPLING}
     rest = {key: value for key, value in values.items() if key not in _COUPLING}
-    return rest | {"coupling": from_dict(CouplingConfig, {"dynamics": dynamics, **moving})}
+    return rest | {"coupling": from_dict(CouplingConfig, {**coupling, **moving})}
 
 
 def _installed() -> dict[str, EntryPoint]:

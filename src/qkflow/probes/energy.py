@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -62,17 +62,8 @@ def energies(model: Decoder, tokens: Sequence[int] | Int[Tensor, " t"]) -> list[
     >>> none, layer.dynamics, len(layer.energy.mean), layer.energy.drift < 0.01
     (None, 'hamiltonian', 2, True)
     """
-    ids = torch.as_tensor(tokens, dtype=torch.int64)
-    known = model.config.vocabulary
-    if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= known:
-        raise UsageError(
-            f"energies are those of one row of at least one token from 0 to {known - 1}, got the shape"
-            f" {list(ids.shape)}{f' from {int(ids.min())} to {int(ids.max())}' if ids.numel() else ''}"
-        )
-    mechanisms = [cast(Mechanism, block.mechanism) for block in model.blocks]
     with torch.no_grad():
-        given = read_inputs(model, mechanisms, ids.to(model.embedding.weight.device))
-        return [_look(layer, x) for layer, x in zip(mechanisms, given, strict=True)]
+        return [_look(layer, x) for layer, x in read_inputs(model, tokens)]
 
 
 class EnergyWatch(Callback):

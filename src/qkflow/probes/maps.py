@@ -48,25 +48,22 @@ def look(model: Decoder, tokens: Sequence[int] | Int[Tensor, " t"]) -> list[Look
     >>> [exhibit.series for exhibit in look(model, [72, 105])[0].exhibits]
     [('learned', 'published start')]
     """
-    ids = torch.as_tensor(tokens, dtype=torch.int64)
-    if ids.ndim != 1 or not len(ids):
-        raise UsageError(f"a map needs one row of at least one token, got the shape {list(ids.shape)}")
-    if ids.min() < 0 or ids.max() >= model.config.vocabulary:
-        known = model.config.vocabulary
-        raise UsageError(
-            f"tokens go from 0 to {known - 1}, got {int(ids.min())} to {int(ids.max())}: use its tokenizer"
-        )
-    mechanisms = [cast(Mechanism, block.mechanism) for block in model.blocks]
     with torch.no_grad():
-        given = read_inputs(model, mechanisms, ids.to(model.embedding.weight.device))
         return [
             Look(weights=layer.weights(x)[0].float().cpu(), exhibits=layer.exhibits(x))
-            for layer, x in zip(mechanisms, given, strict=True)
+            for layer, x in read_inputs(model, tokens)
         ]
 
 
-def read_inputs(model: Decoder, mechanisms: Sequence[Mechanism], ids: Int[Tensor, " t"]) -> list[Stream]:
-    """What each mechanism is given when the model reads `ids`, without dropout."""
+def read_inputs(model: Decoder, tokens: Sequence[int] | Int[Tensor, " t"]) -> list[tuple[Mechanism, Stream]]:
+    """Every mechanism with what it is given when the model reads one text, without dropout."""
+    ids, known = torch.as_tensor(tokens, dtype=torch.int64), model.config.vocabulary
+    if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= known:
+        raise UsageError(
+            f"a look needs one row of at least one token from 0 to {known - 1}, got the shape {list(ids.shape)}"
+            f"{f' from {int(ids.min())} to {int(ids.max())}' if ids.numel() else ''}: use the model's tokenizer"
+        )
+    mechanisms = [cast(Mechanism, block.mechanism) for block in model.blocks]
     seen: list[Stream] = []
 
     def keep(_: nn.Module, given: tuple[Any, ...]) -> None:
@@ -76,9 +73,10 @@ def read_inputs(model: Decoder, mechanisms: Sequence[Mechanism], ids: Int[Tensor
     training = model.training
     model.eval()
     try:
-        model(ids[None])
+        with torch.no_grad():
+            model(ids[None].to(model.embedding.weight.device))
     finally:
         model.train(training)
         for hook in hooks:
             hook.remove()
-    return seen
+    return list(zip(mechanisms, seen, strict=True))

@@ -25,6 +25,15 @@ def test_matrices_are_decayed_and_vectors_are_not_each_parameter_once(configure:
     assert all(group["fused"] for group in optimizer.param_groups)
 
 
+def test_a_vector_for_each_head_is_still_no_matrix(configure: Any) -> None:
+    config = configure(model={"mechanism": "standard+hamiltonian:sharing=none"})
+    model = Decoder(config.model)
+    decayed, *_ = build_optimizer(model, config).param_groups
+    names = {name for name, parameter in model.named_parameters() if any(parameter is one for one in decayed["params"])}
+    assert "blocks.0.mechanism.coupling.force.inner" in names
+    assert not any(name.endswith("bias") for name in names)
+
+
 def test_what_is_shared_under_two_names_is_listed_once(configure: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight

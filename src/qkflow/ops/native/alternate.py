@@ -25,7 +25,7 @@ _ACTIVATIONS = ("silu", "sigmoid")
 _MOTION = "Tensor dt, Tensor w1, Tensor b1, Tensor w2, Tensor b2, float[] parts, int activation"
 _OPS = torch.library.Library("qkflow", "FRAGMENT")
 _OPS.define(f"alternate(Tensor q, Tensor k, {_MOTION}) -> Tensor[]")
-_OPS.define(f"alternate_backward(Tensor q, Tensor? k, Tensor? gq, Tensor? gk, {_MOTION}) -> Tensor[]")
+_OPS.define(f"alternate_backward(Tensor q, Tensor? k, Tensor? gq, Tensor gk, {_MOTION}) -> Tensor[]")
 
 
 def native_forward(
