@@ -12,12 +12,13 @@ import os
 import platform
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from qkflow import files
 from qkflow.errors import UsageError
 
-_SOURCE = Path(__file__).with_name("alternate.c")
+_SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fPIC", "-std=gnu11")
 # not -ffast-math: a library linked with it changes how the whole process treats tiny numbers
 _SECONDS = 120
@@ -71,7 +72,7 @@ def _attempt() -> tuple[ctypes.CDLL | None, str | None]:
 def _built(compiler: str) -> Path:
     """The library's file, built unless it was before; whoever builds at the same time builds the same."""
     version = _run(compiler, "--version")
-    what = (_SOURCE.read_text(), version, " ".join(_FLAGS), platform.machine(), _features())
+    what = (*(source.read_text() for source in _SOURCES), version, " ".join(_FLAGS), platform.machine(), _features())
     path = files.cache_folder() / "native" / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.so"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,12 +81,22 @@ def _built(compiler: str) -> Path:
 
 
 def _build(compiler: str, path: Path) -> None:
-    parts = [path.with_name(f"{path.name}.{real}.o") for real in ("float", "double")]
+    parts = {
+        path.with_name(f"{path.name}.{source.stem}.{real}.o"): (f"-DREAL={real}", "-c", str(source))
+        for source in _SOURCES
+        if source.suffix == ".c"
+        for real in ("float", "double")
+    }
     try:
         for threads in (("-fopenmp",), ()):  # a compiler without OpenMP makes kernels of one thread
             try:
-                for real, part in zip(("float", "double"), parts, strict=True):
-                    _run(compiler, *_FLAGS, *threads, f"-DREAL={real}", "-c", str(_SOURCE), "-o", str(part))
+                with ThreadPoolExecutor(2) as pool:
+                    made = [
+                        pool.submit(_run, compiler, *_FLAGS, *threads, *what, "-o", str(part))
+                        for part, what in parts.items()
+                    ]
+                for one in made:
+                    one.result()
                 _run(compiler, "-shared", *threads, *map(str, parts), "-lm", "-o", str(path))
             except subprocess.CalledProcessError:
                 if not threads:

@@ -1,0 +1,127 @@
+r"""The delta rule and its kin: a memory that each token corrects, and, in Q-Delta, corrects for the query as well.
+
+    S_t = \alpha_t S_{t-1} (I - \beta_t (k_t + \lambda_t q_t) k_t^\top) + \beta_t v_t k_t^\top,   o_t = \sigma S_t q_t
+
+`delta_rule` computes this, the same in training and in decoding, by whichever form `backends` chooses.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkflow.errors import UsageError
+from qkflow.layout import Layout
+from qkflow.ops.delta import operator
+from qkflow.ops.delta.backends import BACKENDS, choose, use
+from qkflow.ops.delta.reference import recurrent
+
+__all__ = ["BACKENDS", "WIDEST", "choose", "delta_rule", "use"]
+
+WIDEST = 256
+"""The widest heads, of keys and of values."""
+_STRONGEST = 2.0
+"""The largest beta: beyond it a unit key is overwritten by more than twice its error, and no memory is stable."""
+
+
+def delta_rule(
+    q: Float[Tensor, "b t h k"],
+    k: Float[Tensor, "b t h k"],
+    v: Float[Tensor, "b t h v"],
+    beta: Float[Tensor, "b t h"],
+    log_alpha: Float[Tensor, "b t h"] | None = None,
+    lam: Float[Tensor, "b t h"] | None = None,
+    state: Float[Tensor, "n h v k"] | None = None,
+    layout: Layout | None = None,
+    scale: float | None = None,
+    *,
+    backend: str | None = None,
+    chunk: int | None = None,
+) -> tuple[Float[Tensor, "b t h v"], Float[Tensor, "n h v k"]]:
+    """Outputs, and the memory after the last token of each sequence.
+
+    Without `lam` it is the gated delta rule, without `log_alpha` besides the delta rule. The memory has at least
+    float32's precision, whatever the inputs have. `chunk` is a matter of speed alone.
+
+    >>> q, k, v, beta = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 3), torch.rand(1, 5, 2)
+    >>> o, state = delta_rule(q[:, :4], k[:, :4], v[:, :4], beta[:, :4])
+    >>> last, state = delta_rule(q[:, 4:], k[:, 4:], v[:, 4:], beta[:, 4:], state=state)
+    >>> whole, same = delta_rule(q, k, v, beta)
+    >>> torch.allclose(whole[:, 4:], last, atol=1e-5), torch.allclose(state, same, atol=1e-5)
+    (True, True)
+    """
+    rows = q.shape[0] if layout is None else len(layout.lengths)
+    _check_shapes(q, k, v, beta, log_alpha, lam, state, rows, chunk)
+    chosen = choose(q.device, backend)
+    if layout is not None:
+        layout.check(q)
+        q, k, v, beta = (layout.rows(layout.clean(x)) for x in (q, k, v, beta))
+        log_alpha = None if log_alpha is None else layout.rows(layout.clean(log_alpha))
+        lam = None if lam is None else layout.rows(layout.clean(lam))
+    if not torch.compiler.is_compiling():
+        _check_values(beta, log_alpha, lam)
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    given, precise = v.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
+    if chosen == "reference":
+        o, final = recurrent(q, k, v, beta, log_alpha, lam, state, factor)
+    else:
+        gates = [x if x is None else x.to(precise) for x in (log_alpha, lam, state)]
+        inputs = (q.to(precise), k.to(precise), v.to(precise), beta.to(precise), gates[0], gates[1], gates[2])
+        o, final = operator.run(inputs, factor, chunk or 0, chosen == "native")
+    o = o.to(given)
+    return (o if layout is None else layout.batch(o)), final.to(precise)
+
+
+def _check_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_alpha: Tensor | None,
+    lam: Tensor | None,
+    state: Tensor | None,
+    rows: int,
+    chunk: int | None,
+) -> None:
+    if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or v.shape[:3] != q.shape[:3]:
+        raise UsageError(
+            "queries and keys must be [b, t, heads, k] and values [b, t, heads, v], got"
+            f" {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+        )
+    b, t, h, width = q.shape
+    for name, gate in (("beta", beta), ("log_alpha", log_alpha), ("lam", lam)):
+        if gate is not None and gate.shape != (b, t, h):
+            raise UsageError(f"{name} must have a number for each token and head, {[b, t, h]}, got {list(gate.shape)}")
+    if t < 1:
+        raise UsageError("a call needs at least one token, got none")
+    if not (1 <= width <= WIDEST and 1 <= v.shape[3] <= WIDEST):
+        raise UsageError(f"heads must be 1 to {WIDEST} wide, got keys of {width} and values of {v.shape[3]}")
+    if state is not None and state.shape != (rows, h, v.shape[3], width):
+        raise UsageError(
+            f"the state must be [rows, heads, v, k] = {[rows, h, v.shape[3], width]}, got {list(state.shape)}"
+        )
+    if chunk is not None and not 1 <= chunk <= 128:
+        raise UsageError(f"chunk must be from 1 to 128, got {chunk}")
+    for name, x in (("k", k), ("v", v), ("beta", beta), ("log_alpha", log_alpha), ("lam", lam), ("state", state)):
+        if x is not None and x.device != q.device:
+            raise UsageError(f"{name} is on {x.device}, the queries are on {q.device}: move them to one device")
+
+
+def _check_values(beta: Tensor, log_alpha: Tensor | None, lam: Tensor | None) -> None:
+    """A look at the gates, which are small; on other devices than the CPU it would wait for them, and is left out."""
+    if beta.device.type != "cpu":
+        return
+    for name, gate, low, high in (
+        ("beta", beta, 0.0, _STRONGEST),
+        ("log_alpha", log_alpha, -math.inf, 0.0),
+        ("lam", lam, -math.inf, math.inf),
+    ):
+        if gate is None:
+            continue
+        least, most = (float(x) for x in gate.detach().aminmax())
+        if not (low <= least and most <= high) or math.isinf(least) or math.isinf(most):  # written so that NaN fails
+            bounds = {"beta": f"from 0 to {_STRONGEST:g}", "log_alpha": "finite and at most 0", "lam": "finite"}[name]
+            raise UsageError(f"{name} must be {bounds}, got values from {least:g} to {most:g}")

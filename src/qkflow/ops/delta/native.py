@@ -1,0 +1,103 @@
+"""The kernel of `qkflow/ops/native/delta.c` on CPUs: tensors in, pointers down, tensors out."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkflow.ops.delta.chunked import Forward
+from qkflow.ops.native import library
+
+CHUNK = 32
+"""Tokens of a chunk unless told otherwise: half the products of pairs that 64 would take, and better conditioned."""
+_MARKS = 8
+"""Chunks between two memories that are kept for the backward pass, as the kernel has it."""
+_FEW = 4
+"""Tokens up to which the recurrence itself is faster."""
+
+
+def mark_tokens(chunk: int) -> int:
+    """Tokens between two memories that are kept."""
+    return (chunk or CHUNK) * _MARKS
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_alpha: Tensor | None,
+    lam: Tensor | None,
+    state: Tensor | None,
+    scale: float,
+    chunk: int,
+    keep: bool,
+) -> Forward:
+    """Outputs and the memory after the last token; `chunk` 0 leaves it to the kernel."""
+    n, t, h, width = q.shape
+    deep = v.shape[3]
+    o, final = _empty(v, v.shape), _empty(q, (n, h, deep, width))
+    inputs = (q, k, v, beta, log_alpha, lam, state)
+    if t <= _FEW and not keep:
+        _call("delta_few", q.dtype, (n, t, h, width, deep), (scale,), (*inputs, o, final))
+        return Forward(o, final, q.new_empty(0), q.new_empty(0))
+    every = mark_tokens(chunk)
+    errors = _empty(v, v.shape) if keep else None
+    marks = _empty(q, (n, h, (t + every - 1) // every, width, deep)) if keep else None
+    settings = (chunk or CHUNK, scale, torch.get_num_threads())
+    _call("delta_forward", q.dtype, (n, t, h, width, deep), settings, (*inputs, o, final, errors, marks))
+    return Forward(o, final, q.new_empty(0) if errors is None else errors, q.new_empty(0) if marks is None else marks)
+
+
+def backward(
+    go: Tensor | None,
+    gfinal: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_alpha: Tensor | None,
+    lam: Tensor | None,
+    result: Forward,
+    scale: float,
+    chunk: int,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, beta, log_alpha, lam and of the memory before the first token."""
+    n, t, h, width = q.shape
+    grads = [_empty(x, x.shape) for x in (q, k, v, beta)]
+    gates = [None if x is None else _empty(x, x.shape) for x in (log_alpha, lam)]
+    gstate = _empty(q, result.final.shape)
+    settings = (chunk or CHUNK, scale, torch.get_num_threads())
+    tensors = (q, k, v, beta, log_alpha, lam, go, gfinal, *result, *grads, *gates, gstate)
+    _call("delta_backward", q.dtype, (n, t, h, width, v.shape[3]), settings, tensors)
+    return *grads, *(q.new_empty(0) if x is None else x for x in gates), gstate
+
+
+def _empty(like: Tensor, shape: Any) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _call(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], settings: tuple[Any, ...], tensors: tuple[Tensor | None, ...]
+) -> None:
+    """Shapes and where everything lies, to the kernel of that name. Decoding waits for this: it is kept short."""
+    if 0 in shape:
+        return
+    held = [x if x is None or x.is_contiguous() else x.contiguous() for x in tensors]
+    places = [None if x is None else x.data_ptr() for x in held]
+    if _function(name, dtype)(*shape, *settings, *places):
+        raise MemoryError("the kernel of the delta rule could not get the memory for its chunks")
+
+
+@cache
+def _function(name: str, dtype: torch.dtype) -> Any:
+    function = getattr(library(), f"{name}_{'float' if dtype == torch.float32 else 'double'}")
+    shape = [ctypes.c_long, ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_int]
+    settings = [ctypes.c_double] if name == "delta_few" else [ctypes.c_int, ctypes.c_double, ctypes.c_int]
+    pointers = {"delta_few": 9, "delta_forward": 11, "delta_backward": 19}[name]
+    function.argtypes = [*shape, *settings, *[ctypes.c_void_p] * pointers]
+    return function

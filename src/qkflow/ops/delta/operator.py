@@ -1,0 +1,128 @@
+"""The fast forms as one operator of torch, with its backward: a compiled graph holds it whole, for any length.
+
+`qkflow::delta` is opaque to torch's compiler and known to its FLOP counter, which counts the products of chunks of 64
+tokens, triangular ones by half.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.flop_counter import register_flop_formula
+
+from qkflow.ops.delta import chunked
+from qkflow.ops.delta import native as kernel
+from qkflow.ops.delta.chunked import Forward
+
+CHUNK = chunked.CHUNK
+"""Tokens of a chunk by which products are counted, whatever the chunks of the form that runs."""
+_OPS = torch.library.Library("qkflow", "FRAGMENT")
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? log_alpha, Tensor? lam"
+_OPS.define(f"delta({_INPUTS}, Tensor? state, float scale, int chunk, bool keep, bool native) -> Tensor[]")
+_OPS.define(
+    f"delta_backward(Tensor? go, Tensor? gfinal, {_INPUTS}, Tensor o, Tensor final, Tensor errors, Tensor marks,"
+    " float scale, int chunk, bool native) -> Tensor[]"
+)
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""q, k, v, beta, log_alpha, lam and state, in row form."""
+
+
+def run(inputs: Inputs, scale: float, chunk: int, native: bool) -> tuple[Tensor, Tensor]:
+    """Outputs and the memory after the last token."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return _Delta.apply(*inputs, scale, chunk, native)  # pyright: ignore[reportReturnType]
+    o, final, *_ = _forward(*inputs, scale, chunk, False, native)
+    return o, final
+
+
+def flops(t: int, heads: int, key: int, value: int) -> int:
+    """Products of one row of `t` tokens: two scores, a solve and a reading by pairs, three products with the memory.
+
+    >>> flops(64, 1, 64, 64) == 10 * 64**3
+    True
+    """
+    whole, rest = divmod(t, CHUNK)
+    pairs = whole * CHUNK**2 + rest**2
+    return heads * (2 * pairs * (key + value) + 6 * t * key * value)
+
+
+class _Delta(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        *inputs, scale, chunk, native = args
+        o, final, errors, marks = _forward(*inputs, scale, chunk, True, native)
+        ctx.settings, ctx.continued = (scale, chunk, native), inputs[6] is not None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:6], o, final, errors, marks)
+        return o, final
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "the fast delta rule can be differentiated once: use backend 'reference' for more"
+            )
+        saved, (go, gfinal) = ctx.saved_tensors, grads
+        if go is None and gfinal is None:
+            return (None,) * 10
+        back = torch.ops.qkflow.delta_backward(go, gfinal, *saved, *ctx.settings)
+        present = [None if x is None else gradient for x, gradient in zip(saved[:6], back[:6], strict=True)]
+        return (*present, back[6] if ctx.continued else None, None, None, None)
+
+
+def _forward(*args: Any) -> list[Tensor]:
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return torch.ops.qkflow.delta(*args)
+    return _delta(*args)  # nobody watches: straight to it, since decoding would feel the detour
+
+
+def _delta(*args: Any) -> list[Tensor]:
+    *inputs, native = args
+    return [*(kernel.forward if native else chunked.forward)(*inputs)]
+
+
+def _delta_backward(*args: Any) -> list[Tensor]:
+    *given, o, final, errors, marks, scale, chunk, native = args
+    back: Any = kernel.backward if native else chunked.backward
+    return [*back(*given, Forward(o, final, errors, marks), scale, chunk)]
+
+
+def _shapes(*args: Any) -> list[Tensor]:
+    q, _, v, *_, chunk, keep, native = args
+    (n, t, h, width), deep = q.shape, v.shape[3]
+    o, final = v.new_empty(v.shape), q.new_empty(n, h, deep, width)
+    if not keep:
+        return [o, final, q.new_empty(0), q.new_empty(0)]
+    every = kernel.mark_tokens(chunk) if native else chunk or CHUNK
+    return [o, final, v.new_empty(v.shape), q.new_empty(n, h, (t + every - 1) // every, width, deep)]
+
+
+def _backward_shapes(go: Any, gfinal: Any, *args: Any) -> list[Tensor]:
+    q, k, v, beta, log_alpha, lam, _, final, *_ = args
+    gates = [q.new_empty(0) if x is None else q.new_empty(beta.shape) for x in (log_alpha, lam)]
+    return [*(x.new_empty(x.shape) for x in (q, k, v, beta)), *gates, q.new_empty(final.shape)]
+
+
+_OPS.impl("delta", _delta, "CompositeExplicitAutograd")
+_OPS.impl("delta_backward", _delta_backward, "CompositeExplicitAutograd")
+_OPS.impl("delta", _shapes, "Meta")
+_OPS.impl("delta_backward", _backward_shapes, "Meta")
+
+
+@register_flop_formula(torch.ops.qkflow.delta)
+def _forward_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """Shapes come in place of tensors."""
+    return q[0] * flops(q[1], q[2], q[3], v[3])
+
+
+@register_flop_formula(torch.ops.qkflow.delta_backward)
+def _backward_flops(go: Any, gfinal: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """Scores again, their gradients and what follows from those; twice the products with the memory."""
+    n, t, h, key = q
+    whole, rest = divmod(t, CHUNK)
+    pairs = whole * CHUNK**2 + rest**2
+    return n * h * (pairs * (6 * key + 4 * v[3]) + 12 * t * key * v[3])
