@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,9 @@ _MARKS = 8
 """Chunks between two memories that are kept for the backward pass, as the kernel has it."""
 _FEW = 4
 """Tokens up to which the recurrence itself is faster."""
+
+_MUCH, _PAGE, _HUGE = 2**22, 2**12, 14
+"""Bytes from which on large pages are asked for, bytes of a small one, and Linux's word for it (MADV_HUGEPAGE)."""
 
 
 def mark_tokens(chunk: int) -> int:
@@ -78,7 +82,22 @@ def backward(
 
 
 def _empty(like: Tensor, shape: Any) -> Tensor:
-    return torch.empty(shape, dtype=like.dtype, device=like.device)
+    """Room for a result; if it is much, on large pages, since touching fresh small ones costs as much as the rule."""
+    room = torch.empty(shape, dtype=like.dtype, device=like.device)
+    if room.nbytes >= _MUCH and (advise := _advise()) is not None:
+        begin = -room.data_ptr() % _PAGE + room.data_ptr()
+        advise(begin, (room.data_ptr() + room.nbytes - begin) // _PAGE * _PAGE, _HUGE)
+    return room
+
+
+@cache
+def _advise() -> Any:
+    if not sys.platform.startswith("linux"):
+        return None
+    function = getattr(ctypes.CDLL(None), "madvise", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
 
 
 def _call(

@@ -9,21 +9,44 @@
 
 #include "tiles.h"
 
-enum { MARKS = 8 };
+enum { MARKS = 8, MOST = 128 }; /* chunks between two memories that are kept; tokens of a chunk */
+
+#if defined(__GNUC__) && !defined(__clang__)
+enum { SHUFFLES = 1 };
+#define SHUFFLE(x, y, places) __builtin_shuffle(x, y, places)
+#else
+enum { SHUFFLES = 0 };
+#define SHUFFLE(x, y, places) (x)
+#endif
+typedef __typeof__((vector){0} == (vector){0}) Places;
+typedef struct { /* how two rows of a square swap their halves, their quarters, ...: what the upper and the lower become */
+    Places low[4], high[4];
+} Swaps;
 
 typedef struct {
     long rows, tokens;
     int heads, key, value, chunk, K, V, T;
     double scale;
     const real *q, *k, *v, *beta, *log_alpha, *lam; /* [rows, tokens, heads, ...]; the last two may be missing */
+    Swaps swaps;
 } Rule;
 
 typedef struct { /* of one chunk: its tokens, and what is read from its gates */
     long first; /* token */
     int count, all;
-    double G[128];
-    real beta[128], lam[128], decay[128], rest[128], last; /* e^G, e^(G_C - G), e^G_C */
+    double G[MOST];
+    real beta[MOST], lam[MOST], decay[MOST], rest[MOST], last; /* e^G, e^(G_C - G), e^G_C */
 } Chunk;
+
+static Swaps swaps(void) {
+    Swaps s;
+    for (int half = LANES / 2, n = 0; half; half /= 2, n++)
+        for (int l = 0; l < LANES; l++) {
+            s.low[n][l] = l & half ? LANES + l - half : l;
+            s.high[n][l] = l & half ? LANES + l : l + half;
+        }
+    return s;
+}
 
 static int groups_of(int n) { return (n + DOWN - 1) / DOWN * DOWN; }
 
@@ -37,7 +60,7 @@ static Chunk gates(const Rule *r, long row, int head, long number) {
     c.count = left < r->chunk ? (int)left : r->chunk;
     c.all = groups_of(c.count);
     double sum = 0;
-    for (int i = 0; i < c.all; i++) {
+    for (int i = 0; i < padded(c.all); i++) {
         long at = tokens_at(r, row, head, c.first + i);
         int there = i < c.count;
         c.beta[i] = there ? r->beta[at] : 0;
@@ -68,12 +91,43 @@ static void store(const Rule *r, long row, int head, const Chunk *c, const real 
         memcpy(to + tokens_at(r, row, head, c->first + i) * width, tile + (long)i * W, sizeof(real) * width);
 }
 
+/* ask for a token's row before it is wanted: rows lie too far apart for the processor to guess. Inline, since a compiler
+   may take a call that only asks for one that does nothing; a few at a time, since no more can be under way. */
+static inline __attribute__((always_inline)) void fetch(const Rule *r, long row, int head, long token, const real *from,
+                                                        int width, const int change) {
+    enum { LINE = 64 / sizeof(real) };
+    if (!from || token < 0 || token >= r->tokens) return;
+    const real *at = from + tokens_at(r, row, head, token) * width;
+    for (int j = 0; j < width; j += LINE) change ? __builtin_prefetch(at + j, 1, 2) : __builtin_prefetch(at + j, 0, 2);
+}
+
 /* b[j, i] = a[i, j] */
-static void transpose(int rows, int columns, const real *restrict a, int lda, real *restrict b, int ldb) {
-    enum { SIDE = 8 };
-    for (int i = 0; i < rows; i += SIDE)
-        for (int j = 0; j < columns; j++)
-            for (int l = 0; l < SIDE && i + l < rows; l++) b[(long)j * ldb + i + l] = a[(long)(i + l) * lda + j];
+static void transpose(const Swaps *swaps, int rows, int columns, const real *restrict a, int lda, real *restrict b, int ldb) {
+    typedef real loose __attribute__((vector_size(BYTES), aligned(sizeof(real))));
+    int i = 0;
+    for (; SHUFFLES && i + LANES <= rows; i += LANES) {
+        int j = 0;
+        for (; j + LANES <= columns; j += LANES) { /* a square: swap its quarters, their quarters, and so on */
+            vector x[LANES];
+#pragma GCC unroll 16
+            for (int l = 0; l < LANES; l++) x[l] = *(const loose *)(a + (long)(i + l) * lda + j);
+#pragma GCC unroll 4
+            for (int half = LANES / 2, n = 0; half; half /= 2, n++)
+#pragma GCC unroll 16
+                for (int l = 0; l < LANES; l++)
+                    if (!(l & half)) {
+                        vector upper = x[l], lower = x[l + half];
+                        x[l] = SHUFFLE(upper, lower, swaps->low[n]);
+                        x[l + half] = SHUFFLE(upper, lower, swaps->high[n]);
+                    }
+#pragma GCC unroll 16
+            for (int l = 0; l < LANES; l++) *(loose *)(b + (long)(j + l) * ldb + i) = x[l];
+        }
+        for (; j < columns; j++)
+            for (int l = 0; l < LANES; l++) b[(long)j * ldb + i + l] = a[(long)(i + l) * lda + j];
+    }
+    for (; i < rows; i++)
+        for (int j = 0; j < columns; j++) b[(long)j * ldb + i] = a[(long)i * lda + j];
 }
 
 static void scaled(int count, real by, const real *restrict x, real *restrict to) {
@@ -96,46 +150,71 @@ static real dot(int count, const real *restrict x, const real *restrict y) {
     return all;
 }
 
-/* products of triangles: row i of c takes columns of a up to i (lower), or from i on (upper), in groups of DOWN; `a` has
-   zeros in what is left over of the groups. `a` may have two such triangles side by side, `halves` columns apart. */
+/* rows to take together in products with triangles: few leave out more of the zeros, many fill the registers better */
+static int step(int columns, int left) {
+    int rows = columns < ACROSS * LANES ? HIGH : DOWN;
+    return rows < left ? rows : left;
+}
+
+/* c += a b for a triangle a whose zeros are left out, group by group: row i of c takes columns of a up to i (lower), or
+   rows of a from i on (of which it is column i: upper) */
 static void add_lower(int rows, int columns, const real *a, long lda, const real *b, int ldb, real *c, int ldc) {
-    for (int i = 0; i < rows; i += DOWN)
-        add_product(DOWN, columns, i + DOWN, a + i * lda, lda, 1, b, ldb, c + (long)i * ldc, ldc);
+    for (int i = 0, now; i < rows; i += now) {
+        now = step(columns, rows - i);
+        add_product(now, columns, i + now, a + i * lda, lda, 1, b, ldb, c + (long)i * ldc, ldc);
+    }
 }
 
 static void add_upper(int rows, int columns, const real *a, long lda, const real *b, int ldb, real *c, int ldc) {
-    for (int i = 0; i < rows; i += DOWN)
-        add_product(DOWN, columns, rows - i, a + i * lda + i, 1, lda, b + (long)i * ldb, ldb, c + (long)i * ldc, ldc);
+    for (int i = 0, now; i < rows; i += now) {
+        now = step(columns, rows - i);
+        add_product(now, columns, rows - i, a + i * lda + i, 1, lda, b + (long)i * ldb, ldb, c + (long)i * ldc, ldc);
+    }
 }
 
-/* scores of X and of Q with K, below the diagonal and with it, times e^(G_i - G_j), `m` and `p`; above it zero. With
-   `by_beta` columns come times beta_j. */
-static void weigh(const Rule *r, const Chunk *c, int by_beta, real m, real p, real *M, real *P) {
+/* pairs of the chunk's tokens: two stacked matrices times one, in and below the vectors that hold the diagonal */
+static void pairs(const Rule *r, const Chunk *c, int depth, const real *a, int lda, const real *b, real *to) {
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < c->all; i += LANES * DOWN) {
+            long at = (long)half * c->all + i;
+            int now = c->all - i < LANES * DOWN ? c->all - i : LANES * DOWN;
+            for (int l = 0; l < now; l += HIGH) {
+                int rows = now - l < HIGH ? now - l : HIGH;
+                product(rows, padded(i + l + rows), depth, a + (at + l) * lda, lda, 1, b, r->T, to + (at + l) * r->T, r->T);
+            }
+        }
+}
+
+/* D: e^(G_i - G_j), times beta_j if so asked */
+static void decays(const Rule *r, const Chunk *c, int by_beta, real *restrict D) {
+    for (int i = 0; i < c->all; i++) {
+        int some = padded(i + 1);
+        real *restrict row = D + (long)i * r->T;
+        if (r->log_alpha) {
+            double G = c->G[i];
+            for (int j = 0; j < some; j++) row[j] = NAME(exponential)((real)(G - c->G[j]));
+        } else
+            for (int j = 0; j < some; j++) row[j] = 1;
+        if (by_beta)
+            for (int j = 0; j < some; j++) row[j] *= c->beta[j];
+    }
+}
+
+/* what `pairs` gives, times D and a factor each; the diagonal of M and what is above either's becomes zero */
+static void weigh(const Rule *r, const Chunk *c, const real *restrict D, real m, real p, real *restrict M, real *restrict P) {
     int T = r->T;
     for (int i = 0; i < c->all; i++) {
-        real *mi = M + (long)i * T, *pi = P + (long)i * T, D[128];
-        for (int j = 0; j <= i; j++) D[j] = by_beta ? c->beta[j] : 1;
-        if (r->log_alpha)
-            for (int j = 0; j <= i; j++) D[j] *= NAME(exponential)((real)(c->G[i] - c->G[j]));
-        for (int j = 0; j <= i; j++) {
-            mi[j] *= m * D[j];
-            pi[j] *= p * D[j];
+        int some = padded(i + 1);
+        real *restrict mi = M + (long)i * T, *restrict pi = P + (long)i * T;
+        const real *restrict di = D + (long)i * T;
+        for (int j = 0; j < some; j++) {
+            mi[j] *= m * di[j];
+            pi[j] *= p * di[j];
         }
         mi[i] = 0;
         memset(mi + i + 1, 0, sizeof(real) * (T - i - 1));
         memset(pi + i + 1, 0, sizeof(real) * (T - i - 1));
     }
-}
-
-static void score(const Rule *r, const Chunk *c, const real *XQ, const real *KT, real *MP) {
-    int K = r->K, T = r->T;
-    for (int half = 0; half < 2; half++)
-        for (int i = 0; i < c->all; i += DOWN) {
-            real *to = MP + ((long)half * c->all + i) * T;
-            int columns = padded(i + DOWN);
-            for (int l = 0; l < DOWN; l++) memset(to + (long)l * T, 0, sizeof(real) * columns);
-            add_product(DOWN, columns, r->key, XQ + ((long)half * c->all + i) * K, K, 1, KT, T, to, T);
-        }
 }
 
 static void load_keys(const Rule *r, long row, int head, const Chunk *c, real *keys, real *XQ, real *KT) {
@@ -145,7 +224,7 @@ static void load_keys(const Rule *r, long row, int head, const Chunk *c, real *k
     load(r, row, head, c, r->q, r->key, K, Q);
     for (int i = 0; i < c->all; i++)
         for (int j = 0; j < K; j++) XQ[(long)i * K + j] = keys[(long)i * K + j] + c->lam[i] * Q[(long)i * K + j];
-    transpose(c->all, r->key, keys, K, KT, r->T);
+    transpose(&r->swaps, c->all, r->key, keys, K, KT, r->T);
 }
 
 /* H = e^G_C H + K'^T N with K' = diag(e^(G_C - G) beta) K, which is left in `keys` */
@@ -157,7 +236,7 @@ static void write(const Rule *r, const Chunk *c, real *keys, const real *N, real
 
 static size_t forward_memory(const Rule *r) {
     size_t C = r->T;
-    return C * r->K * 3 + (size_t)r->K * r->T + C * r->V * 3 + C * r->T * 2 + (size_t)r->K * r->V;
+    return C * r->K * 3 + (size_t)r->K * r->T + C * r->V * 3 + C * C * 3 + (size_t)r->K * r->V;
 }
 
 static void forward_one(const Rule *r, long row, int head, const real *state, real *o, real *final, real *errors,
@@ -165,9 +244,9 @@ static void forward_one(const Rule *r, long row, int head, const real *state, re
     int K = r->K, V = r->V, T = r->T, groups = (int)((r->tokens + (long)r->chunk * MARKS - 1) / ((long)r->chunk * MARKS));
     long one = row * r->heads + head, size = (long)r->key * r->value;
     real *keys = memory, *XQ = keys + (long)T * K, *KT = XQ + 2L * T * K, *N = KT + (long)K * T, *RO = N + (long)T * V,
-         *MP = RO + 2L * T * V, *H = MP + 2L * T * T;
+         *MP = RO + 2L * T * V, *D = MP + 2L * T * T, *H = D + (long)T * T;
     memset(H, 0, sizeof(real) * K * V);
-    if (state) transpose(r->value, r->key, state + one * size, r->key, H, V);
+    if (state) transpose(&r->swaps, r->value, r->key, state + one * size, r->key, H, V);
     for (long number = 0; number * r->chunk < r->tokens; number++) {
         Chunk c = gates(r, row, head, number);
         real *M = MP, *P = MP + (long)c.all * T, *O = RO + (long)c.all * V;
@@ -177,15 +256,22 @@ static void forward_one(const Rule *r, long row, int head, const real *state, re
                        sizeof(real) * r->value);
         load_keys(r, row, head, &c, keys, XQ, KT);
         load(r, row, head, &c, r->v, r->value, V, N);
-        memset(RO, 0, sizeof(real) * 2 * c.all * V);
-        add_product(2 * c.all, V, r->key, XQ, K, 1, H, V, RO, V);
+        product(2 * c.all, V, r->key, XQ, K, 1, H, V, RO, V);
         for (int i = 0; i < c.all; i++) {
             add_scaled(V, -c.decay[i], RO + (long)i * V, N + (long)i * V);
             scale(V, (real)r->scale * c.decay[i], O + (long)i * V);
+            fetch(r, row, head, c.first + i, o, r->value, 1);
+            fetch(r, row, head, c.first + i, errors, r->value, 1);
         }
-        score(r, &c, XQ, KT, MP);
-        weigh(r, &c, 1, -1, (real)r->scale, M, P);
+        pairs(r, &c, r->key, XQ, K, KT, MP);
+        decays(r, &c, 1, D);
+        weigh(r, &c, D, -1, (real)r->scale, M, P);
         for (int i = 0; i < c.all; i += DOWN) { /* N = (I + M diag(beta))^-1 N, a group of rows after the other */
+            for (int l = 0; l < DOWN; l++) {
+                fetch(r, row, head, c.first + r->chunk + i + l, r->k, r->key, 0);
+                fetch(r, row, head, c.first + r->chunk + i + l, r->q, r->key, 0);
+                fetch(r, row, head, c.first + r->chunk + i + l, r->v, r->value, 0);
+            }
             if (i) add_product(DOWN, V, i, M + (long)i * T, T, 1, N, V, N + (long)i * V, V);
             for (int l = 1; l < DOWN; l++)
                 for (int j = 0; j < l; j++)
@@ -196,7 +282,7 @@ static void forward_one(const Rule *r, long row, int head, const real *state, re
         store(r, row, head, &c, O, r->value, V, o);
         if (errors) store(r, row, head, &c, N, r->value, V, errors);
     }
-    transpose(r->key, r->value, H, V, final + one * size, r->key);
+    transpose(&r->swaps, r->key, r->value, H, V, final + one * size, r->key);
 }
 
 
@@ -204,7 +290,7 @@ int NAME(delta_forward)(long rows, long tokens, int heads, int key, int value, i
                         const real *q, const real *k, const real *v, const real *beta, const real *log_alpha,
                         const real *lam, const real *state, real *o, real *final, real *errors, real *marks) {
     Rule r = {rows, tokens, heads, key, value, chunk, padded(groups_of(key)), padded(value), padded(groups_of(chunk)), scale,
-              q, k, v, beta, log_alpha, lam};
+              q, k, v, beta, log_alpha, lam, swaps()};
     long tasks = rows * heads;
     if (threads > tasks) threads = (int)tasks;
     size_t each = (forward_memory(&r) + 15) / 16 * 16;
@@ -220,7 +306,7 @@ int NAME(delta_forward)(long rows, long tokens, int heads, int key, int value, i
 
 static size_t backward_memory(const Rule *r) {
     size_t C = r->T, K = r->K, V = r->V;
-    return C * K * 7 + K * C + C * V * 8 + V * C + C * C * 4 + K * V * (MARKS + 2) + 2 * K * V;
+    return C * K * 7 + K * C + C * V * 8 + V * C + C * C * 5 + K * V * (MARKS + 2) + 2 * K * V;
 }
 
 typedef struct {
@@ -235,10 +321,10 @@ static void backward_one(const Rule *r, long row, int head, const Gradients *g, 
     real *keys = memory, *XQ = keys + (long)T * K, *gXQ = XQ + 2L * T * K, *gK = gXQ + 2L * T * K, *kept = gK + (long)T * K,
          *KT = kept + (long)T * K, *N = KT + (long)K * T, *U = N + (long)T * V, *hat = U + (long)T * V,
          *gNO = hat + (long)T * V, *W = gNO + 2L * T * V, *spare = W + 2L * T * V, *UT = spare + (long)T * V,
-         *MP = UT + (long)V * T, *gMP = MP + 2L * T * T, *gH = gMP + 2L * T * T, *HT = gH + matrix,
+         *MP = UT + (long)V * T, *gMP = MP + 2L * T * T, *D = gMP + 2L * T * T, *gH = D + (long)T * T, *HT = gH + matrix,
          *gHT = HT + matrix, *H = gHT + matrix; /* MARKS + 1 of them */
     memset(gH, 0, sizeof(real) * matrix);
-    if (g->gfinal) transpose(r->value, r->key, g->gfinal + one * size, r->key, gH, V);
+    if (g->gfinal) transpose(&r->swaps, r->value, r->key, g->gfinal + one * size, r->key, gH, V);
     long chunks = (r->tokens + r->chunk - 1) / r->chunk;
     for (long group = groups - 1; group >= 0; group--) {
         long begin = group * MARKS, end = begin + MARKS < chunks ? begin + MARKS : chunks;
@@ -251,6 +337,10 @@ static void backward_one(const Rule *r, long row, int head, const Gradients *g, 
             memcpy(next, next - matrix, sizeof(real) * matrix);
             load(r, row, head, &c, r->k, r->key, K, keys);
             load(r, row, head, &c, g->errors, r->value, V, N);
+            for (int i = 0; i < c.count; i++) {
+                fetch(r, row, head, c.first + r->chunk + i, r->k, r->key, 0);
+                fetch(r, row, head, c.first + r->chunk + i, g->errors, r->value, 0);
+            }
             write(r, &c, keys, N, next);
         }
         for (long number = end - 1; number >= begin; number--) {
@@ -265,19 +355,26 @@ static void backward_one(const Rule *r, long row, int head, const Gradients *g, 
                 load(r, row, head, &c, g->go, r->value, V, gO);
             else
                 memset(gO, 0, sizeof(real) * all * V);
-            score(r, &c, XQ, KT, MP);
-            weigh(r, &c, 0, -1, (real)r->scale, M, P);
+            pairs(r, &c, r->key, XQ, K, KT, MP);
+            decays(r, &c, 0, D);
+            weigh(r, &c, D, -1, (real)r->scale, M, P);
             for (int i = 0; i < all; i++) {
                 scaled(V, c.beta[i], N + (long)i * V, U + (long)i * V);
                 scaled(K, c.rest[i], keys + (long)i * K, kept + (long)i * K);
                 scale(T, c.beta[i], M + (long)i * T);
+                fetch(r, row, head, c.first + i, g->glog_alpha ? g->o : NULL, r->value, 0);
+                fetch(r, row, head, c.first + i, g->glog_alpha ? r->v : NULL, r->value, 0);
             }
             /* hat = (I + M^T diag(beta))^-1 (P^T gO + K' gH), from the last group of rows to the first */
-            memset(hat, 0, sizeof(real) * all * V);
-            add_product(all, V, r->key, kept, K, 1, gH, V, hat, V);
+            product(all, V, r->key, kept, K, 1, gH, V, hat, V);
             add_upper(all, V, P, T, gO, V, hat, V);
             for (int i = all - DOWN; i >= 0; i -= DOWN) {
                 int below = i + DOWN;
+                for (int l = 0; l < DOWN; l++) {
+                    fetch(r, row, head, c.first - r->chunk + i + l, r->q, r->key, 0);
+                    fetch(r, row, head, c.first - r->chunk + i + l, g->go, r->value, 0);
+                    fetch(r, row, head, c.first + i + l, g->gv, r->value, 1);
+                }
                 if (below < all)
                     add_product(DOWN, V, all - below, M + (long)below * T + i, 1, T, hat + (long)below * V, V,
                                 hat + (long)i * V, V);
@@ -294,7 +391,7 @@ static void backward_one(const Rule *r, long row, int head, const Gradients *g, 
                 double sum = 0;
                 for (int i = 0; i < r->key; i++) sum += dot(V, after + (long)i * V, gH + (long)i * V);
                 load(r, row, head, &c, g->o, r->value, V, spare);
-                real each[128];
+                real each[MOST];
                 for (int i = 0; i < c.count; i++) each[i] = dot(V, gO + (long)i * V, spare + (long)i * V);
                 load(r, row, head, &c, r->v, r->value, V, spare);
                 for (int i = c.count - 1; i >= 0; i--) {
@@ -303,23 +400,21 @@ static void backward_one(const Rule *r, long row, int head, const Gradients *g, 
                 }
             }
             /* gradients of the scores */
-            transpose(all, r->value, U, V, UT, T);
-            memset(gMP, 0, sizeof(real) * 2 * all * T);
-            for (int half = 0; half < 2; half++)
-                for (int i = 0; i < all; i += DOWN)
-                    add_product(DOWN, padded(i + DOWN), r->value, gNO + ((long)half * all + i) * V, V, 1, UT, T,
-                                gMP + ((long)half * all + i) * T, T);
-            weigh(r, &c, 0, -1, (real)r->scale, gM, gP);
+            transpose(&r->swaps, all, r->value, U, V, UT, T);
+            pairs(r, &c, r->value, gNO, V, UT, gMP);
+            weigh(r, &c, D, -1, (real)r->scale, gM, gP);
             /* and what follows from them and from the memory */
-            transpose(deep, r->value, before, V, HT, K);
-            transpose(deep, r->value, gH, V, gHT, K);
-            memset(gXQ, 0, sizeof(real) * 2 * all * K);
-            add_product(2 * all, K, r->value, W, V, 1, HT, K, gXQ, K);
+            transpose(&r->swaps, deep, r->value, before, V, HT, K);
+            transpose(&r->swaps, deep, r->value, gH, V, gHT, K);
+            product(2 * all, K, r->value, W, V, 1, HT, K, gXQ, K);
             add_lower(all, K, gM, T, keys, K, gX, K);
             add_lower(all, K, gP, T, keys, K, gQ, K);
-            for (int i = 0; i < all; i++) scale(V, c.rest[i], U + (long)i * V);
-            memset(gK, 0, sizeof(real) * all * K);
-            add_product(all, K, r->value, U, V, 1, gHT, K, gK, K);
+            for (int i = 0; i < all; i++) {
+                scale(V, c.rest[i], U + (long)i * V);
+                fetch(r, row, head, c.first + i, g->gq, r->key, 1);
+                fetch(r, row, head, c.first + i, g->gk, r->key, 1);
+            }
+            product(all, K, r->value, U, V, 1, gHT, K, gK, K);
             add_upper(all, K, gM, T, XQ, K, gK, K);
             add_upper(all, K, gP, T, Q, K, gK, K);
             if (r->log_alpha) scale((int)matrix, c.last, gH);
@@ -338,7 +433,7 @@ static void backward_one(const Rule *r, long row, int head, const Gradients *g, 
             store(r, row, head, &c, gV, r->value, V, g->gv);
         }
     }
-    transpose(r->key, r->value, gH, V, g->gstate + one * size, r->key);
+    transpose(&r->swaps, r->key, r->value, gH, V, g->gstate + one * size, r->key);
 }
 
 int NAME(delta_backward)(long rows, long tokens, int heads, int key, int value, int chunk, double scale, int threads,
@@ -347,7 +442,7 @@ int NAME(delta_backward)(long rows, long tokens, int heads, int key, int value, 
                          const real *errors, const real *marks, real *gq, real *gk, real *gv, real *gbeta,
                          real *glog_alpha, real *glam, real *gstate) {
     Rule r = {rows, tokens, heads, key, value, chunk, padded(groups_of(key)), padded(value), padded(groups_of(chunk)), scale,
-              q, k, v, beta, log_alpha, lam};
+              q, k, v, beta, log_alpha, lam, swaps()};
     Gradients g = {go, gfinal, o, final, errors, marks, gq, gk, gv, gbeta, glog_alpha, glam, gstate};
     long tasks = rows * heads;
     if (threads > tasks) threads = (int)tasks;

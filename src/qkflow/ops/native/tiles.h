@@ -11,13 +11,14 @@
 typedef REAL real;
 
 #if defined(__AVX512F__)
-enum { BYTES = 64, ACROSS = 4, PIECES = 4 };
+enum { BYTES = 64, ACROSS = 4, SUMS = 24, PIECES = 4 };
 #elif defined(__AVX__)
-enum { BYTES = 32, ACROSS = 2, PIECES = 4 };
+enum { BYTES = 32, ACROSS = 3, SUMS = 12, PIECES = 4 };
 #else
-enum { BYTES = 16, ACROSS = 2, PIECES = 2 };
+enum { BYTES = 16, ACROSS = 3, SUMS = 12, PIECES = 2 };
 #endif
-enum { LANES = BYTES / sizeof(real), DOWN = 4 };
+/* vectors of bytes; at most so many side by side, and so many sums at once; rows by groups of DOWN, or of HIGH */
+enum { LANES = BYTES / sizeof(real), DOWN = 4, HIGH = 8 };
 typedef real vector __attribute__((vector_size(BYTES)));
 
 static int padded(int n) { return (n + LANES - 1) / LANES * LANES; }
@@ -29,47 +30,70 @@ static real *aligned(size_t count) {
     return memory;
 }
 
-/* c[i, j] += sum_l a[i, l] b[l, j] for DOWN rows and some whole vectors of columns; a[i, l] lies at a[i * ai + l * al] */
-static inline __attribute__((always_inline)) void block(const int columns, int depth, const real *a, long ai, long al,
-                                                        const real *b, int ldb, real *c, int ldc) {
-    vector sum[DOWN][ACROSS];
+/* c[i, j] (+)= sum_l a[i, l] b[l, j] for some rows and whole vectors of columns; a[i, l] lies at a[i * ai + l * al] */
+static inline __attribute__((always_inline)) void block(const int add, const int rows, const int columns, int depth,
+                                                        const real *a, long ai, long al, const real *b, int ldb, real *c,
+                                                        int ldc) {
+    vector sum[HIGH][ACROSS] = {{{0}}};
+    if (add)
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-    for (int i = 0; i < DOWN; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < columns; j++) sum[i][j] = *(vector *)(c + (long)i * ldc + j * LANES);
+            for (int j = 0; j < columns; j++) sum[i][j] = *(vector *)(c + (long)i * ldc + j * LANES);
     for (int l = 0; l < depth; l++) {
         vector row[ACROSS];
 #pragma GCC unroll 4
         for (int j = 0; j < columns; j++) row[j] = *(const vector *)(b + (long)l * ldb + j * LANES);
-#pragma GCC unroll 4
-        for (int i = 0; i < DOWN; i++) {
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
             real x = a[i * ai + l * al];
 #pragma GCC unroll 4
             for (int j = 0; j < columns; j++) sum[i][j] += x * row[j];
         }
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < DOWN; i++)
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < columns; j++) *(vector *)(c + (long)i * ldc + j * LANES) = sum[i][j];
 }
 
-static void add_product(int rows, int columns, int depth, const real *a, long ai, long al, const real *b, int ldb, real *c,
-                        int ldc) {
+/* the same for any number of rows in groups of DOWN: fewer columns at once leave registers for more rows */
+static inline __attribute__((always_inline)) void strip(const int add, const int columns, int rows, int depth,
+                                                        const real *a, long ai, long al, const real *b, int ldb, real *c,
+                                                        int ldc) {
+    int i = 0;
+    if (columns * HIGH <= SUMS)
+        for (; i + HIGH <= rows; i += HIGH)
+            block(add, HIGH, columns, depth, a + i * ai, ai, al, b, ldb, c + (long)i * ldc, ldc);
+    for (; i < rows; i += DOWN) block(add, DOWN, columns, depth, a + i * ai, ai, al, b, ldb, c + (long)i * ldc, ldc);
+}
+
+static inline __attribute__((always_inline)) void multiply(const int add, int rows, int columns, int depth, const real *a,
+                                                           long ai, long al, const real *b, int ldb, real *c, int ldc) {
     for (int j = 0; j < columns;) {
-        int left = (columns - j) / LANES, now = left >= ACROSS ? ACROSS : left >= 2 ? 2 : 1;
-        for (int i = 0; i < rows; i += DOWN) {
-            const real *at = a + i * ai;
-            real *to = c + (long)i * ldc + j;
-            if (now == ACROSS)
-                block(ACROSS, depth, at, ai, al, b + j, ldb, to, ldc);
-            else if (now == 2)
-                block(2, depth, at, ai, al, b + j, ldb, to, ldc);
-            else
-                block(1, depth, at, ai, al, b + j, ldb, to, ldc);
-        }
+        int left = (columns - j) / LANES, now = left < ACROSS ? left : ACROSS;
+        if (now == 1)
+            strip(add, 1, rows, depth, a, ai, al, b + j, ldb, c + j, ldc);
+        else if (now == 2)
+            strip(add, 2, rows, depth, a, ai, al, b + j, ldb, c + j, ldc);
+        else if (now == 3)
+            strip(add, 3, rows, depth, a, ai, al, b + j, ldb, c + j, ldc);
+        else
+            strip(add, ACROSS, rows, depth, a, ai, al, b + j, ldb, c + j, ldc);
         j += now * LANES;
     }
+}
+
+/* c += a b */
+static __attribute__((noinline)) void add_product(int rows, int columns, int depth, const real *a, long ai, long al,
+                                                  const real *b, int ldb, real *c, int ldc) {
+    multiply(1, rows, columns, depth, a, ai, al, b, ldb, c, ldc);
+}
+
+/* c = a b */
+static __attribute__((noinline, unused)) void product(int rows, int columns, int depth, const real *a, long ai, long al,
+                                                      const real *b, int ldb, real *c, int ldc) {
+    multiply(0, rows, columns, depth, a, ai, al, b, ldb, c, ldc);
 }
 
 static inline float exponential_float(float x) {
