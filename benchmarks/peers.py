@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
 from qkflow import DecoderConfig
 
@@ -55,6 +57,13 @@ def x_transformer(config: DecoderConfig, positions: int) -> TransformerWrapper:
             attn_flash=True,
         ),
     )
+
+
+def hf_gated_delta_rule() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """HF transformers' gated delta rule by chunks in plain torch, without the wrapper that looks for a GPU's kernel."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    return inspect.unwrap(torch_chunk_gated_delta_rule)
 
 
 def parameters(model: nn.Module) -> int:

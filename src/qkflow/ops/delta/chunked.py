@@ -26,7 +26,6 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-
 CHUNK = 64
 """Tokens of a chunk unless told otherwise."""
 
@@ -165,10 +164,10 @@ def _inside(
     decay = rest = D = None
     M, P = x @ k.mT, scale * (q @ k.mT)
     if log_alpha is not None:
-        G = _split(log_alpha, chunk).cumsum(-1)
-        later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-        D = (G.unsqueeze(-1) - G.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()  # masked first: it may overflow
-        decay, rest = G.exp().unsqueeze(-1), (G[..., -1:] - G).exp().unsqueeze(-1)
+        wide = log_alpha.float() if log_alpha.device.type == "mps" else log_alpha.double()  # which has no float64
+        G = _split(wide, chunk).cumsum(-1)  # differences of float32 sums would lose their digits
+        D = (G.unsqueeze(-1) - G.unsqueeze(-2)).to(q.dtype).clamp(max=0).exp()  # above the diagonal nothing is read
+        decay, rest = G.to(q.dtype).exp().unsqueeze(-1), (G[..., -1:] - G).to(q.dtype).exp().unsqueeze(-1)
         M, P = M * D, P * D
     return _Chunks(q, k, x, v, beta, decay, rest, D, M.tril(-1), P.tril())
 

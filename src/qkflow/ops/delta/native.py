@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qkflow.ops.delta.chunked import Forward
+from qkflow.ops.delta.gates import check_gates
 from qkflow.ops.native import library
 
 CHUNK = 32
@@ -20,6 +21,8 @@ _MARKS = 8
 _FEW = 4
 """Tokens up to which the recurrence itself is faster."""
 
+_GATES = 2
+"""What the kernel answers to gates out of range."""
 _MUCH, _PAGE, _HUGE = 2**22, 2**12, 14
 """Bytes from which on large pages are asked for, bytes of a small one, and Linux's word for it (MADV_HUGEPAGE)."""
 
@@ -108,7 +111,10 @@ def _call(
         return
     held = [x if x is None or x.is_contiguous() else x.contiguous() for x in tensors]
     places = [None if x is None else x.data_ptr() for x in held]
-    if _function(name, dtype)(*shape, *settings, *places):
+    failed = _function(name, dtype)(*shape, *settings, *places)
+    if failed == _GATES:
+        check_gates(*tensors[3:6])  # pyright: ignore[reportArgumentType]
+    if failed:
         raise MemoryError("the kernel of the delta rule could not get the memory for its chunks")
 
 

@@ -6,6 +6,7 @@ tokens, triangular ones by half.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -82,13 +83,22 @@ def _forward(*args: Any) -> list[Tensor]:
 
 def _delta(*args: Any) -> list[Tensor]:
     *inputs, native = args
-    return [*(kernel.forward if native else chunked.forward)(*inputs)]
+    if native:
+        return [*kernel.forward(*inputs)]
+    with _plain(inputs[0].device.type):
+        return [*chunked.forward(*inputs)]
+
+
+def _plain(device: str) -> AbstractContextManager[Any]:
+    """In the precision of the inputs, which is chosen already, whatever autocast would have products be in."""
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _delta_backward(*args: Any) -> list[Tensor]:
     *given, o, final, errors, marks, scale, chunk, native = args
     back: Any = kernel.backward if native else chunked.backward
-    return [*back(*given, Forward(o, final, errors, marks), scale, chunk)]
+    with _plain(o.device.type):
+        return [*back(*given, Forward(o, final, errors, marks), scale, chunk)]
 
 
 def _shapes(*args: Any) -> list[Tensor]:

@@ -160,19 +160,6 @@ int NAME(alternate)(long rows, int width, int hidden, int activation, int steps,
     return memory == NULL;
 }
 
-static inline real total(vector x) {
-    typedef real piece __attribute__((vector_size(BYTES / PIECES)));
-    union {
-        vector whole;
-        piece parts[PIECES];
-    } of = {x};
-    piece sums = of.parts[0] + of.parts[1];
-    for (int i = 2; i < PIECES; i++) sums += of.parts[i];
-    real sum = 0;
-    for (int l = 0; l < LANES / PIECES; l++) sum += sums[l];
-    return sum;
-}
-
 /* y[i] += by * (bias[i] + sum_j matrix[i, j] x[j]) along the rows as they lie, DOWN of them at a time so that none has to
    wait for the sum before it */
 static void add_image(int rows, int columns, const real *matrix, const real *bias, const real *x, real by, real *y) {

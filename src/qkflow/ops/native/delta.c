@@ -9,6 +9,8 @@
 
 #include "tiles.h"
 
+enum { NO_MEMORY = 1, GATES = 2 };
+#define HUGE_FINITE ((real)(sizeof(real) == 4 ? 3.4028234663852886e38 : 1.7976931348623157e308))
 enum { MARKS = 8, MOST = 128 }; /* chunks between two memories that are kept; tokens of a chunk */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -21,6 +23,7 @@ enum { SHUFFLES = 0 };
 typedef __typeof__((vector){0} == (vector){0}) Places;
 typedef struct { /* how two rows of a square swap their halves, their quarters, ...: what the upper and the lower become */
     Places low[4], high[4];
+    Places below[LANES], until[LANES]; /* and masks of the places below the i-th, without and with it */
 } Swaps;
 
 typedef struct {
@@ -45,7 +48,18 @@ static Swaps swaps(void) {
             s.low[n][l] = l & half ? LANES + l - half : l;
             s.high[n][l] = l & half ? LANES + l : l + half;
         }
+    for (int i = 0; i < LANES; i++)
+        for (int l = 0; l < LANES; l++) {
+            s.below[i][l] = l < i ? -1 : 0;
+            s.until[i][l] = l <= i ? -1 : 0;
+        }
     return s;
+}
+
+/* heads whose memories fit into the cache together */
+static int TOGETHER(const Rule *r) {
+    long many = (1L << 18) / ((long)r->K * r->V * sizeof(real));
+    return many < 1 ? 1 : many < r->heads ? (int)many : r->heads;
 }
 
 static int groups_of(int n) { return (n + DOWN - 1) / DOWN * DOWN; }
@@ -130,24 +144,21 @@ static void transpose(const Swaps *swaps, int rows, int columns, const real *res
         for (int j = 0; j < columns; j++) b[(long)j * ldb + i] = a[(long)i * lda + j];
 }
 
-static void scaled(int count, real by, const real *restrict x, real *restrict to) {
-    for (int i = 0; i < count; i++) to[i] = by * x[i];
-}
+/* rows of whole vectors: to = by x, x = by x, to += by x, x . y */
+#define EACH(i, count) for (int i = 0; i < (count); i += LANES)
+#define AT(x) (*(vector *)(x))
+#define OF(x) (*(const vector *)(x))
 
-static void scale(int count, real by, real *x) {
-    for (int i = 0; i < count; i++) x[i] *= by;
-}
+static inline void scaled(int count, real by, const real *x, real *to) { EACH(i, count) AT(to + i) = by * OF(x + i); }
 
-static void add_scaled(int count, real by, const real *restrict x, real *restrict to) {
-    for (int i = 0; i < count; i++) to[i] += by * x[i];
-}
+static inline void scale(int count, real by, real *x) { EACH(i, count) AT(x + i) *= by; }
 
-static real dot(int count, const real *restrict x, const real *restrict y) {
+static inline void add_scaled(int count, real by, const real *x, real *to) { EACH(i, count) AT(to + i) += by * OF(x + i); }
+
+static inline real dot(int count, const real *x, const real *y) {
     vector sum = {0};
-    for (int i = 0; i < count; i += LANES) sum += *(const vector *)(x + i) * *(const vector *)(y + i);
-    real all = 0;
-    for (int i = 0; i < LANES; i++) all += sum[i];
-    return all;
+    EACH(i, count) sum += OF(x + i) * OF(y + i);
+    return total(sum);
 }
 
 /* rows to take together in products with triangles: few leave out more of the zeros, many fill the registers better */
@@ -201,19 +212,33 @@ static void decays(const Rule *r, const Chunk *c, int by_beta, real *restrict D)
 }
 
 /* what `pairs` gives, times D and a factor each; the diagonal of M and what is above either's becomes zero */
-static void weigh(const Rule *r, const Chunk *c, const real *restrict D, real m, real p, real *restrict M, real *restrict P) {
+static void weigh(const Rule *r, const Chunk *c, const real *D, real m, real p, real *M, real *P) {
     int T = r->T;
     for (int i = 0; i < c->all; i++) {
-        int some = padded(i + 1);
-        real *restrict mi = M + (long)i * T, *restrict pi = P + (long)i * T;
-        const real *restrict di = D + (long)i * T;
-        for (int j = 0; j < some; j++) {
-            mi[j] *= m * di[j];
-            pi[j] *= p * di[j];
+        real *mi = M + (long)i * T, *pi = P + (long)i * T;
+        const real *di = D + (long)i * T;
+        int edge = i / LANES * LANES;
+        EACH(j, edge) {
+            AT(mi + j) *= m * OF(di + j);
+            AT(pi + j) *= p * OF(di + j);
         }
-        mi[i] = 0;
-        memset(mi + i + 1, 0, sizeof(real) * (T - i - 1));
-        memset(pi + i + 1, 0, sizeof(real) * (T - i - 1));
+        AT(mi + edge) = (vector)((Places)(AT(mi + edge) * m * OF(di + edge)) & r->swaps.below[i - edge]);
+        AT(pi + edge) = (vector)((Places)(AT(pi + edge) * p * OF(di + edge)) & r->swaps.until[i - edge]);
+        for (int j = edge + LANES; j < T; j += LANES) AT(mi + j) = AT(pi + j) = (vector){0};
+    }
+}
+
+/* rows of x, one after the other: x[i] += sum_{j < i} a[i, j] x[j] for DOWN of them; a[i, j] lies at a[i * ai + j * aj] */
+static void chain(int columns, const real *a, long ai, long aj, real *x, long ldx) {
+    EACH(l, columns) {
+        vector row[DOWN];
+#pragma GCC unroll 4
+        for (int i = 0; i < DOWN; i++) {
+            row[i] = AT(x + i * ldx + l);
+#pragma GCC unroll 4
+            for (int j = 0; j < i; j++) row[i] += a[i * ai + j * aj] * row[j];
+            AT(x + i * ldx + l) = row[i];
+        }
     }
 }
 
@@ -227,79 +252,100 @@ static void load_keys(const Rule *r, long row, int head, const Chunk *c, real *k
     transpose(&r->swaps, c->all, r->key, keys, K, KT, r->T);
 }
 
-/* H = e^G_C H + K'^T N with K' = diag(e^(G_C - G) beta) K, which is left in `keys` */
-static void write(const Rule *r, const Chunk *c, real *keys, const real *N, real *H) {
+/* to = e^G_C H + K'^T N with K' = diag(e^(G_C - G) beta) K, which is left in `keys` */
+static void write(const Rule *r, const Chunk *c, real *keys, const real *N, const real *H, real *to) {
     for (int i = 0; i < c->all; i++) scale(r->K, c->rest[i] * c->beta[i], keys + (long)i * r->K);
-    if (r->log_alpha) scale(r->K * r->V, c->last, H);
-    add_product(groups_of(r->key), r->V, c->count, keys, 1, r->K, N, r->V, H, r->V);
+    if (r->log_alpha || to != H) scaled(r->K * r->V, c->last, H, to);
+    add_product(groups_of(r->key), r->V, c->count, keys, 1, r->K, N, r->V, to, r->V);
 }
+
+/* whether a gate is out of range or no number: see qkflow/ops/delta/gates.py */
+static int out_of_range(long count, const real *beta, const real *log_alpha, const real *lam) {
+    int wrong = 0;
+    for (long i = 0; i < count; i++) wrong |= !(beta[i] >= 0 && beta[i] <= 2);
+    for (long i = 0; log_alpha && i < count; i++) wrong |= !(log_alpha[i] >= -HUGE_FINITE && log_alpha[i] <= 0);
+    for (long i = 0; lam && i < count; i++) wrong |= !(lam[i] >= -HUGE_FINITE && lam[i] <= HUGE_FINITE);
+    return wrong;
+}
+
+typedef struct {
+    const real *state;
+    real *o, *final, *errors, *marks; /* the last two only if a backward pass will come */
+} Results;
 
 static size_t forward_memory(const Rule *r) {
     size_t C = r->T;
-    return C * r->K * 3 + (size_t)r->K * r->T + C * r->V * 3 + C * C * 3 + (size_t)r->K * r->V;
+    return C * r->K * 3 + (size_t)r->K * r->T + C * r->V * 3 + C * C * 3;
 }
 
-static void forward_one(const Rule *r, long row, int head, const real *state, real *o, real *final, real *errors,
-                        real *marks, real *memory) {
-    int K = r->K, V = r->V, T = r->T, groups = (int)((r->tokens + (long)r->chunk * MARKS - 1) / ((long)r->chunk * MARKS));
-    long one = row * r->heads + head, size = (long)r->key * r->value;
+static void forward_chunk(const Rule *r, long row, int head, long number, const Results *to, real *H, real *memory) {
+    int K = r->K, V = r->V, T = r->T;
     real *keys = memory, *XQ = keys + (long)T * K, *KT = XQ + 2L * T * K, *N = KT + (long)K * T, *RO = N + (long)T * V,
-         *MP = RO + 2L * T * V, *D = MP + 2L * T * T, *H = D + (long)T * T;
-    memset(H, 0, sizeof(real) * K * V);
-    if (state) transpose(&r->swaps, r->value, r->key, state + one * size, r->key, H, V);
-    for (long number = 0; number * r->chunk < r->tokens; number++) {
-        Chunk c = gates(r, row, head, number);
-        real *M = MP, *P = MP + (long)c.all * T, *O = RO + (long)c.all * V;
-        if (marks && number % MARKS == 0)
-            for (int i = 0; i < r->key; i++)
-                memcpy(marks + ((one * groups + number / MARKS) * r->key + i) * r->value, H + (long)i * V,
-                       sizeof(real) * r->value);
-        load_keys(r, row, head, &c, keys, XQ, KT);
-        load(r, row, head, &c, r->v, r->value, V, N);
-        product(2 * c.all, V, r->key, XQ, K, 1, H, V, RO, V);
-        for (int i = 0; i < c.all; i++) {
-            add_scaled(V, -c.decay[i], RO + (long)i * V, N + (long)i * V);
-            scale(V, (real)r->scale * c.decay[i], O + (long)i * V);
-            fetch(r, row, head, c.first + i, o, r->value, 1);
-            fetch(r, row, head, c.first + i, errors, r->value, 1);
-        }
-        pairs(r, &c, r->key, XQ, K, KT, MP);
-        decays(r, &c, 1, D);
-        weigh(r, &c, D, -1, (real)r->scale, M, P);
-        for (int i = 0; i < c.all; i += DOWN) { /* N = (I + M diag(beta))^-1 N, a group of rows after the other */
-            for (int l = 0; l < DOWN; l++) {
-                fetch(r, row, head, c.first + r->chunk + i + l, r->k, r->key, 0);
-                fetch(r, row, head, c.first + r->chunk + i + l, r->q, r->key, 0);
-                fetch(r, row, head, c.first + r->chunk + i + l, r->v, r->value, 0);
-            }
-            if (i) add_product(DOWN, V, i, M + (long)i * T, T, 1, N, V, N + (long)i * V, V);
-            for (int l = 1; l < DOWN; l++)
-                for (int j = 0; j < l; j++)
-                    add_scaled(V, M[(long)(i + l) * T + i + j], N + (long)(i + j) * V, N + (long)(i + l) * V);
-        }
-        add_lower(c.all, V, P, T, N, V, O, V);
-        write(r, &c, keys, N, H);
-        store(r, row, head, &c, O, r->value, V, o);
-        if (errors) store(r, row, head, &c, N, r->value, V, errors);
+         *MP = RO + 2L * T * V, *D = MP + 2L * T * T;
+    Chunk c = gates(r, row, head, number);
+    real *M = MP, *P = MP + (long)c.all * T, *O = RO + (long)c.all * V;
+    if (to->marks && number % MARKS == 0) {
+        long groups = (r->tokens + (long)r->chunk * MARKS - 1) / ((long)r->chunk * MARKS);
+        real *mark = to->marks + ((row * r->heads + head) * groups + number / MARKS) * r->key * r->value;
+        for (int i = 0; i < r->key; i++) memcpy(mark + (long)i * r->value, H + (long)i * V, sizeof(real) * r->value);
     }
-    transpose(&r->swaps, r->key, r->value, H, V, final + one * size, r->key);
+    load_keys(r, row, head, &c, keys, XQ, KT);
+    load(r, row, head, &c, r->v, r->value, V, N);
+    product(2 * c.all, V, r->key, XQ, K, 1, H, V, RO, V);
+    for (int i = 0; i < c.all; i++) {
+        add_scaled(V, -c.decay[i], RO + (long)i * V, N + (long)i * V);
+        scale(V, (real)r->scale * c.decay[i], O + (long)i * V);
+        fetch(r, row, head, c.first + i, to->o, r->value, 1);
+        fetch(r, row, head, c.first + i, to->errors, r->value, 1);
+    }
+    pairs(r, &c, r->key, XQ, K, KT, MP);
+    decays(r, &c, 1, D);
+    weigh(r, &c, D, -1, (real)r->scale, M, P);
+    for (int i = 0; i < c.all; i += DOWN) { /* N = (I + M diag(beta))^-1 N, a group of rows after the other */
+        if (i) add_product(DOWN, V, i, M + (long)i * T, T, 1, N, V, N + (long)i * V, V);
+        chain(V, M + (long)i * T + i, T, 1, N + (long)i * V, V);
+    }
+    add_lower(c.all, V, P, T, N, V, O, V);
+    write(r, &c, keys, N, H, H);
+    store(r, row, head, &c, O, r->value, V, to->o);
+    if (to->errors) store(r, row, head, &c, N, r->value, V, to->errors);
 }
 
+/* some heads of a row side by side, as they lie in memory */
+static void forward_heads(const Rule *r, long row, int first, int end, const Results *to, real *memory) {
+    long size = (long)r->key * r->value, matrix = (long)r->K * r->V;
+    real *H = memory, *rest = memory + TOGETHER(r) * matrix;
+    memset(H, 0, sizeof(real) * matrix * (end - first));
+    for (int head = first; head < end && to->state; head++)
+        transpose(&r->swaps, r->value, r->key, to->state + (row * r->heads + head) * size, r->key, H + (head - first) * matrix, r->V);
+    for (long number = 0; number * r->chunk < r->tokens; number++)
+        for (int head = first; head < end; head++)
+            forward_chunk(r, row, head, number, to, H + (head - first) * matrix, rest);
+    for (int head = first; head < end; head++)
+        transpose(&r->swaps, r->key, r->value, H + (head - first) * matrix, r->V, to->final + (row * r->heads + head) * size, r->key);
+}
 
 int NAME(delta_forward)(long rows, long tokens, int heads, int key, int value, int chunk, double scale, int threads,
                         const real *q, const real *k, const real *v, const real *beta, const real *log_alpha,
                         const real *lam, const real *state, real *o, real *final, real *errors, real *marks) {
     Rule r = {rows, tokens, heads, key, value, chunk, padded(groups_of(key)), padded(value), padded(groups_of(chunk)), scale,
               q, k, v, beta, log_alpha, lam, swaps()};
+    Results to = {state, o, final, errors, marks};
+    if (out_of_range(rows * tokens * heads, beta, log_alpha, lam)) return GATES;
     long tasks = rows * heads;
     if (threads > tasks) threads = (int)tasks;
-    size_t each = (forward_memory(&r) + 15) / 16 * 16;
+    int most = TOGETHER(&r);
+    size_t each = (forward_memory(&r) + (size_t)most * r.K * r.V + 15) / 16 * 16;
     real *memory = aligned(each * threads);
-    if (!memory) return 1;
+    if (!memory) return NO_MEMORY;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int thread = 0; thread < threads; thread++)
-        for (long task = tasks * thread / threads; task < tasks * (thread + 1) / threads; task++)
-            forward_one(&r, task / heads, (int)(task % heads), state, o, final, errors, marks, memory + each * thread);
+        for (long task = tasks * thread / threads, end = tasks * (thread + 1) / threads, next; task < end; task = next) {
+            next = task + most < end ? task + most : end;
+            if (next / heads > task / heads && next % heads) next = (task / heads + 1) * heads;
+            if (next > (task / heads + 1) * heads) next = (task / heads + 1) * heads;
+            forward_heads(&r, task / heads, (int)(task % heads), (int)((next - 1) % heads + 1), &to, memory + each * thread);
+        }
     free(memory);
     return 0;
 }
@@ -334,14 +380,13 @@ static void backward_one(const Rule *r, long row, int head, const Gradients *g, 
         for (long number = begin; number < end; number++) { /* the memories of the group, once more */
             Chunk c = gates(r, row, head, number);
             real *next = H + (number - begin + 1) * matrix;
-            memcpy(next, next - matrix, sizeof(real) * matrix);
             load(r, row, head, &c, r->k, r->key, K, keys);
             load(r, row, head, &c, g->errors, r->value, V, N);
             for (int i = 0; i < c.count; i++) {
                 fetch(r, row, head, c.first + r->chunk + i, r->k, r->key, 0);
                 fetch(r, row, head, c.first + r->chunk + i, g->errors, r->value, 0);
             }
-            write(r, &c, keys, N, next);
+            write(r, &c, keys, N, next - matrix, next);
         }
         for (long number = end - 1; number >= begin; number--) {
             Chunk c = gates(r, row, head, number);
@@ -378,9 +423,8 @@ static void backward_one(const Rule *r, long row, int head, const Gradients *g, 
                 if (below < all)
                     add_product(DOWN, V, all - below, M + (long)below * T + i, 1, T, hat + (long)below * V, V,
                                 hat + (long)i * V, V);
-                for (int l = DOWN - 2; l >= 0; l--)
-                    for (int j = l + 1; j < DOWN; j++)
-                        add_scaled(V, M[(long)(i + j) * T + i + l], hat + (long)(i + j) * V, hat + (long)(i + l) * V);
+                int last = i + DOWN - 1; /* rows and columns of M in reverse */
+                chain(V, M + (long)last * T + last, -1, -T, hat + (long)last * V, -V);
             }
             for (int i = 0; i < all; i++) {
                 scaled(V, c.beta[i], hat + (long)i * V, gV + (long)i * V);
@@ -448,7 +492,7 @@ int NAME(delta_backward)(long rows, long tokens, int heads, int key, int value, 
     if (threads > tasks) threads = (int)tasks;
     size_t each = (backward_memory(&r) + 15) / 16 * 16;
     real *memory = aligned(each * threads);
-    if (!memory) return 1;
+    if (!memory) return NO_MEMORY;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int thread = 0; thread < threads; thread++)
         for (long task = tasks * thread / threads; task < tasks * (thread + 1) / threads; task++)
@@ -462,6 +506,7 @@ int NAME(delta_few)(long rows, long tokens, int heads, int key, int value, doubl
                     const real *v, const real *beta, const real *log_alpha, const real *lam, const real *state, real *o,
                     real *final) {
     real x[256];
+    if (out_of_range(rows * tokens * heads, beta, log_alpha, lam)) return GATES;
     for (long one = 0; one < rows * heads; one++) {
         const real *from = state ? state + one * key * value : NULL;
         real *S = final + one * key * value;

@@ -96,6 +96,19 @@ static __attribute__((noinline, unused)) void product(int rows, int columns, int
     multiply(0, rows, columns, depth, a, ai, al, b, ldb, c, ldc);
 }
 
+static inline real total(vector x) {
+    typedef real piece __attribute__((vector_size(BYTES / PIECES)));
+    union {
+        vector whole;
+        piece parts[PIECES];
+    } of = {x};
+    piece sums = of.parts[0] + of.parts[1];
+    for (int i = 2; i < PIECES; i++) sums += of.parts[i];
+    real sum = 0;
+    for (int l = 0; l < LANES / PIECES; l++) sum += sums[l];
+    return sum;
+}
+
 static inline float exponential_float(float x) {
     x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
     float n = rintf(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f, y = 1.9875691500e-4f;

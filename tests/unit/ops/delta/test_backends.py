@@ -1,0 +1,187 @@
+"""Which form runs, what it tells of itself, and that it depends on nothing but its arguments."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from qkflow.errors import UsageError
+from qkflow.ops import native
+from qkflow.ops.delta import BACKENDS, backends, choose, delta_rule, operator, use
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with kernels, and nobody who asks for anything."""
+    monkeypatch.setattr(native, "prepare", lambda: None)
+    monkeypatch.setattr(native, "ready", lambda: True)
+    monkeypatch.setattr(backends, "_asked", None)
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a compiler."""
+    monkeypatch.setattr(native, "prepare", lambda: None)
+    monkeypatch.setattr(native, "ready", lambda: False)
+    monkeypatch.setattr(native, "fault", lambda: "there is no C compiler (cc, gcc or clang)")
+    monkeypatch.setattr(backends, "_asked", None)
+
+
+def with_setting(value: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`backends` as it is in a process that was started with QKFLOW_DELTA."""
+    monkeypatch.setenv("QKFLOW_DELTA", value)
+    spec = importlib.util.spec_from_file_location("backends_again", str(backends.__file__))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_fastest_form_that_can_run_is_taken() -> None:
+    assert choose(CPU) == "native"
+    assert choose(torch.device("meta")) == "chunked"
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_without_kernels_the_plain_form_serves() -> None:
+    assert choose(CPU) == "chunked"
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_call_is_heard_before_use_and_use_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = with_setting("chunked", monkeypatch)
+    assert again.choose(CPU) == "chunked"
+    with again.use("reference"):
+        assert again.choose(CPU) == "reference"
+        assert again.choose(CPU, "native") == "native"
+        assert again.choose(CPU, "chunked") == "chunked"
+        with again.use(None):
+            assert again.choose(CPU) == "native"
+        assert again.choose(CPU) == "reference"
+    assert again.choose(CPU) == "chunked"
+
+
+@pytest.mark.usefixtures("kernels")
+def test_an_empty_setting_asks_for_nothing_and_a_wrong_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_setting("", monkeypatch).choose(CPU) == "native"
+    with pytest.raises(UsageError, match="unknown backend 'nativ': did you mean 'native'"):
+        with_setting("nativ", monkeypatch).choose(CPU)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_use_ends_with_its_block_whatever_happens_in_it() -> None:
+    with pytest.raises(ArithmeticError), use("reference"):
+        raise ArithmeticError
+    assert choose(CPU) == "native"
+    with pytest.raises(UsageError, match="unknown backend"), use("slow"):
+        pass
+    assert choose(CPU) == "native"
+
+
+def test_use_reaches_the_operator(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, seen = bench.case(5), []
+    true = operator.run
+
+    def watched(*args: Any) -> Any:
+        seen.append(args[-1])
+        return true(*args)
+
+    monkeypatch.setattr(operator, "run", watched)
+    for name in BACKENDS:
+        if name == "native" and native.fault() is not None:
+            continue
+        with use(name):
+            delta_rule(**given)
+    assert seen == [True, False][-len(seen) :]
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_the_native_form_is_refused_with_the_reason(bench: Any) -> None:
+    with pytest.raises(UsageError, match=r"cannot run: there is no C compiler .*; use backend 'chunked'"):
+        delta_rule(**bench.case(3), backend="native")
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_native_form_is_refused_on_another_device(bench: Any) -> None:
+    with pytest.raises(UsageError, match=r"runs on a CPU, the tensors are on meta"):
+        delta_rule(**{name: x.to("meta") for name, x in bench.case(3).items()}, backend="native")
+
+
+def test_tensors_without_numbers_give_the_shapes(bench: Any) -> None:
+    given = {name: x.to("meta") for name, x in bench.case(70).items()}
+    o, final = delta_rule(**given)
+    assert (o.shape, final.shape) == (given["v"].shape, given["state"].shape)
+
+
+@pytest.mark.parametrize("t", [1, 64, 70])
+def test_torch_counts_the_products(bench: Any, fast: str, t: int) -> None:
+    given = {name: x.requires_grad_() for name, x in bench.case(t, rows=3, heads=2, key=8, value=4).items()}
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        plain = delta_rule(**given, backend=fast)
+    assert forward.get_total_flops() == 3 * operator.flops(t, 2, 8, 4)
+    with FlopCounterMode(display=False) as both:
+        o, final = delta_rule(**given, backend=fast)
+        (o.sum() + final.sum()).backward()
+    assert 2.5 * forward.get_total_flops() <= both.get_total_flops() <= 4 * forward.get_total_flops()
+    bench.agree({"o": o, "final": final}, dict(zip(("o", "final"), plain, strict=True)))
+
+
+def test_memory_that_was_never_written_is_never_read(bench: Any, fast: str) -> None:
+    """New tensors are filled with NaN here."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        assert torch.empty(3).isnan().all()
+        for t, chunk in ((1, None), (5, None), (70, None), (70, 7)):
+            bench.agree(bench.outcome(bench.case(t), backend=fast, chunk=chunk), bench.truth(t))
+            with torch.no_grad():
+                o, final = delta_rule(**bench.case(t), backend=fast, chunk=chunk)
+            bench.agree({"o": o, "final": final}, {name: bench.truth(t)[name] for name in ("o", "final")})
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_row_that_is_not_finite_stays_by_itself(bench: Any, fast: str, dtype: torch.dtype) -> None:
+    given = bench.case(70, rows=3, heads=2, dtype=dtype)
+    want = bench.outcome(given, backend=fast)
+    given["v"] = given["v"].clone()
+    given["v"][1, 3, 0] = torch.nan
+    got = bench.outcome(given, backend=fast)
+    assert got["o"][1, 3:, 0].isnan().all()
+    for name in want:
+        for row, head in ((0, 0), (1, 1), (2, 0), (2, 1)):
+            at = (row, head) if name in ("state", "final") else (row, slice(None), head)
+            assert torch.equal(got[name][at], want[name][at]), name
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="there is one core")
+def test_the_number_of_threads_changes_no_bit(bench: Any) -> None:
+    if fault := native.fault():
+        pytest.skip(fault)
+    given, found, before = bench.case(70, rows=3, dtype=torch.float32), [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 2, 16):
+            torch.set_num_threads(threads)
+            found.append(bench.outcome(given, backend="native"))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in other)
+
+
+def test_the_same_call_gives_the_same_bits(bench: Any, fast: str) -> None:
+    given = bench.case(70, dtype=torch.float32)
+    first, again = bench.outcome(given, backend=fast), bench.outcome(given, backend=fast)
+    assert all(torch.equal(first[name], again[name]) for name in first)
