@@ -38,26 +38,33 @@ class Forward(NamedTuple):
     final: Tensor
     """[n h v k]"""
     errors: Tensor
-    """[n t h v]: N, what each token found wrong before it wrote; empty unless it was to be kept."""
+    """N, what each token found wrong before it wrote, as the backward pass of the same form wants it; empty if unwanted."""
     marks: Tensor
-    """Memories on the way, as the backward pass of the same form wants them; empty unless they were to be kept."""
+    """Memories on the way, likewise."""
 
 
 class _Chunks(NamedTuple):
-    """All chunks of all rows and heads, [n h c C ...], and what is inside them."""
+    """All chunks of all rows and heads, [m c C ...] with m for rows and heads, and what is inside them."""
 
     q: Tensor
     k: Tensor
     x: Tensor
-    v: Tensor
     beta: Tensor
+    """[m c C 1]"""
     decay: Tensor | None
-    """e^G, [n h c C 1]"""
+    """e^G, [m c C 1]"""
     rest: Tensor | None
-    """e^{G_C - G}, [n h c C 1]"""
+    """e^{G_C - G}, [m c C 1]"""
     D: Tensor | None
+    """zero above the diagonal"""
     M: Tensor
+    """right below the diagonal alone, which is all that a solve with ones on it reads"""
     P: Tensor
+
+    @property
+    def last(self) -> Tensor | None:
+        """e^{G_C}, [m c 1 1]"""
+        return None if self.decay is None else self.decay[:, :, -1:]
 
 
 def forward(
@@ -73,25 +80,20 @@ def forward(
     keep: bool,
 ) -> Forward:
     """Outputs and the memory after the last token; `chunk` 0 leaves it to us."""
-    t, width, chunk = q.shape[1], q.shape[3], chunk or CHUNK
-    part = _inside(q, k, v, beta, log_alpha, lam, scale, chunk)
-    right = torch.cat([part.v, _times(part.x, part.decay)], -1)
-    ahead, by = torch.linalg.solve_triangular(part.M * part.beta.mT, right, upper=False, unitriangular=True).split(
-        [v.shape[3], width], -1
-    )
-    written = _times(part.k, part.rest) * part.beta  # times N it is what a chunk adds to H
-    last = None if part.decay is None else part.decay[..., -1:, :]
-    n, h, chunks = ahead.shape[:3]
-    H = q.new_zeros(n, h, width, v.shape[3]) if state is None else state.transpose(2, 3)
-    before, errors = [], []
-    for c in range(chunks):
-        before.append(H)
-        errors.append(ahead[:, :, c] - by[:, :, c] @ H)
-        H = (H if last is None else last[:, :, c] * H) + written[:, :, c].mT @ errors[-1]
-    states, N = torch.stack(before, 2), torch.stack(errors, 2)
-    o = scale * _times(part.q, part.decay) @ states + part.P @ (part.beta * N)
-    kept = (_joined(N, t), states) if keep else (q.new_empty(0), q.new_empty(0))
-    return Forward(_joined(o, t), H.mT.contiguous(), *kept)
+    (n, t, h, width), deep, chunk = q.shape, v.shape[3], chunk or CHUNK
+    part = _inside(q, k, beta, log_alpha, lam, scale, chunk)
+    right = torch.cat([_split(v, chunk), _times(part.x, part.decay)], -1)
+    ahead, by = _solved(part.M * part.beta.mT, right, upper=False).split([deep, width], -1)
+    written = _times(part.k * part.beta, part.rest).mT  # times N it is what a chunk adds to H
+    states, N = q.new_empty(*ahead.shape[:2], width, deep), torch.empty_like(right[..., :deep])
+    H = q.new_zeros(n * h, width, deep) if state is None else state.flatten(0, 1).mT
+    for c in range(ahead.shape[1]):
+        states[:, c] = H
+        N[:, c] = torch.baddbmm(ahead[:, c], by[:, c], H, alpha=-1)
+        H = torch.baddbmm(H if part.last is None else part.last[:, c] * H, written[:, c], N[:, c])
+    o = _summed(part.P, part.beta * N, _times(part.q * scale, part.decay), states)
+    final = H.mT.contiguous().view(n, h, deep, width)
+    return Forward(_joined(o, n, h, t), final, *((N, states) if keep else (q.new_empty(0), q.new_empty(0))))
 
 
 def backward(
@@ -108,68 +110,66 @@ def backward(
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, beta, log_alpha, lam and of the memory before the first token."""
-    t, H0, chunk = q.shape[1], result.marks, chunk or CHUNK
-    part = _inside(q, k, v, beta, log_alpha, lam, scale, chunk)
+    (n, t, h, width), deep, chunk = q.shape, v.shape[3], chunk or CHUNK
+    part, N, H0 = _inside(q, k, beta, log_alpha, lam, scale, chunk), result.errors, result.marks
     go = torch.zeros_like(v) if go is None else go
-    gO, N = _split(go, chunk), _split(result.errors, chunk)
-    U = part.beta * N
-    decayed_q, decayed_x = scale * _times(part.q, part.decay), _times(part.x, part.decay)
-    kept_k = _times(part.k, part.rest)
-    right = torch.cat([part.P.mT @ gO, kept_k], -1)
-    ahead, by = torch.linalg.solve_triangular((part.beta * part.M).mT, right, upper=True, unitriangular=True).split(
-        [v.shape[3], q.shape[3]], -1
-    )
-    read, corrected = decayed_q.mT @ gO, part.beta * decayed_x
-    last = None if part.decay is None else part.decay[..., -1:, :]
-    gH = torch.zeros_like(H0[:, :, 0]) if gfinal is None else gfinal.mT
-    after, found = [], []
-    for c in reversed(range(gO.shape[2])):
-        after.append(gH)
-        found.append(ahead[:, :, c] + by[:, :, c] @ gH)
-        gH = (gH if last is None else last[:, :, c] * gH) + read[:, :, c] - corrected[:, :, c].mT @ found[-1]
-    gH1, hat = torch.stack(after[::-1], 2), torch.stack(found[::-1], 2)
+    gO, U = _split(go, chunk), part.beta * N
+    right = torch.cat([part.P.mT @ gO, _times(part.k, part.rest)], -1)
+    ahead, by = _solved((part.beta * part.M).mT, right, upper=True).split([deep, width], -1)
+    read, decayed = _times(scale * gO, part.decay), _times(part.x, part.decay)
+    given, corrected = part.q.mT @ read, (part.beta * decayed).mT
+    gH1, hat = torch.empty_like(H0), torch.empty_like(N)
+    gH = torch.zeros_like(H0[:, 0]) if gfinal is None else gfinal.flatten(0, 1).mT
+    for c in reversed(range(gO.shape[1])):
+        gH1[:, c] = gH
+        hat[:, c] = torch.baddbmm(ahead[:, c], by[:, c], gH)
+        gH = torch.baddbmm(given[:, c], corrected[:, c], hat[:, c], alpha=-1).add_(
+            gH if part.last is None else part.last[:, c] * gH
+        )
     gV = part.beta * hat
-    gA, gB = -(gV @ U.mT).tril(-1), scale * (gO @ U.mT).tril()
+    gA, gB = (gV @ U.mT).neg_().tril_(-1), (scale * gO @ U.mT).tril_()
     if part.D is not None:
-        gA, gB = gA * part.D, gB * part.D
-    gX = gA @ part.k - _times(gV, part.decay) @ H0.mT
-    gQ = gB @ part.k + scale * _times(gO, part.decay) @ H0.mT
-    gK = gA.mT @ part.x + gB.mT @ part.q + _times(U, part.rest) @ gH1.mT + gX
-    glam, gG = q.new_empty(0), q.new_empty(0)
+        gA, gB = gA.mul_(part.D), gB.mul_(part.D)
+    gX = _summed(gA, part.k, _times(gV, part.decay).neg(), H0.mT)
+    gQ = _summed(gB, part.k, read, H0.mT)
+    gK = _summed(gA.mT, part.x, gB.mT, part.q).add_(_times(U, part.rest) @ gH1.mT).add_(gX)
+    gv, glam, gG = _joined(gV, n, h, t), q.new_empty(0), q.new_empty(0)
     if lam is not None:
-        glam = _joined((gX * part.q).sum(-1), t)
-        gQ = gQ + _split(lam, chunk).unsqueeze(-1) * gX
+        glam = _joined((gX * part.q).sum(-1), n, h, t)
+        gQ.addcmul_(_split(lam, chunk).unsqueeze(-1), gX)
     if log_alpha is not None:
-        H1 = torch.cat([H0[:, :, 1:], result.final.mT.unsqueeze(2)], 2)
-        each = (gO * _split(result.o, chunk)).sum(-1) - (gV * part.v).sum(-1)
-        each[..., -1] += (H1 * gH1).sum((-1, -2))
-        gG = _joined(each.flip(-1).cumsum(-1).flip(-1), t)
-    gbeta = _joined((hat * N).sum(-1), t)
-    return _joined(gQ, t), _joined(gK, t), _joined(gV, t), gbeta, gG, glam, gH.mT.contiguous()
+        each = _split((go * result.o).sum(-1) - (gv * v).sum(-1), chunk)
+        after = torch.cat([H0[:, 1:], result.final.flatten(0, 1).mT.unsqueeze(1)], 1)
+        each[..., -1] += (after * gH1).sum((-1, -2))
+        gG = _joined(each.flip(-1).cumsum(-1).flip(-1), n, h, t)
+    gbeta = _joined((hat * N).sum(-1), n, h, t)
+    return _joined(gQ, n, h, t), _joined(gK, n, h, t), gv, gbeta, gG, glam, gH.mT.contiguous().view(n, h, deep, width)
 
 
 def _inside(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_alpha: Tensor | None,
-    lam: Tensor | None,
-    scale: float,
-    chunk: int,
+    q: Tensor, k: Tensor, beta: Tensor, log_alpha: Tensor | None, lam: Tensor | None, scale: float, chunk: int
 ) -> _Chunks:
-    q, k, v = _split(q, chunk), _split(k, chunk), _split(v, chunk)
-    beta = _split(beta, chunk).unsqueeze(-1)
-    x = k if lam is None else k + _split(lam, chunk).unsqueeze(-1) * q
-    decay = rest = D = None
-    M, P = x @ k.mT, scale * (q @ k.mT)
-    if log_alpha is not None:
-        wide = log_alpha.float() if log_alpha.device.type == "mps" else log_alpha.double()  # which has no float64
-        G = _split(wide, chunk).cumsum(-1)  # differences of float32 sums would lose their digits
-        D = (G.unsqueeze(-1) - G.unsqueeze(-2)).to(q.dtype).clamp(max=0).exp()  # above the diagonal nothing is read
-        decay, rest = G.to(q.dtype).exp().unsqueeze(-1), (G[..., -1:] - G).to(q.dtype).exp().unsqueeze(-1)
-        M, P = M * D, P * D
-    return _Chunks(q, k, x, v, beta, decay, rest, D, M.tril(-1), P.tril())
+    q, k, b = _split(q, chunk), _split(k, chunk), _split(beta, chunk).unsqueeze(-1)
+    x = k if lam is None else torch.addcmul(k, _split(lam, chunk).unsqueeze(-1), q)
+    M, P = x @ k.mT, scale * q @ k.mT
+    if log_alpha is None:
+        return _Chunks(q, k, x, b, None, None, None, M, P.tril_())
+    wide = log_alpha.float() if log_alpha.device.type == "mps" else log_alpha.double()  # which has no float64
+    G = _split(wide, chunk).cumsum(-1)  # differences of float32 sums would lose their digits
+    D = (G.unsqueeze(-1) - G.unsqueeze(-2)).to(q.dtype).clamp_(max=0).exp_().tril_()
+    decay, rest = (y.to(q.dtype).exp_().unsqueeze(-1) for y in (G, G[..., -1:] - G))
+    return _Chunks(q, k, x, b, decay, rest, D, M.mul_(D), P.mul_(D))
+
+
+def _solved(L: Tensor, right: Tensor, *, upper: bool) -> Tensor:
+    """Transposed, since solvers want columns one behind the other: as it stands it would be copied there and back."""
+    return torch.linalg.solve_triangular(L.mT, right.mT, upper=not upper, left=False, unitriangular=True).mT
+
+
+def _summed(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """A b + c d, chunk by chunk."""
+    first = (a @ b).flatten(0, 1)
+    return torch.baddbmm(first, c.flatten(0, 1), d.flatten(0, 1)).unflatten(0, a.shape[:2])
 
 
 def _split(x: Tensor, chunk: int) -> Tensor:
@@ -177,11 +177,11 @@ def _split(x: Tensor, chunk: int) -> Tensor:
     short = -x.shape[1] % chunk
     if short:
         x = torch.cat([x, x.new_zeros(x.shape[0], short, *x.shape[2:])], 1)
-    return rearrange(x, "n (c i) h ... -> n h c i ...", i=chunk).contiguous()
+    return rearrange(x, "n (c i) h ... -> (n h) c i ...", i=chunk).contiguous()
 
 
-def _joined(x: Tensor, t: int) -> Tensor:
-    return rearrange(x, "n h c i ... -> n (c i) h ...")[:, :t].contiguous()
+def _joined(x: Tensor, n: int, h: int, t: int) -> Tensor:
+    return rearrange(x, "(n h) c i ... -> n (c i) h ...", n=n, h=h)[:, :t].contiguous()
 
 
 def _times(x: Tensor, factor: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from qkflow.ops.native import library
 
 CHUNK = 32
 """Tokens of a chunk unless told otherwise: half the products of pairs that 64 would take, and better conditioned."""
-_MARKS = 8
+_MARKS = 16
 """Chunks between two memories that are kept for the backward pass, as the kernel has it."""
 _FEW = 4
 """Tokens up to which the recurrence itself is faster."""

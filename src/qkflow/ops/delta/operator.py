@@ -108,7 +108,10 @@ def _shapes(*args: Any) -> list[Tensor]:
     if not keep:
         return [o, final, q.new_empty(0), q.new_empty(0)]
     every = kernel.mark_tokens(chunk) if native else chunk or CHUNK
-    return [o, final, v.new_empty(v.shape), q.new_empty(n, h, (t + every - 1) // every, width, deep)]
+    many = (t + every - 1) // every
+    if native:
+        return [o, final, v.new_empty(v.shape), q.new_empty(n, h, many, width, deep)]
+    return [o, final, v.new_empty(n * h, many, every, deep), q.new_empty(n * h, many, width, deep)]
 
 
 def _backward_shapes(go: Any, gfinal: Any, *args: Any) -> list[Tensor]:

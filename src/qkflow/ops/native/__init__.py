@@ -20,6 +20,8 @@ from qkflow.errors import UsageError
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fPIC", "-std=gnu11")
+if platform.machine().lower() in ("x86_64", "amd64"):
+    _FLAGS += ("-mprefer-vector-width=512",)  # where there are such: compilers hesitate for what else a chip may run
 # not -ffast-math: a library linked with it changes how the whole process treats tiny numbers
 _SECONDS = 120
 """How long a build may take."""

@@ -11,7 +11,7 @@
 
 enum { NO_MEMORY = 1, GATES = 2 };
 #define HUGE_FINITE ((real)(sizeof(real) == 4 ? 3.4028234663852886e38 : 1.7976931348623157e308))
-enum { MARKS = 8, MOST = 128 }; /* chunks between two memories that are kept; tokens of a chunk */
+enum { MARKS = 16, MOST = 128 }; /* chunks between two memories that are kept; tokens of a chunk */
 
 #if defined(__GNUC__) && !defined(__clang__)
 enum { SHUFFLES = 1 };
@@ -29,6 +29,7 @@ typedef struct { /* how two rows of a square swap their halves, their quarters, 
 typedef struct {
     long rows, tokens;
     int heads, key, value, chunk, K, V, T;
+    int most; /* heads that are taken side by side: as many as have their memories in the cache together */
     double scale;
     const real *q, *k, *v, *beta, *log_alpha, *lam; /* [rows, tokens, heads, ...]; the last two may be missing */
     Swaps swaps;
@@ -56,13 +57,23 @@ static Swaps swaps(void) {
     return s;
 }
 
-/* heads whose memories fit into the cache together */
-static int TOGETHER(const Rule *r) {
-    long many = (1L << 18) / ((long)r->K * r->V * sizeof(real));
-    return many < 1 ? 1 : many < r->heads ? (int)many : r->heads;
+static int groups_of(int n) { return (n + DOWN - 1) / DOWN * DOWN; }
+
+static Rule rule(long rows, long tokens, int heads, int key, int value, int chunk, double scale) {
+    Rule r = {.rows = rows, .tokens = tokens, .heads = heads, .key = key, .value = value, .chunk = chunk, .scale = scale};
+    r.K = padded(groups_of(key)), r.V = padded(value), r.T = padded(groups_of(chunk));
+    long many = (1L << 18) / ((long)sizeof(real) * r.K * r.V);
+    r.most = many < 1 ? 1 : many < heads ? (int)many : heads;
+    r.swaps = swaps();
+    return r;
 }
 
-static int groups_of(int n) { return (n + DOWN - 1) / DOWN * DOWN; }
+/* rows and heads are counted in one: the end of those of the same row from `one` on that are taken together */
+static long together(const Rule *r, long one, long end) {
+    long next = one + r->most, row = (one / r->heads + 1) * r->heads;
+    next = next < row ? next : row;
+    return next < end ? next : end;
+}
 
 static long tokens_at(const Rule *r, long row, int head, long token) {
     return (row * r->tokens + token) * r->heads + head;
@@ -110,7 +121,7 @@ static void store(const Rule *r, long row, int head, const Chunk *c, const real 
 static inline __attribute__((always_inline)) void fetch(const Rule *r, long row, int head, long token, const real *from,
                                                         int width, const int change) {
     enum { LINE = 64 / sizeof(real) };
-    if (!from || token < 0 || token >= r->tokens) return;
+    if (!from || token < 0 || token >= r->tokens || head >= r->heads) return;
     const real *at = from + tokens_at(r, row, head, token) * width;
     for (int j = 0; j < width; j += LINE) change ? __builtin_prefetch(at + j, 1, 2) : __builtin_prefetch(at + j, 0, 2);
 }
@@ -302,6 +313,11 @@ static void forward_chunk(const Rule *r, long row, int head, long number, const 
     decays(r, &c, 1, D);
     weigh(r, &c, D, -1, (real)r->scale, M, P);
     for (int i = 0; i < c.all; i += DOWN) { /* N = (I + M diag(beta))^-1 N, a group of rows after the other */
+        for (int l = 0; l < DOWN; l++) {
+            fetch(r, row, head + 1, c.first + i + l, r->k, r->key, 0);
+            fetch(r, row, head + 1, c.first + i + l, r->q, r->key, 0);
+            fetch(r, row, head + 1, c.first + i + l, r->v, r->value, 0);
+        }
         if (i) add_product(DOWN, V, i, M + (long)i * T, T, 1, N, V, N + (long)i * V, V);
         chain(V, M + (long)i * T + i, T, 1, N + (long)i * V, V);
     }
@@ -312,39 +328,35 @@ static void forward_chunk(const Rule *r, long row, int head, long number, const 
 }
 
 /* some heads of a row side by side, as they lie in memory */
-static void forward_heads(const Rule *r, long row, int first, int end, const Results *to, real *memory) {
-    long size = (long)r->key * r->value, matrix = (long)r->K * r->V;
-    real *H = memory, *rest = memory + TOGETHER(r) * matrix;
-    memset(H, 0, sizeof(real) * matrix * (end - first));
-    for (int head = first; head < end && to->state; head++)
-        transpose(&r->swaps, r->value, r->key, to->state + (row * r->heads + head) * size, r->key, H + (head - first) * matrix, r->V);
+static void forward_heads(const Rule *r, long row, int first, int many, const Results *to, real *memory) {
+    long size = (long)r->key * r->value, matrix = (long)r->K * r->V, at = (row * r->heads + first) * size;
+    memset(memory, 0, sizeof(real) * matrix * many);
+    for (int i = 0; i < many && to->state; i++)
+        transpose(&r->swaps, r->value, r->key, to->state + at + i * size, r->key, memory + i * matrix, r->V);
     for (long number = 0; number * r->chunk < r->tokens; number++)
-        for (int head = first; head < end; head++)
-            forward_chunk(r, row, head, number, to, H + (head - first) * matrix, rest);
-    for (int head = first; head < end; head++)
-        transpose(&r->swaps, r->key, r->value, H + (head - first) * matrix, r->V, to->final + (row * r->heads + head) * size, r->key);
+        for (int i = 0; i < many; i++)
+            forward_chunk(r, row, first + i, number, to, memory + i * matrix, memory + r->most * matrix);
+    for (int i = 0; i < many; i++)
+        transpose(&r->swaps, r->key, r->value, memory + i * matrix, r->V, to->final + at + i * size, r->key);
 }
 
 int NAME(delta_forward)(long rows, long tokens, int heads, int key, int value, int chunk, double scale, int threads,
                         const real *q, const real *k, const real *v, const real *beta, const real *log_alpha,
                         const real *lam, const real *state, real *o, real *final, real *errors, real *marks) {
-    Rule r = {rows, tokens, heads, key, value, chunk, padded(groups_of(key)), padded(value), padded(groups_of(chunk)), scale,
-              q, k, v, beta, log_alpha, lam, swaps()};
+    Rule r = rule(rows, tokens, heads, key, value, chunk, scale);
+    r.q = q, r.k = k, r.v = v, r.beta = beta, r.log_alpha = log_alpha, r.lam = lam;
     Results to = {state, o, final, errors, marks};
     if (out_of_range(rows * tokens * heads, beta, log_alpha, lam)) return GATES;
     long tasks = rows * heads;
     if (threads > tasks) threads = (int)tasks;
-    int most = TOGETHER(&r);
-    size_t each = (forward_memory(&r) + (size_t)most * r.K * r.V + 15) / 16 * 16;
+    size_t each = (forward_memory(&r) + (size_t)r.most * r.K * r.V + 15) / 16 * 16;
     real *memory = aligned(each * threads);
     if (!memory) return NO_MEMORY;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int thread = 0; thread < threads; thread++)
-        for (long task = tasks * thread / threads, end = tasks * (thread + 1) / threads, next; task < end; task = next) {
-            next = task + most < end ? task + most : end;
-            if (next / heads > task / heads && next % heads) next = (task / heads + 1) * heads;
-            if (next > (task / heads + 1) * heads) next = (task / heads + 1) * heads;
-            forward_heads(&r, task / heads, (int)(task % heads), (int)((next - 1) % heads + 1), &to, memory + each * thread);
+        for (long one = tasks * thread / threads, end = tasks * (thread + 1) / threads, next; one < end; one = next) {
+            next = together(&r, one, end);
+            forward_heads(&r, one / heads, (int)(one % heads), (int)(next - one), &to, memory + each * thread);
         }
     free(memory);
     return 0;
@@ -352,7 +364,7 @@ int NAME(delta_forward)(long rows, long tokens, int heads, int key, int value, i
 
 static size_t backward_memory(const Rule *r) {
     size_t C = r->T, K = r->K, V = r->V;
-    return C * K * 7 + K * C + C * V * 8 + V * C + C * C * 5 + K * V * (MARKS + 2) + 2 * K * V;
+    return C * K * 7 + K * C + C * V * 8 + V * C + C * C * 5 + K * V * (MARKS + 3);
 }
 
 typedef struct {
@@ -360,124 +372,130 @@ typedef struct {
     real *gq, *gk, *gv, *gbeta, *glog_alpha, *glam, *gstate;
 } Gradients;
 
-static void backward_one(const Rule *r, long row, int head, const Gradients *g, real *memory) {
-    int K = r->K, V = r->V, T = r->T, groups = (int)((r->tokens + (long)r->chunk * MARKS - 1) / ((long)r->chunk * MARKS));
-    long one = row * r->heads + head, size = (long)r->key * r->value, matrix = (long)K * V;
-    int deep = groups_of(r->key);
+/* MARKS chunks, from the last to the first */
+static void backward_group(const Rule *r, long row, int head, long group, const Gradients *g, real *gH, real *memory) {
+    int K = r->K, V = r->V, T = r->T, deep = groups_of(r->key);
+    long matrix = (long)K * V, chunks = (r->tokens + r->chunk - 1) / r->chunk, groups = (chunks + MARKS - 1) / MARKS;
     real *keys = memory, *XQ = keys + (long)T * K, *gXQ = XQ + 2L * T * K, *gK = gXQ + 2L * T * K, *kept = gK + (long)T * K,
          *KT = kept + (long)T * K, *N = KT + (long)K * T, *U = N + (long)T * V, *hat = U + (long)T * V,
          *gNO = hat + (long)T * V, *W = gNO + 2L * T * V, *spare = W + 2L * T * V, *UT = spare + (long)T * V,
-         *MP = UT + (long)V * T, *gMP = MP + 2L * T * T, *D = gMP + 2L * T * T, *gH = D + (long)T * T, *HT = gH + matrix,
+         *MP = UT + (long)V * T, *gMP = MP + 2L * T * T, *D = gMP + 2L * T * T, *HT = D + (long)T * T,
          *gHT = HT + matrix, *H = gHT + matrix; /* MARKS + 1 of them */
-    memset(gH, 0, sizeof(real) * matrix);
-    if (g->gfinal) transpose(&r->swaps, r->value, r->key, g->gfinal + one * size, r->key, gH, V);
-    long chunks = (r->tokens + r->chunk - 1) / r->chunk;
-    for (long group = groups - 1; group >= 0; group--) {
-        long begin = group * MARKS, end = begin + MARKS < chunks ? begin + MARKS : chunks;
-        memset(H, 0, sizeof(real) * matrix);
-        for (int i = 0; i < r->key; i++)
-            memcpy(H + (long)i * V, g->marks + ((one * groups + group) * r->key + i) * r->value, sizeof(real) * r->value);
-        for (long number = begin; number < end; number++) { /* the memories of the group, once more */
-            Chunk c = gates(r, row, head, number);
-            real *next = H + (number - begin + 1) * matrix;
-            load(r, row, head, &c, r->k, r->key, K, keys);
-            load(r, row, head, &c, g->errors, r->value, V, N);
-            for (int i = 0; i < c.count; i++) {
-                fetch(r, row, head, c.first + r->chunk + i, r->k, r->key, 0);
-                fetch(r, row, head, c.first + r->chunk + i, g->errors, r->value, 0);
-            }
-            write(r, &c, keys, N, next - matrix, next);
+    long begin = group * MARKS, end = begin + MARKS < chunks ? begin + MARKS : chunks;
+    memset(H, 0, sizeof(real) * matrix);
+    for (int i = 0; i < r->key; i++)
+        memcpy(H + (long)i * V, g->marks + (((row * r->heads + head) * groups + group) * r->key + i) * r->value, sizeof(real) * r->value);
+    for (long number = begin; number < end; number++) { /* the memories of the group, once more */
+        Chunk c = gates(r, row, head, number);
+        real *next = H + (number - begin + 1) * matrix;
+        load(r, row, head, &c, r->k, r->key, K, keys);
+        load(r, row, head, &c, g->errors, r->value, V, N);
+        for (int i = 0; i < c.count; i++) {
+            fetch(r, row, head, c.first + r->chunk + i, r->k, r->key, 0);
+            fetch(r, row, head, c.first + r->chunk + i, g->errors, r->value, 0);
         }
-        for (long number = end - 1; number >= begin; number--) {
-            Chunk c = gates(r, row, head, number);
-            int all = c.all;
-            real *before = H + (number - begin) * matrix, *after = before + matrix, *Q = XQ + (long)all * K,
-                 *M = MP, *P = MP + (long)all * T, *gM = gMP, *gP = gMP + (long)all * T, *gV = gNO,
-                 *gO = gNO + (long)all * V, *gX = gXQ, *gQ = gXQ + (long)all * K;
-            load_keys(r, row, head, &c, keys, XQ, KT);
-            load(r, row, head, &c, g->errors, r->value, V, N);
-            if (g->go)
-                load(r, row, head, &c, g->go, r->value, V, gO);
-            else
-                memset(gO, 0, sizeof(real) * all * V);
-            pairs(r, &c, r->key, XQ, K, KT, MP);
-            decays(r, &c, 0, D);
-            weigh(r, &c, D, -1, (real)r->scale, M, P);
-            for (int i = 0; i < all; i++) {
-                scaled(V, c.beta[i], N + (long)i * V, U + (long)i * V);
-                scaled(K, c.rest[i], keys + (long)i * K, kept + (long)i * K);
-                scale(T, c.beta[i], M + (long)i * T);
-                fetch(r, row, head, c.first + i, g->glog_alpha ? g->o : NULL, r->value, 0);
-                fetch(r, row, head, c.first + i, g->glog_alpha ? r->v : NULL, r->value, 0);
-            }
-            /* hat = (I + M^T diag(beta))^-1 (P^T gO + K' gH), from the last group of rows to the first */
-            product(all, V, r->key, kept, K, 1, gH, V, hat, V);
-            add_upper(all, V, P, T, gO, V, hat, V);
-            for (int i = all - DOWN; i >= 0; i -= DOWN) {
-                int below = i + DOWN;
-                for (int l = 0; l < DOWN; l++) {
-                    fetch(r, row, head, c.first - r->chunk + i + l, r->q, r->key, 0);
-                    fetch(r, row, head, c.first - r->chunk + i + l, g->go, r->value, 0);
-                    fetch(r, row, head, c.first + i + l, g->gv, r->value, 1);
-                }
-                if (below < all)
-                    add_product(DOWN, V, all - below, M + (long)below * T + i, 1, T, hat + (long)below * V, V,
-                                hat + (long)i * V, V);
-                int last = i + DOWN - 1; /* rows and columns of M in reverse */
-                chain(V, M + (long)last * T + last, -1, -T, hat + (long)last * V, -V);
-            }
-            for (int i = 0; i < all; i++) {
-                scaled(V, c.beta[i], hat + (long)i * V, gV + (long)i * V);
-                scaled(V, -c.decay[i], gV + (long)i * V, W + (long)i * V);
-                scaled(V, (real)r->scale * c.decay[i], gO + (long)i * V, W + (long)(all + i) * V);
-            }
-            if (g->glog_alpha) {
-                double sum = 0;
-                for (int i = 0; i < r->key; i++) sum += dot(V, after + (long)i * V, gH + (long)i * V);
-                load(r, row, head, &c, g->o, r->value, V, spare);
-                real each[MOST];
-                for (int i = 0; i < c.count; i++) each[i] = dot(V, gO + (long)i * V, spare + (long)i * V);
-                load(r, row, head, &c, r->v, r->value, V, spare);
-                for (int i = c.count - 1; i >= 0; i--) {
-                    sum += each[i] - dot(V, gV + (long)i * V, spare + (long)i * V);
-                    g->glog_alpha[tokens_at(r, row, head, c.first + i)] = (real)sum;
-                }
-            }
-            /* gradients of the scores */
-            transpose(&r->swaps, all, r->value, U, V, UT, T);
-            pairs(r, &c, r->value, gNO, V, UT, gMP);
-            weigh(r, &c, D, -1, (real)r->scale, gM, gP);
-            /* and what follows from them and from the memory */
-            transpose(&r->swaps, deep, r->value, before, V, HT, K);
-            transpose(&r->swaps, deep, r->value, gH, V, gHT, K);
-            product(2 * all, K, r->value, W, V, 1, HT, K, gXQ, K);
-            add_lower(all, K, gM, T, keys, K, gX, K);
-            add_lower(all, K, gP, T, keys, K, gQ, K);
-            for (int i = 0; i < all; i++) {
-                scale(V, c.rest[i], U + (long)i * V);
-                fetch(r, row, head, c.first + i, g->gq, r->key, 1);
-                fetch(r, row, head, c.first + i, g->gk, r->key, 1);
-            }
-            product(all, K, r->value, U, V, 1, gHT, K, gK, K);
-            add_upper(all, K, gM, T, XQ, K, gK, K);
-            add_upper(all, K, gP, T, Q, K, gK, K);
-            if (r->log_alpha) scale((int)matrix, c.last, gH);
-            add_product(deep, V, 2 * all, XQ, 1, K, W, V, gH, V);
-            for (int i = 0; i < c.count; i++) {
-                long at = tokens_at(r, row, head, c.first + i);
-                add_scaled(K, 1, gX + (long)i * K, gK + (long)i * K);
-                if (g->glam) {
-                    g->glam[at] = dot(K, gX + (long)i * K, Q + (long)i * K);
-                    add_scaled(K, c.lam[i], gX + (long)i * K, gQ + (long)i * K);
-                }
-                g->gbeta[at] = dot(V, hat + (long)i * V, N + (long)i * V);
-            }
-            store(r, row, head, &c, gQ, r->key, K, g->gq);
-            store(r, row, head, &c, gK, r->key, K, g->gk);
-            store(r, row, head, &c, gV, r->value, V, g->gv);
-        }
+        write(r, &c, keys, N, next - matrix, next);
     }
-    transpose(&r->swaps, r->key, r->value, gH, V, g->gstate + one * size, r->key);
+    for (long number = end - 1; number >= begin; number--) {
+        Chunk c = gates(r, row, head, number);
+        int all = c.all;
+        real *before = H + (number - begin) * matrix, *after = before + matrix, *Q = XQ + (long)all * K,
+             *M = MP, *P = MP + (long)all * T, *gM = gMP, *gP = gMP + (long)all * T, *gV = gNO,
+             *gO = gNO + (long)all * V, *gX = gXQ, *gQ = gXQ + (long)all * K;
+        load_keys(r, row, head, &c, keys, XQ, KT);
+        load(r, row, head, &c, g->errors, r->value, V, N);
+        if (g->go)
+            load(r, row, head, &c, g->go, r->value, V, gO);
+        else
+            memset(gO, 0, sizeof(real) * all * V);
+        pairs(r, &c, r->key, XQ, K, KT, MP);
+        decays(r, &c, 0, D);
+        weigh(r, &c, D, -1, (real)r->scale, M, P);
+        for (int i = 0; i < all; i++) {
+            scaled(V, c.beta[i], N + (long)i * V, U + (long)i * V);
+            scaled(K, c.rest[i], keys + (long)i * K, kept + (long)i * K);
+            scale(T, c.beta[i], M + (long)i * T);
+            fetch(r, row, head, c.first + i, g->glog_alpha ? g->o : NULL, r->value, 0);
+            fetch(r, row, head, c.first + i, g->glog_alpha ? r->v : NULL, r->value, 0);
+        }
+        /* hat = (I + M^T diag(beta))^-1 (P^T gO + K' gH), from the last group of rows to the first */
+        product(all, V, r->key, kept, K, 1, gH, V, hat, V);
+        add_upper(all, V, P, T, gO, V, hat, V);
+        for (int i = all - DOWN; i >= 0; i -= DOWN) {
+            int below = i + DOWN;
+            for (int l = 0; l < DOWN; l++) {
+                fetch(r, row, head, c.first - r->chunk + i + l, r->q, r->key, 0);
+                fetch(r, row, head, c.first - r->chunk + i + l, g->go, r->value, 0);
+                fetch(r, row, head, c.first + i + l, g->gv, r->value, 1);
+            }
+            if (below < all)
+                add_product(DOWN, V, all - below, M + (long)below * T + i, 1, T, hat + (long)below * V, V,
+                            hat + (long)i * V, V);
+            int last = i + DOWN - 1; /* rows and columns of M in reverse */
+            chain(V, M + (long)last * T + last, -1, -T, hat + (long)last * V, -V);
+        }
+        for (int i = 0; i < all; i++) {
+            scaled(V, c.beta[i], hat + (long)i * V, gV + (long)i * V);
+            scaled(V, -c.decay[i], gV + (long)i * V, W + (long)i * V);
+            scaled(V, (real)r->scale * c.decay[i], gO + (long)i * V, W + (long)(all + i) * V);
+        }
+        if (g->glog_alpha) {
+            double sum = 0;
+            for (int i = 0; i < r->key; i++) sum += dot(V, after + (long)i * V, gH + (long)i * V);
+            load(r, row, head, &c, g->o, r->value, V, spare);
+            real each[MOST];
+            for (int i = 0; i < c.count; i++) each[i] = dot(V, gO + (long)i * V, spare + (long)i * V);
+            load(r, row, head, &c, r->v, r->value, V, spare);
+            for (int i = c.count - 1; i >= 0; i--) {
+                sum += each[i] - dot(V, gV + (long)i * V, spare + (long)i * V);
+                g->glog_alpha[tokens_at(r, row, head, c.first + i)] = (real)sum;
+            }
+        }
+        /* gradients of the scores */
+        transpose(&r->swaps, all, r->value, U, V, UT, T);
+        pairs(r, &c, r->value, gNO, V, UT, gMP);
+        weigh(r, &c, D, -1, (real)r->scale, gM, gP);
+        /* and what follows from them and from the memory */
+        transpose(&r->swaps, deep, r->value, before, V, HT, K);
+        transpose(&r->swaps, deep, r->value, gH, V, gHT, K);
+        product(2 * all, K, r->value, W, V, 1, HT, K, gXQ, K);
+        add_lower(all, K, gM, T, keys, K, gX, K);
+        add_lower(all, K, gP, T, keys, K, gQ, K);
+        for (int i = 0; i < all; i++) {
+            scale(V, c.rest[i], U + (long)i * V);
+            fetch(r, row, head, c.first + i, g->gq, r->key, 1);
+            fetch(r, row, head, c.first + i, g->gk, r->key, 1);
+        }
+        product(all, K, r->value, U, V, 1, gHT, K, gK, K);
+        add_upper(all, K, gM, T, XQ, K, gK, K);
+        add_upper(all, K, gP, T, Q, K, gK, K);
+        if (r->log_alpha) scale((int)matrix, c.last, gH);
+        add_product(deep, V, 2 * all, XQ, 1, K, W, V, gH, V);
+        for (int i = 0; i < c.count; i++) {
+            long at = tokens_at(r, row, head, c.first + i);
+            add_scaled(K, 1, gX + (long)i * K, gK + (long)i * K);
+            if (g->glam) {
+                g->glam[at] = dot(K, gX + (long)i * K, Q + (long)i * K);
+                add_scaled(K, c.lam[i], gX + (long)i * K, gQ + (long)i * K);
+            }
+            g->gbeta[at] = dot(V, hat + (long)i * V, N + (long)i * V);
+        }
+        store(r, row, head, &c, gQ, r->key, K, g->gq);
+        store(r, row, head, &c, gK, r->key, K, g->gk);
+        store(r, row, head, &c, gV, r->value, V, g->gv);
+    }
+}
+
+static void backward_heads(const Rule *r, long row, int first, int many, const Gradients *g, real *memory) {
+    long size = (long)r->key * r->value, matrix = (long)r->K * r->V, at = (row * r->heads + first) * size;
+    memset(memory, 0, sizeof(real) * matrix * many);
+    for (int i = 0; i < many && g->gfinal; i++)
+        transpose(&r->swaps, r->value, r->key, g->gfinal + at + i * size, r->key, memory + i * matrix, r->V);
+    for (long group = (r->tokens - 1) / ((long)r->chunk * MARKS); group >= 0; group--)
+        for (int i = 0; i < many; i++)
+            backward_group(r, row, first + i, group, g, memory + i * matrix, memory + r->most * matrix);
+    for (int i = 0; i < many; i++)
+        transpose(&r->swaps, r->key, r->value, memory + i * matrix, r->V, g->gstate + at + i * size, r->key);
 }
 
 int NAME(delta_backward)(long rows, long tokens, int heads, int key, int value, int chunk, double scale, int threads,
@@ -485,18 +503,20 @@ int NAME(delta_backward)(long rows, long tokens, int heads, int key, int value, 
                          const real *lam, const real *go, const real *gfinal, const real *o, const real *final,
                          const real *errors, const real *marks, real *gq, real *gk, real *gv, real *gbeta,
                          real *glog_alpha, real *glam, real *gstate) {
-    Rule r = {rows, tokens, heads, key, value, chunk, padded(groups_of(key)), padded(value), padded(groups_of(chunk)), scale,
-              q, k, v, beta, log_alpha, lam, swaps()};
+    Rule r = rule(rows, tokens, heads, key, value, chunk, scale);
+    r.q = q, r.k = k, r.v = v, r.beta = beta, r.log_alpha = log_alpha, r.lam = lam;
     Gradients g = {go, gfinal, o, final, errors, marks, gq, gk, gv, gbeta, glog_alpha, glam, gstate};
     long tasks = rows * heads;
     if (threads > tasks) threads = (int)tasks;
-    size_t each = (backward_memory(&r) + 15) / 16 * 16;
+    size_t each = (backward_memory(&r) + (size_t)r.most * r.K * r.V + 15) / 16 * 16;
     real *memory = aligned(each * threads);
     if (!memory) return NO_MEMORY;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int thread = 0; thread < threads; thread++)
-        for (long task = tasks * thread / threads; task < tasks * (thread + 1) / threads; task++)
-            backward_one(&r, task / heads, (int)(task % heads), &g, memory + each * thread);
+        for (long one = tasks * thread / threads, end = tasks * (thread + 1) / threads, next; one < end; one = next) {
+            next = together(&r, one, end);
+            backward_heads(&r, one / heads, (int)(one % heads), (int)(next - one), &g, memory + each * thread);
+        }
     free(memory);
     return 0;
 }
