@@ -38,33 +38,29 @@ class Forward(NamedTuple):
     final: Tensor
     """[n h v k]"""
     errors: Tensor
-    """N, what each token found wrong before it wrote, as the backward pass of the same form wants it; empty if unwanted."""
+    """N, what each token found wrong before it wrote, as the same form's backward pass wants it; empty if unwanted."""
     marks: Tensor
     """Memories on the way, likewise."""
 
 
 class _Chunks(NamedTuple):
-    """All chunks of all rows and heads, [m c C ...] with m for rows and heads, and what is inside them."""
+    """All chunks of all rows and heads, [c m C ...] with m for rows and heads, and what is inside them."""
 
     q: Tensor
     k: Tensor
     x: Tensor
     beta: Tensor
-    """[m c C 1]"""
-    decay: Tensor | None
-    """e^G, [m c C 1]"""
-    rest: Tensor | None
-    """e^{G_C - G}, [m c C 1]"""
+    """[c m C 1]"""
+    decay: Tensor
+    """e^G, [c m C 1]"""
+    rest: Tensor
+    """e^{G_C - G}, [c m C 1]"""
     D: Tensor | None
-    """zero above the diagonal"""
+    """Zero above the diagonal; None where nothing decays."""
     M: Tensor
-    """right below the diagonal alone, which is all that a solve with ones on it reads"""
+    """Right below the diagonal alone, which is all that a solve with ones on it reads."""
     P: Tensor
-
-    @property
-    def last(self) -> Tensor | None:
-        """e^{G_C}, [m c 1 1]"""
-        return None if self.decay is None else self.decay[:, :, -1:]
+    """Without the scale."""
 
 
 def forward(
@@ -81,19 +77,18 @@ def forward(
 ) -> Forward:
     """Outputs and the memory after the last token; `chunk` 0 leaves it to us."""
     (n, t, h, width), deep, chunk = q.shape, v.shape[3], chunk or CHUNK
-    part = _inside(q, k, beta, log_alpha, lam, scale, chunk)
-    right = torch.cat([_split(v, chunk), _times(part.x, part.decay)], -1)
+    part = _inside(q, k, beta, log_alpha, lam, chunk)
+    right = torch.cat([_split(v, chunk), part.x * part.decay], -1)
     ahead, by = _solved(part.M * part.beta.mT, right, upper=False).split([deep, width], -1)
-    written = _times(part.k * part.beta, part.rest).mT  # times N it is what a chunk adds to H
-    states, N = q.new_empty(*ahead.shape[:2], width, deep), torch.empty_like(right[..., :deep])
-    H = q.new_zeros(n * h, width, deep) if state is None else state.flatten(0, 1).mT
-    for c in range(ahead.shape[1]):
-        states[:, c] = H
-        N[:, c] = torch.baddbmm(ahead[:, c], by[:, c], H, alpha=-1)
-        H = torch.baddbmm(H if part.last is None else part.last[:, c] * H, written[:, c], N[:, c])
-    o = _summed(part.P, part.beta * N, _times(part.q * scale, part.decay), states)
-    final = H.mT.contiguous().view(n, h, deep, width)
-    return Forward(_joined(o, n, h, t), final, *((N, states) if keep else (q.new_empty(0), q.new_empty(0))))
+    written = (part.k * (part.beta * part.rest)).mT  # times N it is what a chunk adds to H
+    N, H = torch.empty_like(right[..., :deep]), q.new_empty(len(right) + 1, n * h, width, deep)
+    H[0] = 0 if state is None else state.flatten(0, 1).mT
+    for c in range(len(right)):
+        torch.baddbmm(ahead[c], by[c], H[c], alpha=-1, out=N[c])
+        torch.baddbmm(H[c] * part.decay[c, :, -1:], written[c], N[c], out=H[c + 1])
+    o = _summed(part.P, N * (scale * part.beta), part.q * (scale * part.decay), H[:-1])
+    final = H[-1].mT.contiguous().view(n, h, deep, width)
+    return Forward(_joined(o, n, h, t), final, *((N, H) if keep else (q.new_empty(0), q.new_empty(0))))
 
 
 def backward(
@@ -111,49 +106,45 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, beta, log_alpha, lam and of the memory before the first token."""
     (n, t, h, width), deep, chunk = q.shape, v.shape[3], chunk or CHUNK
-    part, N, H0 = _inside(q, k, beta, log_alpha, lam, scale, chunk), result.errors, result.marks
+    part, N, H = _inside(q, k, beta, log_alpha, lam, chunk), result.errors, result.marks
     go = torch.zeros_like(v) if go is None else go
-    gO, U = _split(go, chunk), part.beta * N
-    right = torch.cat([part.P.mT @ gO, _times(part.k, part.rest)], -1)
+    gO, U = scale * _split(go, chunk), part.beta * N
+    right = torch.cat([part.P.mT @ gO, part.k * part.rest], -1)
     ahead, by = _solved((part.beta * part.M).mT, right, upper=True).split([deep, width], -1)
-    read, decayed = _times(scale * gO, part.decay), _times(part.x, part.decay)
-    given, corrected = part.q.mT @ read, (part.beta * decayed).mT
-    gH1, hat = torch.empty_like(H0), torch.empty_like(N)
-    gH = torch.zeros_like(H0[:, 0]) if gfinal is None else gfinal.flatten(0, 1).mT
-    for c in reversed(range(gO.shape[1])):
-        gH1[:, c] = gH
-        hat[:, c] = torch.baddbmm(ahead[:, c], by[:, c], gH)
-        gH = torch.baddbmm(given[:, c], corrected[:, c], hat[:, c], alpha=-1).add_(
-            gH if part.last is None else part.last[:, c] * gH
-        )
+    read, corrected = gO * part.decay, (part.x * (part.beta * part.decay)).mT
+    given, hat, gH = part.q.mT @ read, torch.empty_like(N), torch.empty_like(H)
+    gH[-1] = 0 if gfinal is None else gfinal.flatten(0, 1).mT
+    for c in reversed(range(len(N))):
+        torch.baddbmm(ahead[c], by[c], gH[c + 1], out=hat[c])
+        torch.baddbmm(given[c], corrected[c], hat[c], alpha=-1, out=gH[c])
+        gH[c].addcmul_(gH[c + 1], part.decay[c, :, -1:])
     gV = part.beta * hat
-    gA, gB = (gV @ U.mT).neg_().tril_(-1), (scale * gO @ U.mT).tril_()
+    gA, gB = (gV @ U.mT).neg_().tril_(-1), (gO @ U.mT).tril_()
     if part.D is not None:
         gA, gB = gA.mul_(part.D), gB.mul_(part.D)
-    gX = _summed(gA, part.k, _times(gV, part.decay).neg(), H0.mT)
-    gQ = _summed(gB, part.k, read, H0.mT)
-    gK = _summed(gA.mT, part.x, gB.mT, part.q).add_(_times(U, part.rest) @ gH1.mT).add_(gX)
+    gX = _summed(gA, part.k, gV * -part.decay, H[:-1].mT)
+    gQ = _summed(gB, part.k, read, H[:-1].mT)
+    gK = _summed(gA.mT, part.x, gB.mT, part.q).add_((U * part.rest) @ gH[1:].mT).add_(gX)
     gv, glam, gG = _joined(gV, n, h, t), q.new_empty(0), q.new_empty(0)
     if lam is not None:
         glam = _joined((gX * part.q).sum(-1), n, h, t)
         gQ.addcmul_(_split(lam, chunk).unsqueeze(-1), gX)
     if log_alpha is not None:
         each = _split((go * result.o).sum(-1) - (gv * v).sum(-1), chunk)
-        after = torch.cat([H0[:, 1:], result.final.flatten(0, 1).mT.unsqueeze(1)], 1)
-        each[..., -1] += (after * gH1).sum((-1, -2))
+        each[..., -1] += (H[1:] * gH[1:]).sum((-1, -2))
         gG = _joined(each.flip(-1).cumsum(-1).flip(-1), n, h, t)
     gbeta = _joined((hat * N).sum(-1), n, h, t)
-    return _joined(gQ, n, h, t), _joined(gK, n, h, t), gv, gbeta, gG, glam, gH.mT.contiguous().view(n, h, deep, width)
+    gstate = gH[0].mT.contiguous().view(n, h, deep, width)
+    return _joined(gQ, n, h, t), _joined(gK, n, h, t), gv, gbeta, gG, glam, gstate
 
 
-def _inside(
-    q: Tensor, k: Tensor, beta: Tensor, log_alpha: Tensor | None, lam: Tensor | None, scale: float, chunk: int
-) -> _Chunks:
+def _inside(q: Tensor, k: Tensor, beta: Tensor, log_alpha: Tensor | None, lam: Tensor | None, chunk: int) -> _Chunks:
     q, k, b = _split(q, chunk), _split(k, chunk), _split(beta, chunk).unsqueeze(-1)
     x = k if lam is None else torch.addcmul(k, _split(lam, chunk).unsqueeze(-1), q)
-    M, P = x @ k.mT, scale * q @ k.mT
+    M, P = x @ k.mT, q @ k.mT
     if log_alpha is None:
-        return _Chunks(q, k, x, b, None, None, None, M, P.tril_())
+        one = torch.ones_like(b)
+        return _Chunks(q, k, x, b, one, one, None, M, P.tril_())
     wide = log_alpha.float() if log_alpha.device.type == "mps" else log_alpha.double()  # which has no float64
     G = _split(wide, chunk).cumsum(-1)  # differences of float32 sums would lose their digits
     D = (G.unsqueeze(-1) - G.unsqueeze(-2)).to(q.dtype).clamp_(max=0).exp_().tril_()
@@ -169,20 +160,16 @@ def _solved(L: Tensor, right: Tensor, *, upper: bool) -> Tensor:
 def _summed(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
     """A b + c d, chunk by chunk."""
     first = (a @ b).flatten(0, 1)
-    return torch.baddbmm(first, c.flatten(0, 1), d.flatten(0, 1)).unflatten(0, a.shape[:2])
+    return torch.baddbmm(first, c.flatten(0, 1), d.flatten(0, 1), out=first).unflatten(0, a.shape[:2])
 
 
 def _split(x: Tensor, chunk: int) -> Tensor:
-    """Chunks of whole length; what is put behind the last token has beta = 0 and no decay, and changes nothing."""
+    """Chunks of whole length, perhaps `x` itself; what comes behind the last token has beta = 0, and changes nothing."""
     short = -x.shape[1] % chunk
     if short:
         x = torch.cat([x, x.new_zeros(x.shape[0], short, *x.shape[2:])], 1)
-    return rearrange(x, "n (c i) h ... -> (n h) c i ...", i=chunk).contiguous()
+    return rearrange(x, "n (c i) h ... -> c (n h) i ...", i=chunk).contiguous()
 
 
 def _joined(x: Tensor, n: int, h: int, t: int) -> Tensor:
-    return rearrange(x, "(n h) c i ... -> n (c i) h ...", n=n, h=h)[:, :t].contiguous()
-
-
-def _times(x: Tensor, factor: Tensor | None) -> Tensor:
-    return x if factor is None else factor * x
+    return rearrange(x, "c (n h) i ... -> n (c i) h ...", n=n, h=h)[:, :t].contiguous()

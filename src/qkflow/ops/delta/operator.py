@@ -111,7 +111,7 @@ def _shapes(*args: Any) -> list[Tensor]:
     many = (t + every - 1) // every
     if native:
         return [o, final, v.new_empty(v.shape), q.new_empty(n, h, many, width, deep)]
-    return [o, final, v.new_empty(n * h, many, every, deep), q.new_empty(n * h, many, width, deep)]
+    return [o, final, v.new_empty(many, n * h, every, deep), q.new_empty(many + 1, n * h, width, deep)]
 
 
 def _backward_shapes(go: Any, gfinal: Any, *args: Any) -> list[Tensor]:

@@ -103,17 +103,29 @@ static Chunk gates(const Rule *r, long row, int head, long number) {
     return c;
 }
 
+typedef real loose __attribute__((vector_size(BYTES), aligned(sizeof(real)))); /* a vector that lies anywhere */
+
+static inline void copy(int count, const real *from, real *to) {
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) *(loose *)(to + i) = *(const loose *)(from + i);
+    for (; i < count; i++) to[i] = from[i];
+}
+
+/* rows of a caller's array into a tile, zeros where there is none, and back */
 static void load(const Rule *r, long row, int head, const Chunk *c, const real *from, int width, int W, real *tile) {
-    for (int i = 0; i < c->all; i++) {
+    long apart = (long)r->heads * width;
+    from += tokens_at(r, row, head, c->first) * width;
+    for (int i = 0; i < c->all; i++, tile += W) {
         int there = i < c->count ? width : 0;
-        memcpy(tile + (long)i * W, from + tokens_at(r, row, head, c->first + i) * width, sizeof(real) * there);
-        memset(tile + (long)i * W + there, 0, sizeof(real) * (W - there));
+        if (there) copy(width, from + i * apart, tile);
+        for (int j = there; j < W; j++) tile[j] = 0;
     }
 }
 
 static void store(const Rule *r, long row, int head, const Chunk *c, const real *tile, int width, int W, real *to) {
-    for (int i = 0; i < c->count; i++)
-        memcpy(to + tokens_at(r, row, head, c->first + i) * width, tile + (long)i * W, sizeof(real) * width);
+    long apart = (long)r->heads * width;
+    to += tokens_at(r, row, head, c->first) * width;
+    for (int i = 0; i < c->count; i++) copy(width, tile + (long)i * W, to + i * apart);
 }
 
 /* ask for a token's row before it is wanted: rows lie too far apart for the processor to guess. Inline, since a compiler
@@ -128,7 +140,6 @@ static inline __attribute__((always_inline)) void fetch(const Rule *r, long row,
 
 /* b[j, i] = a[i, j] */
 static void transpose(const Swaps *swaps, int rows, int columns, const real *restrict a, int lda, real *restrict b, int ldb) {
-    typedef real loose __attribute__((vector_size(BYTES), aligned(sizeof(real))));
     int i = 0;
     for (; SHUFFLES && i + LANES <= rows; i += LANES) {
         int j = 0;

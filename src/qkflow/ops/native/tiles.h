@@ -40,6 +40,7 @@ static inline __attribute__((always_inline)) void block(const int add, const int
         for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
             for (int j = 0; j < columns; j++) sum[i][j] = *(vector *)(c + (long)i * ldc + j * LANES);
+#pragma GCC unroll 4
     for (int l = 0; l < depth; l++) {
         vector row[ACROSS];
 #pragma GCC unroll 4
