@@ -26,10 +26,16 @@ from qkflow.mechanisms import (
     CoupledConfig,
     Coupling,
     CouplingConfig,
+    DeltaNet,
+    DeltaNetConfig,
     DifferentialAttention,
     DifferentialConfig,
     Factory,
+    GatedDeltaNet,
+    GatedDeltaNetConfig,
     Mechanism,
+    QDelta,
+    QDeltaConfig,
     StandardAttention,
     StandardConfig,
     mechanism,
@@ -37,7 +43,7 @@ from qkflow.mechanisms import (
     register,
 )
 from qkflow.models import SIZES, Decoder, DecoderConfig, DecoderState, Sampling, generate, matched, size, stream
-from qkflow.state import Cache, State
+from qkflow.state import Cache, Memory, State
 from qkflow.training import Callback, Evaluation, TrainConfig, evaluate, load_run, train
 
 __all__ = [
@@ -58,15 +64,22 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "DecoderState",
+    "DeltaNet",
+    "DeltaNetConfig",
     "DifferentialAttention",
     "DifferentialConfig",
     "DiskError",
     "DivergenceError",
     "Evaluation",
     "Factory",
+    "GatedDeltaNet",
+    "GatedDeltaNetConfig",
     "Interrupted",
     "Layout",
     "Mechanism",
+    "Memory",
+    "QDelta",
+    "QDeltaConfig",
     "Sampling",
     "Split",
     "StandardAttention",

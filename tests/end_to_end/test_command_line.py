@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from qkflow.cli import main
-from qkflow.cli.probe import verdict
+from qkflow.cli.probe_coupling import verdict
 from qkflow.models import Decoder, DecoderConfig
 from qkflow.probes import energies
 
@@ -152,11 +152,12 @@ def test_a_probe_shows_what_passes_in_each_layer_and_says_it_in_words(capsys: py
     assert "1 of 1 coupled layer" in " ".join(shown)
     assert qkflow("probe", "run", "--json") == 0
     figures = json.loads(capsys.readouterr().out)
-    none, layer = figures["layers"]
+    assert figures["stability"] is None
+    none, layer = figures["coupling"]["layers"]
     assert none is None
     assert f"{layer['strength']['key_on_query']:.4f}" in shown[3]
     assert f"{layer['energy']['drift']:.2g}" in shown[3]
-    assert figures["verdict"] == " ".join(line.strip() for line in shown[4:])
+    assert figures["coupling"]["verdict"] == " ".join(line.strip() for line in shown[4:])
     write("other.txt", "é" * 3000)
     assert qkflow("probe", "run", "--text", "other.txt", "--tokens", "9", "--json") == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 9
@@ -192,11 +193,49 @@ def test_a_probe_claims_nothing_of_figures_that_are_not_finite() -> None:
     assert "not finite" in verdict(energies(model, [1, 2, 3]))
 
 
-def test_a_run_without_a_coupling_is_not_probed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_shows_how_stable_delta_memories_are_beside_their_coupling(capsys: pytest.CaptureFixture[str]) -> None:
+    hybrid = ["standard", "qdelta+hamiltonian:key_width=8"]
+    write("hybrid.json", json.dumps({**TINY, "model": {**TINY["model"], "mechanism": hybrid}}))
+    assert qkflow("train", "text.txt", "--config", "hybrid.json", "--out", "run") == 0
+    capsys.readouterr()
+    assert qkflow("probe", "run") == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= 80
+    first, second = (number for number, line in enumerate(shown) if line.startswith("layer"))
+    assert shown[first + 2].split()[:2] == ["2", "hamiltonian"]
+    assert shown[second + 1].split() == ["1", *["\N{EN DASH}"] * 7]
+    assert qkflow("probe", "run", "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["coupling"]["layers"][1]["dynamics"] == "hamiltonian"
+    none, layer = figures["stability"]["layers"]
+    assert none is None
+    assert shown[second + 2].split()[1:4] == [
+        f"{x:.4f}" for x in (layer["steps"]["mean"], layer["steps"]["quantiles"][-1], layer["rho"])
+    ]
+    assert [each["tokens"] for each in layer["growth"]] == [2, 8]
+    assert len(layer["error"]) == len(layer["bound"]) == 16
+    assert figures["stability"]["verdict"] == " ".join(line.strip() for line in shown[second + 3 :])
+    assert "every token's error shrinks in each of 1 delta layer" in figures["stability"]["verdict"]
+
+
+def test_a_probe_of_a_delta_memory_needs_no_coupling(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {**TINY["model"], "mechanism": "gated-deltanet"}
+    write("one.json", json.dumps({**TINY, "steps": 1, "model": shape}))
+    assert qkflow("train", "text.txt", "--config", "one.json", "--out", "run") == 0
+    capsys.readouterr()
+    assert qkflow("probe", "run") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "no product of transitions grows" in shown
+    assert "dynamics" not in shown
+
+
+def test_a_run_with_nothing_to_look_into_is_not_probed(capsys: pytest.CaptureFixture[str]) -> None:
     error = refused(capsys, "probe", trained())
+    assert "neither a coupling nor a delta memory" in error
     assert "'standard'" in error
     assert "`standard+X`" in error
     assert "hamiltonian" in error
+    assert "`qdelta`" in error
 
 
 def test_flags_come_before_the_config_file() -> None:

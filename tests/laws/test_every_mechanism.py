@@ -12,8 +12,11 @@ from qkflow.laws import LAWS, check
 from qkflow.laws.modules import compiler_fault
 from qkflow.mechanisms import mechanism, mechanisms
 from qkflow.mechanisms.coupling import DYNAMICS
+from qkflow.ops import short_conv
+from qkflow.ops.delta import BACKENDS, use
 
-BASES = ("standard", "differential", "coupled")
+DELTAS = ("deltanet", "gated-deltanet", "qdelta")
+BASES = ("standard", "differential", "coupled", *DELTAS)
 VARIANTS = (
     "standard:key_heads=2",
     "standard:qk_norm=True",
@@ -36,8 +39,24 @@ VARIANTS = (
     "differential+affine",
     "differential+uncoupled:window=4",
     "differential+nonlinear-query",
+    "qdelta:conv=1,decay=False",
+    "qdelta:heads=1,key_width=130",
+    "qdelta+hamiltonian:conv=3",
+    "qdelta+affine:lam=0.5",
+    "gated-deltanet+euler:gate=False,value_expansion=1",
+    "deltanet+uncoupled:key_width=12",
+    "deltanet+nonlinear-query",
 )
 ALIKE = {
+    "deltanet",
+    "gated-deltanet",
+    "qdelta:conv=1,decay=False",
+    "qdelta:heads=1,key_width=130",
+    "qdelta+hamiltonian:conv=3",
+    "qdelta+affine:lam=0.5",
+    "gated-deltanet+euler:gate=False,value_expansion=1",
+    "deltanet+uncoupled:key_width=12",
+    "deltanet+nonlinear-query",
     "coupled:steps=7",
     "coupled:window=3,key_heads=1,qk_norm=True",
     "coupled:sharing=none,key_heads=2",
@@ -46,7 +65,8 @@ ALIKE = {
     "differential+uncoupled:window=4",
     "differential+nonlinear-query",
 }
-"""Variants whose graphs are put together from those of others: they are not compiled."""
+"""Those whose graphs are put together from those of others: they are not compiled."""
+COMPILED = tuple(base for base in BASES if base not in ALIKE)
 SPECS = (*BASES, *VARIANTS, *sorted(set(mechanisms()) - set(BASES)))
 """A mechanism that joins the registry is held to the laws without a word here."""
 
@@ -56,9 +76,9 @@ def test_the_built_in_mechanisms_are_among_those_tried() -> None:
     assert {re.split("[+:]", spec)[0] for spec in SPECS} == set(mechanisms())
 
 
-@pytest.mark.parametrize("base", ["standard", "differential"])
-def test_every_dynamics_is_among_them_on_either_base(base: str) -> None:
-    tried = {mechanism(spec).coupling for spec in SPECS if base in re.split("[+:]", spec.replace("coupled", base))}
+@pytest.mark.parametrize("family", [("standard", "coupled"), ("differential",), DELTAS])
+def test_every_dynamics_is_among_them_in_every_family(family: tuple[str, ...]) -> None:
+    tried = {mechanism(spec).coupling for spec in SPECS if re.split("[+:]", spec)[0] in family}
     assert {coupling.dynamics for coupling in tried if coupling} == set(DYNAMICS)
 
 
@@ -79,7 +99,7 @@ def test_a_mechanism_compiles_whole(spec: str) -> None:
 
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
-@pytest.mark.parametrize("spec", BASES)
+@pytest.mark.parametrize("spec", COMPILED)
 def test_a_compiled_mechanism_serves_every_length(spec: str) -> None:
     """With lengths left open after the second one; a graph for each length would run into the compiler's limit."""
     layer = mechanism(spec)(32, 4, layer=1, layers=3).double()
@@ -94,7 +114,7 @@ def test_a_compiled_mechanism_serves_every_length(spec: str) -> None:
 
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
-@pytest.mark.parametrize("spec", [*BASES, "standard:window=3"])
+@pytest.mark.parametrize("spec", [*COMPILED, "standard:window=3"])
 def test_a_compiled_mechanism_steps_without_compiling_at_each_token(spec: str) -> None:
     layer = mechanism(spec)(32, 4, layer=1, layers=3).double()
     torch.compiler.reset()
@@ -111,9 +131,31 @@ def test_a_compiled_mechanism_steps_without_compiling_at_each_token(spec: str) -
 
 @pytest.mark.parametrize("law", [law for law in LAWS if law != "compilation"])
 @pytest.mark.parametrize(("width", "heads"), [(12, 2), (40, 10)])
-@pytest.mark.parametrize("spec", BASES)
+@pytest.mark.parametrize("spec", COMPILED)
 def test_a_mechanism_obeys_at_other_shapes(spec: str, width: int, heads: int, law: str) -> None:
     assert verdict(spec, law, width=width, heads=heads) == ("kept", "")
+
+
+@pytest.mark.parametrize(
+    ("backend", "law"),
+    [
+        (backend, law)
+        for backend in BACKENDS
+        if backend != "native"
+        for law in LAWS
+        if law != "compilation" and (backend, law) != ("reference", "declaration")
+    ],
+)
+@pytest.mark.parametrize("spec", DELTAS)
+def test_a_memory_obeys_without_kernels(spec: str, backend: str, law: str, without_kernels: None) -> None:
+    """With them, where they can be built, it does in all the tests above; the recurrence declares no products."""
+    with use(backend):
+        assert verdict(spec, law) == ("kept", "")
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short_conv, "_native", lambda x, weight: False)
 
 
 def verdict(spec: str, law: str, *, width: int = 32, heads: int = 4, backend: str = "aot_eager") -> tuple[str, str]:

@@ -12,18 +12,16 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
+from qkflow.cli import probe_coupling, probe_stability
 from qkflow.cli.options import flag
 from qkflow.data import open_corpus, windows
 from qkflow.errors import UsageError
 from qkflow.mechanisms.coupling import DYNAMICS, Coupling
-from qkflow.probes import CouplingLook, energies
-from qkflow.report.wording import MISSING, fixed
+from qkflow.mechanisms.delta import DeltaMechanism
+from qkflow.probes import energies, stability
 from qkflow.training import LoadedRun, load_run
 
-FAINT = 0.01
-"""Below this part of the identity, a dependence is called hardly there."""
 _BYTES = 64
 """Bytes of a file that are read for each token asked for: more than tokens have on average."""
 _WINDOWS = 64
@@ -32,10 +30,15 @@ _WINDOWS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Look into the coupling of a trained model: what passes between queries and keys in each layer.
+    """Look into a trained model: what a coupling passes between queries and keys, and how stable a delta memory is.
 
-    |dk'/dq| says how much of a moved key depends on its query, |dq'/dk| the other way round; 1 is the size of the
-    identity. Energy drift is how far a pair strays from the energy it began with, where the force has a potential.
+    Couplings: |dk'/dq| says how much of a moved key depends on its query, |dq'/dk| the other way round; 1 is the size
+    of the identity. Energy drift is how far a pair strays from the energy it began with, where the force has a
+    potential.
+
+    Delta memories: a token's error is multiplied by 1 - beta a, which shrinks it if beta a is in (0, 2); rho is the
+    largest such factor. |T| is the most by which a token can stretch a memory, then so many tokens in a row; |S| is the
+    memory's size at the end; bound/error is how far the theorem's bound lies above the error, in the median.
 
     For example:
       qkflow probe runs/mine                   on held-out text of its corpus
@@ -63,19 +66,28 @@ class Probe:
         run = load_run(self.run_folder, device=self.device)
         for notice in run.notices:
             Console(stderr=True, soft_wrap=True).print(f"note: {notice}", markup=False, highlight=False)
-        if not any(isinstance(module, Coupling) for module in run.model.modules()):
+        coupled, delta = _has(run, Coupling), _has(run, DeltaMechanism)
+        if not coupled and not delta:
             arms = " and ".join(dict.fromkeys(map(repr, run.config.model.mechanisms)))
             raise UsageError(
-                f"{run.folder} has no coupling to look into, its mechanism is {arms}: expected a run of `coupled`, or"
-                f" of `standard+X` or `differential+X` where X is {', '.join(DYNAMICS[:-1])} or {DYNAMICS[-1]}"
+                f"{run.folder} has neither a coupling nor a delta memory to look into, its mechanism is {arms}:"
+                f" expected a run of `coupled`, of `standard+X` or another mechanism with a coupling X"
+                f" ({', '.join(DYNAMICS[:-1])} or {DYNAMICS[-1]}), or of `deltanet`, `gated-deltanet` or `qdelta`"
             )
         tokens, source = self._read(run)
-        layers = energies(run.model, tokens)
-        console, found = Console(highlight=False), verdict(layers)
+        parts: list[tuple[str, Any, Sequence[Any]]] = []
+        if coupled:
+            parts.append(("coupling", probe_coupling, energies(run.model, tokens)))
+        if delta:
+            parts.append(("stability", probe_stability, stability(run.model, tokens)))
+        console = Console(highlight=False)
         if self.json:
             about = {"run": str(run.folder), "step": run.step, "steps": run.config.steps, "finished": run.finished}
-            rows = [None if layer is None else _finite(asdict(layer)) for layer in layers]
-            record = {**about, "text": source, "tokens": len(tokens), "layers": rows, "verdict": found}
+            record: dict[str, Any] = {**about, "text": source, "tokens": len(tokens)}
+            record |= {"coupling": None, "stability": None}
+            for name, words, layers in parts:
+                rows = [None if layer is None else _finite(asdict(layer)) for layer in layers]
+                record[name] = {"layers": rows, "verdict": words.verdict(layers)}
             console.print(json.dumps(record, sort_keys=True), markup=False, soft_wrap=True)
             return 0
         console.print(
@@ -83,8 +95,11 @@ class Probe:
             markup=False,
             soft_wrap=True,
         )
-        console.print(_table(layers))
-        console.print(found, markup=False)
+        for number, (_, words, layers) in enumerate(parts):
+            if number:
+                console.print()
+            console.print(words.table(layers))
+            console.print(words.verdict(layers), markup=False)
         return 0
 
     def _read(self, run: LoadedRun) -> tuple[list[int], str]:
@@ -108,48 +123,8 @@ class Probe:
         return [int(token) for token in taken], f"held-out text of {corpus.name}"
 
 
-def verdict(layers: Sequence[CouplingLook | None]) -> str:
-    """In words, whether anything passes between queries and keys, and no more than the figures say."""
-    found = [layer for layer in layers if layer is not None]
-    coupled = [layer for layer in found if not layer.control]
-    if not coupled:
-        names = " and ".join(dict.fromkeys(layer.dynamics for layer in found))
-        return f"A control ({names}): nothing passes between queries and keys, by construction."
-    keys = [layer.strength.key_on_query for layer in coupled]
-    queries = [layer.strength.query_on_key for layer in coupled]
-    if not all(map(math.isfinite, keys + queries)):
-        return "Some figures are not finite: the model has diverged, or its numbers are too large to look into."
-    many = f"{len(coupled)} coupled layer{'' if len(coupled) == 1 else 's'}"
-    used, taken = sum(size >= FAINT for size in keys), sum(size >= FAINT for size in queries)
-    if not used and not taken:
-        return f"Hardly used on this text: in none of {many} does |dk'/dq| or |dq'/dk| reach {FAINT}."
-    if not used and all(layer.dt is not None for layer in coupled):
-        return (
-            f"No sign that the coupling is used on this text: in none of {many} does |dk'/dq| reach {FAINT}. What is"
-            " left is nearly a drift of queries along their keys, which a plain projection could do as well."
-        )
-    always = any(layer.energy is not None for layer in coupled)
-    return (
-        f"On this text keys depend on their queries in {used} of {many} (|dk'/dq| at least {FAINT}, up to"
-        f" {max(keys):.2g}), queries on their keys in {taken} (|dq'/dk| up to {max(queries):.2g})."
-        f"{' A potential does this from the start, before any training.' if always else ''}"
-        " That the coupling moves them does not say that it helps: qkflow compare does."
-    )
-
-
-def _table(layers: Sequence[CouplingLook | None]) -> Table:
-    table = Table("layer", "dynamics", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("dt (start → now)", "|dk'/dq|", "|dq'/dk|", "energy drift"):
-        table.add_column(column, justify="right")
-    for number, layer in enumerate(layers, start=1):
-        if layer is None:
-            table.add_row(f"{number}", *[MISSING] * 5)
-            continue
-        dt = MISSING if layer.dt is None else f"{layer.dt_start:g} → {fixed(layer.dt)}"
-        sizes = fixed(layer.strength.key_on_query), fixed(layer.strength.query_on_key)
-        drift = MISSING if layer.energy is None else f"{layer.energy.drift:.2g}"
-        table.add_row(f"{number}", layer.dynamics, dt, *sizes, drift)
-    return table
+def _has(run: LoadedRun, part: type) -> bool:
+    return any(isinstance(module, part) for module in run.model.modules())
 
 
 def _finite(value: Any) -> Any:

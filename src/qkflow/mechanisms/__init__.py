@@ -3,6 +3,16 @@
 from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Factory, Mechanism, projection
 from qkflow.mechanisms.coupled import CoupledAttention, CoupledConfig
 from qkflow.mechanisms.coupling import Coupling, CouplingConfig
+from qkflow.mechanisms.delta import (
+    DeltaInputs,
+    DeltaMechanism,
+    DeltaNet,
+    DeltaNetConfig,
+    GatedDeltaNet,
+    GatedDeltaNetConfig,
+    QDelta,
+    QDeltaConfig,
+)
 from qkflow.mechanisms.differential import DifferentialAttention, DifferentialConfig
 from qkflow.mechanisms.registry import mechanism, mechanisms, register
 from qkflow.mechanisms.standard import StandardAttention, StandardConfig
@@ -14,11 +24,19 @@ __all__ = [
     "CoupledConfig",
     "Coupling",
     "CouplingConfig",
+    "DeltaInputs",
+    "DeltaMechanism",
+    "DeltaNet",
+    "DeltaNetConfig",
     "DifferentialAttention",
     "DifferentialConfig",
     "Exhibit",
     "Factory",
+    "GatedDeltaNet",
+    "GatedDeltaNetConfig",
     "Mechanism",
+    "QDelta",
+    "QDeltaConfig",
     "StandardAttention",
     "StandardConfig",
     "mechanism",

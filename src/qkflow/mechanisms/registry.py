@@ -25,6 +25,7 @@ from qkflow.errors import UsageError, unknown
 from qkflow.mechanisms.base import Factory
 from qkflow.mechanisms.coupled import CoupledConfig
 from qkflow.mechanisms.coupling import DYNAMICS, CouplingConfig
+from qkflow.mechanisms.delta import DeltaNetConfig, GatedDeltaNetConfig, QDeltaConfig
 from qkflow.mechanisms.differential import DifferentialConfig
 from qkflow.mechanisms.standard import StandardConfig
 
@@ -32,6 +33,9 @@ _BUILT_IN: dict[str, type[Any]] = {
     "standard": StandardConfig,
     "differential": DifferentialConfig,
     "coupled": CoupledConfig,
+    "deltanet": DeltaNetConfig,
+    "gated-deltanet": GatedDeltaNetConfig,
+    "qdelta": QDeltaConfig,
 }
 _COUPLING = {field.name for field in dataclasses.fields(CouplingConfig)}
 _GROUP = "qkflow.mechanisms"
@@ -49,7 +53,7 @@ def mechanisms() -> Mapping[str, type[Any]]:
     """The config class of every known mechanism, ours and those that installed packages add.
 
     >>> sorted(mechanisms())
-    ['coupled', 'differential', 'standard']
+    ['coupled', 'deltanet', 'differential', 'gated-deltanet', 'qdelta', 'standard']
     """
     known = dict(_BUILT_IN)
     for name, entry in _installed().items():

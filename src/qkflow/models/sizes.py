@@ -10,6 +10,7 @@ from qkflow.errors import UsageError, unknown
 from qkflow.models.decoder import Decoder, DecoderConfig
 
 GPT2_VOCABULARY = 50257
+LLAMA_VOCABULARY = 32000
 
 _SHAPES = {  # name: (width, layers, heads, hidden, vocabulary)
     "100k": (64, 2, 4, 132, 257),
@@ -18,7 +19,9 @@ _SHAPES = {  # name: (width, layers, heads, hidden, vocabulary)
     "5m": (256, 6, 4, 720, 257),
     "60m": (512, 8, 8, 2112, GPT2_VOCABULARY),
     "150m": (768, 16, 12, 2000, GPT2_VOCABULARY),
+    "340m": (1024, 21, 16, 3392, LLAMA_VOCABULARY),
     "350m": (1024, 24, 16, 2688, GPT2_VOCABULARY),
+    "1.3b": (2048, 21, 16, 6832, LLAMA_VOCABULARY),
 }
 
 SIZES = tuple(_SHAPES)
@@ -26,7 +29,7 @@ SIZES = tuple(_SHAPES)
 
 
 def size(name: str, *, vocabulary: int | None = None, mechanism: str | tuple[str, ...] = "standard") -> DecoderConfig:
-    """The config of a named size, with bytes (small sizes) or GPT-2's vocabulary unless another is given.
+    """The config of a named size, with the vocabulary it was published for, or bytes, unless another is given.
 
     >>> size("1m").width, parameters(size("1m"))
     (128, 1007104)

@@ -2,5 +2,24 @@
 
 from qkflow.probes.energy import CouplingLook, EnergyWatch, Moment, energies
 from qkflow.probes.maps import Look, look, maps
+from qkflow.probes.stability import Growth, Spread, StabilityLook, stability, stability_of
+from qkflow.probes.transitions import WorstCase, safe_alpha, safe_lambda, worst_case
 
-__all__ = ["CouplingLook", "EnergyWatch", "Look", "Moment", "energies", "look", "maps"]
+__all__ = [
+    "CouplingLook",
+    "EnergyWatch",
+    "Growth",
+    "Look",
+    "Moment",
+    "Spread",
+    "StabilityLook",
+    "WorstCase",
+    "energies",
+    "look",
+    "maps",
+    "safe_alpha",
+    "safe_lambda",
+    "stability",
+    "stability_of",
+    "worst_case",
+]

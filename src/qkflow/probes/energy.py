@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qkflow.errors import UsageError
 from qkflow.mechanisms.base import Mechanism, Stream
+from qkflow.mechanisms.delta import DeltaMechanism
 from qkflow.mechanisms.observed import EnergyPath
 from qkflow.mechanisms.softmax import SoftmaxMechanism
 from qkflow.models import Decoder
@@ -106,7 +107,7 @@ class EnergyWatch(Callback):
 
 
 def _look(layer: Mechanism, x: Stream) -> CouplingLook | None:
-    if not isinstance(layer, SoftmaxMechanism) or (coupling := layer.coupling) is None:
+    if not isinstance(layer, SoftmaxMechanism | DeltaMechanism) or (coupling := layer.coupling) is None:
         return None
     q, k = layer.pairs(x)
     dt = coupling.step_size

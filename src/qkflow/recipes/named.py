@@ -7,8 +7,12 @@
 | `hamiltonian-1` .. `hamiltonian-7`   | so many steps                                                |
 | `uncoupled`                          | the control: as many parameters, and nothing passes          |
 | `affine`, `differential-affine`      | the invertible coupling of the paper's second version        |
+| `deltanet`, `gated-deltanet`         | memories that tokens correct                                 |
+| `qdelta`                             | ... and correct for the query as well                        |
 
-each at 60m, 150m and 350m; without dynamics, and affine, at 455m too.
+The first five rows at 60m, 150m and 350m; without dynamics, and affine, at 455m too. The last two beside `standard` at
+1m, 5m, and at the sizes of Q-Delta's paper, 340m and 1.3b, there with its heads: 6 with keys of 128 or 256 (ours at
+those sizes: standard attention's 16 heads, a tied head, and the width of the feed-forward network).
 """
 
 from __future__ import annotations
@@ -30,11 +34,22 @@ ARMS: dict[str, str] = {
     "uncoupled": "standard+uncoupled",
     "affine": "standard+affine",
     "differential-affine": "differential+affine",
+    "deltanet": "deltanet",
+    "gated-deltanet": "gated-deltanet",
+    "qdelta": "qdelta",
 }
 """The spec of each arm by its short name."""
 
+_MEMORIES = ("deltanet", "gated-deltanet", "qdelta")
+_HEADS = {"340m": "heads=6,key_width=128", "1.3b": "heads=6,key_width=256"}
+"""What a memory's heads are where a paper says so."""
+_FIRST = tuple(arm for arm in ARMS if arm not in _MEMORIES)
 _SECOND = ("standard", "differential", "affine", "differential-affine")
-_SIZES = {"60m": tuple(ARMS), "150m": tuple(ARMS), "350m": tuple(ARMS), "455m": _SECOND}
+_SIZES = {
+    **dict.fromkeys(("60m", "150m", "350m"), _FIRST),
+    "455m": _SECOND,
+    **dict.fromkeys(("1m", "5m", "340m", "1.3b"), ("standard", *_MEMORIES)),
+}
 _NAMES = tuple(f"{size}/{arm}" for size, arms in _SIZES.items() for arm in arms)
 
 
@@ -52,6 +67,8 @@ def models() -> Mapping[str, DecoderConfig]:
 
     >>> models()["60m/hamiltonian"].mechanism, models()["60m/hamiltonian"].hidden
     ('coupled', 2107)
+    >>> models()["340m/qdelta"].mechanism
+    'qdelta:heads=6,key_width=128'
     """
     return _Models()
 
@@ -79,7 +96,8 @@ def _solved(size_name: str, arm: str) -> DecoderConfig:
         return base
     if counted == "hamiltonian" and arm != counted:  # steps have no parameters of their own
         return replace(_solved(size_name, counted), mechanism=ARMS[arm])
-    return matched(replace(base, mechanism=ARMS[arm]), _target(size_name))
+    spec = f"{arm}:{_HEADS[size_name]}" if arm in _MEMORIES and size_name in _HEADS else ARMS[arm]
+    return matched(replace(base, mechanism=spec), _target(size_name))
 
 
 @cache

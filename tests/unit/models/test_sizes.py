@@ -6,9 +6,12 @@ import pytest
 
 from qkflow.errors import UsageError
 from qkflow.models import SIZES, Decoder, matched, parameters, size
-from qkflow.models.sizes import GPT2_VOCABULARY
+from qkflow.models.sizes import GPT2_VOCABULARY, LLAMA_VOCABULARY
 
-NAMED = {"100k": 1e5, "500k": 5e5, "1m": 1e6, "5m": 5e6, "60m": 60e6, "150m": 150e6, "350m": 350e6}
+SMALL = {"100k": 1e5, "500k": 5e5, "1m": 1e6, "5m": 5e6}
+LARGE = {"60m": 60e6, "150m": 150e6, "350m": 350e6}
+LLAMA = {"340m": 340e6, "1.3b": 1.3e9}
+NAMED = {**SMALL, **LARGE, **LLAMA}
 
 
 def test_the_sizes_are_those_we_name() -> None:
@@ -22,8 +25,8 @@ def test_a_size_is_within_two_percent_of_its_name(name: str, mechanism: str) -> 
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_small_sizes_speak_bytes_and_large_ones_gpt2s_vocabulary(name: str) -> None:
-    assert size(name).vocabulary == (257 if NAMED[name] <= 5e6 else GPT2_VOCABULARY)
+def test_small_sizes_speak_bytes_and_large_ones_what_was_published_for_them(name: str) -> None:
+    assert size(name).vocabulary == (257 if name in SMALL else GPT2_VOCABULARY if name in LARGE else LLAMA_VOCABULARY)
     assert size(name, vocabulary=1000).vocabulary == 1000
 
 

@@ -8,18 +8,40 @@ from qkflow.models import Decoder, parameters
 from qkflow.recipes import RECIPES, models, recipe
 from qkflow.recipes.named import ARMS
 
+MEMORIES = ("deltanet", "gated-deltanet", "qdelta")
+
 
 @pytest.mark.parametrize("size", ["60m", "150m", "350m", "455m"])
 def test_the_arms_of_a_size_can_be_built_and_have_the_parameters_of_standard(size: str) -> None:
     target = parameters(models()[f"{size}/standard"])
     assert target == pytest.approx(float(size[:-1]) * 1e6, rel=0.02)
     arms = [name.partition("/")[2] for name in models() if name.startswith(f"{size}/")]
-    assert len(arms) == (4 if size == "455m" else len(ARMS))
+    assert len(arms) == (4 if size == "455m" else len(ARMS) - len(MEMORIES))
     for arm in arms:
         with torch.device("meta"):
             model = Decoder(models()[f"{size}/{arm}"])
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(target, rel=0.005)
         assert (model.config.mechanism, model.config.vocabulary) == (ARMS[arm], 50257)
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "vocabulary", "heads"),
+    [
+        ("1m", 1e6, 257, ""),
+        ("5m", 5e6, 257, ""),
+        ("340m", 340e6, 32000, ":heads=6,key_width=128"),
+        ("1.3b", 1.3e9, 32000, ":heads=6,key_width=256"),
+    ],
+)
+def test_memories_have_the_heads_of_the_paper_and_the_parameters_of_standard(
+    size: str, count: float, vocabulary: int, heads: str
+) -> None:
+    target = parameters(models()[f"{size}/standard"])
+    assert target == pytest.approx(count, rel=0.02)
+    for arm in MEMORIES:
+        found = models()[f"{size}/{arm}"]
+        assert (found.mechanism, found.vocabulary) == (arm + heads, vocabulary)
+        assert parameters(found) == pytest.approx(target, rel=0.005)
 
 
 def test_every_spec_of_a_named_model_is_one_that_can_be_parsed() -> None:
@@ -41,7 +63,7 @@ def test_the_arms_of_every_recipe_have_named_models_at_its_size(name: str) -> No
 
 def test_the_models_are_an_ordinary_mapping() -> None:
     found = models()
-    assert len(list(found)) == len(found) == 3 * len(ARMS) + 4
+    assert len(list(found)) == len(found) == 3 * (len(ARMS) - len(MEMORIES)) + 4 + 4 * (1 + len(MEMORIES))
     assert found.get("60m/nothing") is None
     assert "60m/nothing" not in found
     with pytest.raises(KeyError, match="did you mean '60m/hamiltonian'"):

@@ -21,7 +21,7 @@ from qkflow.ops.delta.reference import recurrent
 __all__ = ["BACKENDS", "WIDEST", "choose", "delta_rule", "use"]
 
 WIDEST = 256
-"""The widest heads, of keys and of values."""
+"""The widest heads of keys. Values may be of any width: rows of the memory do not see each other."""
 
 
 def delta_rule(
@@ -94,8 +94,8 @@ def _check_shapes(
             raise UsageError(f"{name} must have a number for each token and head, {[b, t, h]}, got {list(gate.shape)}")
     if t < 1:
         raise UsageError("a call needs at least one token, got none")
-    if not (1 <= width <= WIDEST and 1 <= v.shape[3] <= WIDEST):
-        raise UsageError(f"heads must be 1 to {WIDEST} wide, got keys of {width} and values of {v.shape[3]}")
+    if not 1 <= width <= WIDEST or v.shape[3] < 1:
+        raise UsageError(f"keys must be 1 to {WIDEST} wide and values at least 1, got {width} and {v.shape[3]}")
     if state is not None and state.shape != (rows, h, v.shape[3], width):
         raise UsageError(
             f"the state must be [rows, heads, v, k] = {[rows, h, v.shape[3], width]}, got {list(state.shape)}"

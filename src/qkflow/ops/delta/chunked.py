@@ -164,7 +164,7 @@ def _summed(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
 
 
 def _split(x: Tensor, chunk: int) -> Tensor:
-    """Chunks of whole length, perhaps `x` itself; what comes behind the last token has beta = 0, and changes nothing."""
+    """Chunks of whole length, perhaps `x` itself; what is added behind the end has beta = 0, and changes nothing."""
     short = -x.shape[1] % chunk
     if short:
         x = torch.cat([x, x.new_zeros(x.shape[0], short, *x.shape[2:])], 1)

@@ -53,11 +53,9 @@ def test_a_call_without_tokens_is_refused(bench: Any, backend: str) -> None:
         unchecked(**bench.case(0), backend=backend)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [(WIDEST + 1, 3), (3, WIDEST + 1), (0, 3), (3, 0)], ids=["key", "value", "no key", "no value"]
-)
+@pytest.mark.parametrize(("key", "value"), [(WIDEST + 1, 3), (0, 3), (3, 0)], ids=["key", "no key", "no value"])
 def test_widths_out_of_range_are_refused(bench: Any, backend: str, key: int, value: int) -> None:
-    with pytest.raises(UsageError, match=f"1 to 256 wide, got keys of {key} and values of {value}"):
+    with pytest.raises(UsageError, match=f"keys must be 1 to 256 wide and values at least 1, got {key} and {value}"):
         unchecked(**bench.case(2, key=key, value=value), backend=backend)
 
 

@@ -131,7 +131,7 @@ def test_a_shared_tensor_gets_the_sum_of_its_gradients(bench: Any, backend: str)
 
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
-def test_a_compiled_graph_holds_it_whole_for_any_length_and_looks_at_no_value(bench: Any, fast: str) -> None:
+def test_a_compiled_graph_holds_it_whole_for_any_length(bench: Any, fast: str) -> None:
     torch.compiler.reset()
     rule = partial(delta_rule, backend=fast)
     compiled = torch.compile(rule, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -140,5 +140,5 @@ def test_a_compiled_graph_holds_it_whole_for_any_length_and_looks_at_no_value(be
         want = bench.outcome(given, rule)  # first, since kernels are not built while a graph is traced
         bench.agree(bench.outcome(given, compiled), want, within=1e-12)
     with torch.no_grad():
-        o, _ = compiled(**{**given, "beta": given["beta"] + 3})
+        o, _ = compiled(**{**given, "beta": given["beta"] * 0.5})
     assert not torch.equal(o, want["o"])

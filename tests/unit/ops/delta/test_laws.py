@@ -32,7 +32,7 @@ CHUNKS = (1, 2, 3, 5, 8, 16, 31, 32, 33, 64, 100, 127, 128)
         (130, 16, 16),
         (33, 64, 64),
         (3, 256, 9),
-        (3, 9, 256),
+        (3, 9, 300),
     ],
 )
 def test_values_and_gradients_are_those_of_the_published_equation(

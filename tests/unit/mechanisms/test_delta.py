@@ -1,0 +1,338 @@
+"""The delta mechanisms compute what is published, differ by their rule alone, and say clearly what they cannot do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+from qkflow.errors import UsageError
+from qkflow.layout import Layout
+from qkflow.mechanisms import DeltaMechanism, DeltaNet, GatedDeltaNet, QDelta, mechanism
+from qkflow.mechanisms.decay import Decay
+from qkflow.ops.delta import delta_rule
+from qkflow.state import Memory
+
+NAMES = ["deltanet", "gated-deltanet", "qdelta"]
+WIDTH, HEADS = 24, 2
+
+
+def make(spec: str, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
+    """A layer away from its start."""
+    torch.manual_seed(seed)
+    layer = mechanism(spec)(WIDTH, HEADS, layer=1, layers=2).to(dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return layer
+
+
+def stream(b: int = 2, t: int = 7, *, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(b, t, WIDTH, dtype=dtype)
+
+
+def close(got: Any, want: Any, within: float = 1e-11) -> None:
+    assert_close(got, want, rtol=0, atol=within)
+
+
+def as_published(layer: Any, x: Tensor) -> Tensor:
+    """The whole layer once more, from the paper and token by token, with nothing of ours but the weights."""
+    b, t, _ = x.shape
+    h = layer.beta.out_features
+
+    def stream_of(linear: Any, taps: Tensor | None) -> Tensor:
+        y = F.linear(x, linear.weight)
+        if taps is not None:
+            behind = F.pad(y.transpose(1, 2), (taps.shape[1] - 1, 0))
+            y = F.conv1d(behind, taps[:, None], groups=len(taps)).transpose(1, 2)
+        return F.silu(y).reshape(b, t, h, -1)
+
+    q, k = stream_of(layer.query, layer.query_conv), stream_of(layer.key, layer.key_conv)
+    v = stream_of(layer.value, layer.value_conv)
+    if layer.coupling is not None:
+        q, k = layer.coupling(q, k)
+    q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+    beta = torch.sigmoid(F.linear(x, layer.beta.weight))
+    alpha, lam = torch.ones_like(beta), torch.zeros_like(beta)
+    if layer.decay is not None:
+        rate = F.linear(x, layer.decay.rate.weight) + layer.decay.dt_bias
+        alpha = torch.exp(-layer.decay.A_log.exp() * torch.log1p(rate.exp()))
+    if getattr(layer, "lam", None) is not None:
+        lam = torch.sigmoid(F.linear(x, layer.lam.weight) - 0.9)
+    elif getattr(layer.config, "lam", None) is not None:
+        lam = torch.full_like(beta, layer.config.lam)
+    S, outputs = x.new_zeros(b, h, v.shape[-1], k.shape[-1]), []
+    for i in range(t):
+        at = q[:, i], k[:, i], v[:, i], beta[:, i, :, None, None], lam[:, i, :, None]
+        qi, ki, vi, bi, li = at
+        transition = torch.eye(k.shape[-1], dtype=x.dtype) - bi * (ki + li * qi)[..., :, None] * ki[..., None, :]
+        S = alpha[:, i, :, None, None] * (S @ transition) + bi * vi[..., :, None] * ki[..., None, :]
+        outputs.append((S @ qi[..., None])[..., 0] / math.sqrt(k.shape[-1]))
+    z = torch.stack(outputs, 1)
+    z = layer.head_norm * z / (z.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    if layer.gate is not None:
+        z = z * F.silu(F.linear(x, layer.gate.weight)).view_as(z)
+    return F.linear(z.flatten(2), layer.output.weight)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *NAMES,
+        "qdelta:lam=0.5,decay=False",
+        "qdelta:conv=1,gate=False",
+        "gated-deltanet:conv=3,value_expansion=1",
+        "qdelta+hamiltonian:key_width=10",
+        "qdelta:heads=1,key_width=130",  # values of 260: more than the rule takes at once
+    ],
+)
+def test_a_mechanism_is_what_is_published_in_values_and_gradients(spec: str) -> None:
+    layer, x = make(spec), stream().requires_grad_()
+    got, want = layer(x)[0], as_published(layer, x)
+    close(got, want)
+    leaves, weight = [x, *layer.parameters()], torch.randn_like(want)
+    close(*(torch.autograd.grad(y, leaves, weight) for y in (got, want)), within=1e-10)
+
+
+def test_q_delta_without_lambda_is_the_gated_delta_rule_and_without_decay_the_delta_rule() -> None:
+    x = stream()
+    for spec, plain in (("qdelta:lam=0", "gated-deltanet"), ("qdelta:lam=0,decay=False", "deltanet")):
+        other = make(plain)
+        layer = make(spec, seed=1)
+        layer.load_state_dict(other.state_dict())
+        assert torch.equal(layer(x)[0], other(x)[0])
+        assert layer.inputs(x).lam is None
+
+
+def test_a_lambda_of_their_own_sets_tokens_apart() -> None:
+    lam = make("qdelta").inputs(stream()).lam
+    assert lam.shape == (2, 7, HEADS)
+    assert bool(((lam > 0) & (lam < 1)).all())
+    assert lam.unique().numel() == lam.numel()
+    assert make("qdelta:lam=0.25").inputs(stream()).lam.unique().tolist() == [0.25]
+    centre = make("qdelta:lam_bias=0.5").inputs(torch.zeros(1, 1, WIDTH, dtype=torch.float64)).lam
+    close(centre, torch.full_like(centre, 0.5).sigmoid())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_inputs_are_what_goes_into_the_rule(name: str) -> None:
+    layer, x = make(name), stream()
+    inputs = layer.inputs(x)
+    assert (inputs.log_alpha is None, inputs.lam is None) == (name == "deltanet", name != "qdelta")
+    for unit in inputs[:2]:
+        assert 0.99 < float(unit.detach().norm(dim=-1).min()) <= float(unit.detach().norm(dim=-1).max()) < 1
+    close(layer.read(delta_rule(*inputs)[0], x), layer(x)[0])
+    close(layer.values(x), inputs.v, within=0)
+
+
+# Shapes and starts.
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "key_width"),
+    [(1024, 6, 128), (2048, 6, 256), (128, 4, 24), (256, 4, 48), (32, 4, 8), (12, 12, 8)],
+)
+def test_keys_share_three_quarters_of_the_width(width: int, heads: int, key_width: int) -> None:
+    with torch.device("meta"):
+        layer = QDelta(width, heads)
+    assert (layer.key_width, layer.value_width, layer.heads) == (key_width, 2 * key_width, heads)
+    assert layer.output.weight.shape == (width, heads * 2 * key_width)
+
+
+def test_heads_and_widths_can_be_chosen() -> None:
+    layer = make("gated-deltanet:heads=3,key_width=5,value_expansion=3")
+    assert layer.weights(stream(1, 4)).shape == (1, 3, 4, 4)
+    assert layer(stream(1, 4))[1].matrix.shape == (1, 3, 15, 5)
+
+
+def test_decay_and_convolutions_begin_as_published() -> None:
+    torch.manual_seed(0)
+    layer = QDelta(64, 32)
+    assert layer.decay is not None
+    assert layer.query_conv is not None
+    A, dt = layer.decay.A_log.exp(), F.softplus(layer.decay.dt_bias)
+    assert 0 < float(A.min().detach()) < 4 < 12 < float(A.max().detach()) <= 16
+    assert 0.00099 < float(dt.min().detach()) < 0.004 < 0.03 < float(dt.max().detach()) < 0.101
+    assert layer.query_conv.shape == (32 * 8, 4)
+    assert 0.48 < float(layer.query_conv.abs().max().detach()) <= 0.5
+    assert sum(p.numel() for p in layer.parameters()) == layer.cost(1).parameters
+
+
+def test_a_decay_far_out_keeps_its_digits() -> None:
+    decay = Decay(1, 1).double()
+    with torch.no_grad():
+        decay.rate.weight.fill_(1)
+        decay.dt_bias.zero_()
+        decay.A_log.zero_()
+    x = torch.tensor([-40.0, -1.0, 0.0, 21.0, 30.0], dtype=torch.float64).view(1, -1, 1).requires_grad_()
+    got = decay(x)
+    assert_close(got, -torch.log1p(x.exp()), rtol=1e-15, atol=0)
+    assert_close(torch.autograd.grad(got.sum(), x)[0], -x.sigmoid(), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("qdelta:heads=0", "heads must be at least 1, got 0"),
+        ("qdelta:key_width=0", "key_width must be at least 1, got 0"),
+        ("deltanet:value_expansion=0", "value_expansion must be at least 1, got 0"),
+        ("qdelta:conv=0", "conv must be from 1, for no convolution, to 64, got 0"),
+        ("qdelta:conv=65", "to 64, got 65"),
+        ("qdelta:key_width=257", "at most 256 wide, got 257 for 2 heads at a width of 24: ask for more heads"),
+        ("qdelta:lam=1.5", "lam must be from 0 to 1, or None to be learned, got 1.5"),
+        ("qdelta:lam=0.5,lam_bias=0", "a fixed lam has no use for lam_bias"),
+        ("qdelta:lam_bias=1e999", "lam_bias must be a finite number"),
+        ("gated-deltanet:lam=0.5", "lam"),
+        ("deltanet:decay=True", "decay"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(spec: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as refused:
+        mechanism(spec)(WIDTH, HEADS, layer=0, layers=1)
+    assert "\n" not in str(refused.value)
+
+
+def test_heads_too_wide_for_the_rule_ask_for_more_of_them() -> None:
+    with torch.device("meta"), pytest.raises(UsageError, match="got 768 for 1 heads at a width of 1024"):
+        GatedDeltaNet(1024, 1)
+    with pytest.raises(UsageError, match="heads must be at least 1, got 0"):
+        DeltaNet(8, 0)
+
+
+# State.
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_state_is_as_large_after_many_tokens_as_after_one(name: str, dtype: torch.dtype) -> None:
+    layer = make(name, dtype=dtype)
+    with torch.no_grad():
+        _, one = layer(stream(1, 1, dtype=dtype))
+        _, many = layer(stream(1, 30, dtype=dtype), one)
+    assert one.nbytes == many.nbytes == layer.cost(31).state_bytes == layer.cost(1).state_bytes
+    assert many.length.tolist() == [31]
+    assert many.matrix.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert {tail.dtype for tail in many.tails} == {dtype}
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("standard", "QDelta continues a Memory, got Cache: a state of another mechanism"),
+        ("qdelta:heads=3,key_width=8", r"continues a memory of \[2, 16, 8\] behind 4 taps, got \[3, 16, 8\] behind 4"),
+        (
+            "qdelta:conv=2",
+            "behind 4 taps, got .* behind 2: a state of another mechanism",
+        ),
+        (
+            "qdelta:conv=1",
+            "behind 4 taps, got .* behind 1: a state of another mechanism",
+        ),
+    ],
+)
+def test_a_state_of_another_mechanism_is_refused(other: str, message: str) -> None:
+    _, state = make(other)(stream())
+    with pytest.raises(UsageError, match=message):
+        make("qdelta")(stream(), state)
+
+
+def test_another_number_of_rows_is_refused_and_so_are_no_tokens() -> None:
+    layer = make("qdelta")
+    _, state = layer(stream(2))
+    with pytest.raises(UsageError, match=r"the state holds 2 rows, the input 3: select\(\) the rows first"):
+        layer(stream(3), state)
+    with pytest.raises(UsageError, match="at least one token"):
+        layer(stream(2, 0))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_what_is_not_a_number_at_padding_reaches_nothing(side: Any) -> None:
+    layer, layout = make("qdelta"), Layout.padded([2, 5], 6, side=side)
+    x = stream(2, 6).masked_fill(~layout.valid[..., None], torch.nan).requires_grad_()
+    y, state = layer(x, layout=layout)
+    grads = torch.autograd.grad(y.sum(), [x, *layer.parameters()])
+    assert bool(y.isfinite().all())
+    assert bool(state.matrix.isfinite().all())
+    assert all(bool(grad.isfinite().all()) for grad in grads)
+    assert not bool(grads[0][~layout.valid].any())
+
+
+def test_a_row_without_tokens_goes_on_as_it_was() -> None:
+    layer = make("qdelta")
+    _, before = layer(stream(2, 5))
+    _, after = layer(stream(2, 3), before, Layout.padded([0, 3], 3))
+    assert after.length.tolist() == [5, 8]
+    assert torch.equal(after.matrix[0], before.matrix[0])
+    assert all(torch.equal(new[0], old[0]) for new, old in zip(after.tails, before.tails, strict=True))
+    assert not torch.equal(after.matrix[1], before.matrix[1])
+
+
+# Looking at it.
+
+
+def test_the_map_is_how_outputs_of_the_rule_depend_on_values() -> None:
+    layer, x = make("qdelta"), stream(1, 5)
+    inputs = layer.inputs(x)
+    jacobian = torch.autograd.functional.jacobian(lambda v: delta_rule(*inputs[:2], v, *inputs[3:])[0], inputs.v)
+    influence = jacobian[0, :, :, 0, 0, :, :, 0]  # of the first value on the first output, [t h s h]
+    for head in range(HEADS):
+        close(layer.weights(x)[0, head], influence[:, head, :, head])
+
+
+def test_a_state_gives_the_map_no_columns_but_its_last_tokens_are_convolved() -> None:
+    layer, x = make("qdelta"), stream(2, 9)
+    _, state = layer(x[:, :5])
+    seen = layer.weights(x[:, 5:], state)
+    assert seen.shape == (2, HEADS, 4, 4)
+    close(seen, layer.weights(x)[:, :, 5:, 5:])
+
+
+def test_a_map_may_be_longer_than_the_rule_is_wide() -> None:
+    layer, x = make("gated-deltanet", dtype=torch.float32), stream(1, 300, dtype=torch.float32)
+    with torch.no_grad():
+        seen = layer.weights(x)
+        assert seen.shape == (1, HEADS, 300, 300)
+        z = torch.einsum("bhts,bshv->bthv", seen, layer.values(x))
+        close(layer.read(z, x), layer(x)[0], within=1e-4)
+
+
+def test_circuits_hold_the_convolutions_and_leave_the_gates_out() -> None:
+    found = make("qdelta+hamiltonian:force=none").circuits()
+    assert found.qk == ("query.weight", "key.weight", "query_conv", "key_conv", "coupling.dt")
+    assert found.ov == ("value.weight", "value_conv", "output.weight")
+    assert make("deltanet:conv=1").circuits().qk == ("query.weight", "key.weight")
+
+
+@pytest.mark.parametrize(("name", "count"), [("deltanet", 1), ("gated-deltanet", 2), ("qdelta", 3)])
+def test_the_gates_of_each_head_are_on_show(name: str, count: int) -> None:
+    layer, x = make(name), stream()
+    (gates,) = layer.exhibits(x)
+    assert gates.x == ("head 1", "head 2")
+    assert [series.partition(",")[0] for series in gates.series] == ["beta", "alpha", "lambda"][:count]
+    assert gates.values[0] == pytest.approx(layer.inputs(x).beta.mean((0, 1)).tolist())
+    if count > 1:
+        assert gates.values[1] == pytest.approx(layer.inputs(x).log_alpha.exp().mean((0, 1)).tolist())
+
+
+def test_a_coupling_shows_what_it_does_with_convolved_pairs() -> None:
+    layer, x = make("qdelta+hamiltonian"), stream()
+    titles = [exhibit.title for exhibit in layer.exhibits(x)]
+    assert "what passes between queries and keys" in titles
+    assert titles[-1] == "gates of each head"
+    q, k = layer.pairs(x)
+    moved = layer.coupling(q, k)
+    for got, want in zip(layer.inputs(x)[:2], moved, strict=True):
+        close(got, want / (want.square().sum(-1, keepdim=True) + 1e-6).sqrt())
+
+
+def test_the_three_are_one_family() -> None:
+    for name, kind in zip(NAMES, (DeltaNet, GatedDeltaNet, QDelta), strict=True):
+        layer = make(name)
+        assert type(layer) is kind
+        assert isinstance(layer, DeltaMechanism)
+        assert isinstance(layer(stream())[1], Memory)

@@ -1,0 +1,143 @@
+"""A short convolution is torch's depthwise one with a SiLU behind, in both forms, and goes on where a call ended."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from qkflow.ops import native
+from qkflow.ops import short_conv as module
+from qkflow.ops.short_conv import short_conv, tail_after
+
+PATIENT = settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(params=["native", "plain"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "native" and native.fault() is not None:
+        pytest.skip("there is no native kernel here")
+    if request.param == "plain":
+        monkeypatch.setattr(module, "_native", lambda x, weight: False)
+    return request.param
+
+
+def given_to_it(n: int, t: int, c: int, taps: int, *, tail: bool, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """x, weight and perhaps a tail, each a leaf."""
+    generator = torch.Generator().manual_seed(n + 10 * t + 1000 * c + taps)
+    shapes = [(n, t, c), (c, taps), *([(n, taps - 1, c)] if tail else [])]
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def by_torch(x: Tensor, weight: Tensor, tail: Tensor | None = None) -> Tensor:
+    """With the layout that torch wants."""
+    taps = weight.shape[1]
+    before = x.new_zeros(len(x), taps - 1, x.shape[2]) if tail is None else tail
+    window = torch.cat([before, x], 1).transpose(1, 2)
+    return F.silu(F.conv1d(window, weight[:, None], groups=len(weight)).transpose(1, 2))
+
+
+@PATIENT
+@given(n=st.integers(1, 3), t=st.integers(1, 20), c=st.integers(1, 20), taps=st.integers(2, 6), tail=st.booleans())
+def test_it_is_torchs_convolution_in_values_and_gradients(
+    form: str, n: int, t: int, c: int, taps: int, tail: bool
+) -> None:
+    same_as_torch(*given_to_it(n, t, c, taps, tail=tail))
+
+
+@pytest.mark.parametrize(
+    ("t", "c", "taps"), [(127, 3, 4), (128, 5, 4), (131, 3, 4), (260, 2, 7), (5, 300, 4), (3, 257, 9)]
+)
+def test_it_is_so_where_the_work_is_cut(form: str, t: int, c: int, taps: int) -> None:
+    same_as_torch(*given_to_it(2, t, c, taps, tail=True))
+
+
+def same_as_torch(*inputs: Tensor) -> None:
+    got, want = short_conv(*inputs), by_torch(*inputs)
+    assert_close(got, want, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(want)
+    assert_close(
+        torch.autograd.grad(got, inputs, weight), torch.autograd.grad(want, inputs, weight), rtol=1e-11, atol=1e-11
+    )
+    with torch.no_grad():
+        assert torch.equal(short_conv(*inputs), got)
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+def test_fewer_bits_are_rounded_once(form: str, dtype: torch.dtype, within: float) -> None:
+    inputs = given_to_it(2, 140, 33, 4, tail=True, dtype=dtype)
+    got, want = short_conv(*inputs), by_torch(*(x.detach().double() for x in inputs))
+    assert got.dtype == dtype
+    assert float((got.detach().double() - want).abs().max() / want.abs().max()) < within
+
+
+def test_it_can_be_differentiated_twice(form: str) -> None:
+    inputs = given_to_it(1, 4, 2, 3, tail=True)
+    assert torch.autograd.gradcheck(short_conv, inputs)
+    assert torch.autograd.gradgradcheck(short_conv, inputs)
+
+
+def test_the_bits_do_not_depend_on_the_threads() -> None:
+    x, weight = given_to_it(2, 600, 64, 4, tail=False, dtype=torch.float32)
+    threads, seen = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            y = short_conv(x, weight)
+            seen.append((y, *torch.autograd.grad(y.square().sum(), [x, weight])))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, two) for one, two in zip(*seen, strict=True))
+
+
+def test_layouts_that_are_not_contiguous_are_read_as_they_are(form: str) -> None:
+    x, weight = given_to_it(2, 6, 4, 4, tail=False)
+    apart, turned = x.detach()[:, ::2], weight.detach().t().contiguous().t()
+    assert_close(short_conv(apart, turned), by_torch(apart, turned), rtol=1e-12, atol=1e-12)
+    y = short_conv(x, weight)
+    (got,) = torch.autograd.grad(y, x, torch.ones(1, dtype=x.dtype).expand_as(y))
+    assert_close(got, torch.autograd.grad(by_torch(x, weight).sum(), x)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_not_a_number_shows_where_it_is_seen_and_nowhere_else(form: str) -> None:
+    x = torch.zeros(1, 9, 2)
+    x[0, 2, 1] = torch.nan
+    seen = short_conv(x, torch.ones(2, 4)).isnan()
+    assert seen[0, :, 0].tolist() == [False] * 9
+    assert seen[0, :, 1].tolist() == [False] * 2 + [True] * 4 + [False] * 3
+
+
+@PATIENT
+@given(data=st.data())
+def test_a_tail_is_the_last_tokens_seen_of_each_row(data: st.DataObject) -> None:
+    taps, t, n = (data.draw(st.integers(low, high)) for low, high in ((2, 6), (1, 7), (1, 4)))
+    lengths = data.draw(st.none() | st.lists(st.integers(0, t), min_size=n, max_size=n))
+    tail = torch.arange(1.0, taps).expand(n, -1)[..., None] if data.draw(st.booleans()) else None
+    x = 100 * torch.arange(1.0, n + 1)[:, None, None] + torch.arange(t)[:, None]
+    got = tail_after(x, taps, tail, None if lengths is None else torch.tensor(lengths))
+    for row in range(n):
+        before = [0.0] * (taps - 1) if tail is None else tail[row].flatten().tolist()
+        own = x[row].flatten().tolist()[: t if lengths is None else lengths[row]]
+        assert got[row].flatten().tolist() == [*before, *own][-(taps - 1) :]
+
+
+def test_a_tail_holds_on_to_nothing_else() -> None:
+    tail = tail_after(torch.randn(1, 1000, 4), 4)
+    assert tail.untyped_storage().nbytes() == tail.nbytes
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
+def test_it_compiles_whole_for_any_length(form: str) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(short_conv, fullgraph=True, backend="aot_eager")
+    for t in (4, 5, 9, 13):
+        inputs = given_to_it(2, t, 3, 4, tail=True)
+        got, want = compiled(*inputs), short_conv(*inputs)
+        assert_close(got, want, rtol=1e-12, atol=1e-12)
+        grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (got, want)]
+        assert_close(*grads, rtol=1e-11, atol=1e-11)
