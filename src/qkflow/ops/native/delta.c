@@ -133,7 +133,7 @@ static void store(const Rule *r, long row, int head, const Chunk *c, const real 
 static inline __attribute__((always_inline)) void fetch(const Rule *r, long row, int head, long token, const real *from,
                                                         int width, const int change) {
     enum { LINE = 64 / sizeof(real) };
-    if (!from || token < 0 || token >= r->tokens || head >= r->heads) return;
+    if (!from || token < 0 || token >= r->tokens) return;
     const real *at = from + tokens_at(r, row, head, token) * width;
     for (int j = 0; j < width; j += LINE) change ? __builtin_prefetch(at + j, 1, 2) : __builtin_prefetch(at + j, 0, 2);
 }
@@ -300,7 +300,9 @@ static size_t forward_memory(const Rule *r) {
     return C * r->K * 3 + (size_t)r->K * r->T + C * r->V * 3 + C * C * 3;
 }
 
-static void forward_chunk(const Rule *r, long row, int head, long number, const Results *to, real *H, real *memory) {
+/* `then` is the head, and `later` the tokens further on, that come next */
+static void forward_chunk(const Rule *r, long row, int head, long number, int then, int later, const Results *to, real *H,
+                          real *memory) {
     int K = r->K, V = r->V, T = r->T;
     real *keys = memory, *XQ = keys + (long)T * K, *KT = XQ + 2L * T * K, *N = KT + (long)K * T, *RO = N + (long)T * V,
          *MP = RO + 2L * T * V, *D = MP + 2L * T * T;
@@ -325,9 +327,9 @@ static void forward_chunk(const Rule *r, long row, int head, long number, const 
     weigh(r, &c, D, -1, (real)r->scale, M, P);
     for (int i = 0; i < c.all; i += DOWN) { /* N = (I + M diag(beta))^-1 N, a group of rows after the other */
         for (int l = 0; l < DOWN; l++) {
-            fetch(r, row, head + 1, c.first + i + l, r->k, r->key, 0);
-            fetch(r, row, head + 1, c.first + i + l, r->q, r->key, 0);
-            fetch(r, row, head + 1, c.first + i + l, r->v, r->value, 0);
+            fetch(r, row, then, c.first + later + i + l, r->k, r->key, 0);
+            fetch(r, row, then, c.first + later + i + l, r->q, r->key, 0);
+            fetch(r, row, then, c.first + later + i + l, r->v, r->value, 0);
         }
         if (i) add_product(DOWN, V, i, M + (long)i * T, T, 1, N, V, N + (long)i * V, V);
         chain(V, M + (long)i * T + i, T, 1, N + (long)i * V, V);
@@ -346,7 +348,8 @@ static void forward_heads(const Rule *r, long row, int first, int many, const Re
         transpose(&r->swaps, r->value, r->key, to->state + at + i * size, r->key, memory + i * matrix, r->V);
     for (long number = 0; number * r->chunk < r->tokens; number++)
         for (int i = 0; i < many; i++)
-            forward_chunk(r, row, first + i, number, to, memory + i * matrix, memory + r->most * matrix);
+            forward_chunk(r, row, first + i, number, first + (i + 1) % many, i + 1 < many ? 0 : r->chunk, to,
+                          memory + i * matrix, memory + r->most * matrix);
     for (int i = 0; i < many; i++)
         transpose(&r->swaps, r->key, r->value, memory + i * matrix, r->V, to->final + at + i * size, r->key);
 }
@@ -375,7 +378,7 @@ int NAME(delta_forward)(long rows, long tokens, int heads, int key, int value, i
 
 static size_t backward_memory(const Rule *r) {
     size_t C = r->T, K = r->K, V = r->V;
-    return C * K * 7 + K * C + C * V * 8 + V * C + C * C * 5 + K * V * (MARKS + 3);
+    return C * K * 6 + C * V * 7 + C * (K > V ? K : V) + C * C * 5 + K * V * (MARKS + 3);
 }
 
 typedef struct {
@@ -387,10 +390,10 @@ typedef struct {
 static void backward_group(const Rule *r, long row, int head, long group, const Gradients *g, real *gH, real *memory) {
     int K = r->K, V = r->V, T = r->T, deep = groups_of(r->key);
     long matrix = (long)K * V, chunks = (r->tokens + r->chunk - 1) / r->chunk, groups = (chunks + MARKS - 1) / MARKS;
-    real *keys = memory, *XQ = keys + (long)T * K, *gXQ = XQ + 2L * T * K, *gK = gXQ + 2L * T * K, *kept = gK + (long)T * K,
-         *KT = kept + (long)T * K, *N = KT + (long)K * T, *U = N + (long)T * V, *hat = U + (long)T * V,
-         *gNO = hat + (long)T * V, *W = gNO + 2L * T * V, *spare = W + 2L * T * V, *UT = spare + (long)T * V,
-         *MP = UT + (long)V * T, *gMP = MP + 2L * T * T, *D = gMP + 2L * T * T, *HT = D + (long)T * T,
+    real *keys = memory, *XQ = keys + (long)T * K, *gXQ = XQ + 2L * T * K, *gK = gXQ + 2L * T * K, *kept = gK,
+         *N = gK + (long)T * K, *U = N + (long)T * V, *hat = U + (long)T * V, *gNO = hat + (long)T * V,
+         *W = gNO + 2L * T * V, *turned = W + 2L * T * V, *KT = turned, *UT = turned, *spare = turned,
+         *MP = turned + (long)T * (K > V ? K : V), *gMP = MP + 2L * T * T, *D = gMP + 2L * T * T, *HT = D + (long)T * T,
          *gHT = HT + matrix, *H = gHT + matrix; /* MARKS + 1 of them */
     long begin = group * MARKS, end = begin + MARKS < chunks ? begin + MARKS : chunks;
     memset(H, 0, sizeof(real) * matrix);
