@@ -1,18 +1,23 @@
 """Kernels in C for CPUs, built in seconds where they are first needed, and called by pointer.
 
-Nobody has to have a compiler: without one `ready()` is False, and callers use torch's own operations. A library is kept
-in the cache under a name that tells its source, its compiler and its processor; QKFLOW_NATIVE=0 does without.
+Nobody has to have a compiler: without one `ready()` is False, callers use torch's own operations, and one warning says
+so. A library is kept in the cache under a name that tells its source, its compiler and its processor; QKFLOW_NATIVE=0
+does without, and without a word.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import multiprocessing
 import os
 import platform
 import shutil
 import subprocess
+import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from qkflow import files
@@ -25,17 +30,38 @@ if platform.machine().lower() in ("x86_64", "amd64"):
 # not -ffast-math: a library linked with it changes how the whole process treats tiny numbers
 _SECONDS = 120
 """How long a build may take."""
+_OFF = "QKFLOW_NATIVE is 0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """The library that holds the kernels, and how it came about."""
+
+    library: Path
+    """Its file."""
+    compiler: str
+    """What the compiler calls itself."""
+    seconds: float | None
+    """What building it took; None where it was there already."""
 
 
 _kernels: ctypes.CDLL | None = None
+_build: Build | None = None
 _fault: str | None = "not tried yet"
 
 
 def prepare() -> None:
     """Load the kernels, and build them if need be; done once in a process, and never while a graph is traced."""
-    global _kernels, _fault
+    global _kernels, _build, _fault
     if _fault == "not tried yet":
-        _kernels, _fault = _attempt()
+        _kernels, _build, _fault = _attempt()
+        told = multiprocessing.parent_process() is not None  # a study's runs would repeat what it has said itself
+        if _fault is not None and _fault != _OFF and not told:
+            warnings.warn(
+                f"no kernels in C: {_fault}; plain torch serves instead, and is slower (QKFLOW_NATIVE=0 silences this)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def ready() -> bool:
@@ -56,33 +82,48 @@ def fault() -> str | None:
     return _fault
 
 
-def _attempt() -> tuple[ctypes.CDLL | None, str | None]:
+def build() -> Build | None:
+    """How the kernels came about; None where there are none."""
+    prepare()
+    return _build
+
+
+def threaded() -> bool:
+    """Whether the kernels can use more than one thread: whether their compiler had OpenMP."""
+    return hasattr(library(), "omp_get_max_threads")
+
+
+def _attempt() -> tuple[ctypes.CDLL | None, Build | None, str | None]:
     if os.environ.get("QKFLOW_NATIVE") == "0":
-        return None, "QKFLOW_NATIVE is 0"
+        return None, None, _OFF
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None)
     if compiler is None:
-        return None, "there is no C compiler (cc, gcc or clang)"
+        return None, None, "there is no C compiler (cc, gcc or clang)"
     try:
-        return ctypes.CDLL(str(_built(compiler))), None
+        made = _built(compiler)
+        return ctypes.CDLL(str(made.library)), made, None
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or "").strip().splitlines() or ["no message"]
-        return None, f"{compiler} cannot build the kernels ({lines[0]})"
+        return None, None, f"{compiler} cannot build the kernels ({lines[0]})"
     except (OSError, UsageError, subprocess.SubprocessError) as error:
-        return None, f"the kernels cannot be built or loaded ({error})"
+        return None, None, f"the kernels cannot be built or loaded ({error})"
 
 
-def _built(compiler: str) -> Path:
-    """The library's file, built unless it was before; whoever builds at the same time builds the same."""
+def _built(compiler: str) -> Build:
+    """The library, built unless it was before; whoever builds at the same time builds the same."""
     version = _run(compiler, "--version")
     what = (*(source.read_text() for source in _SOURCES), version, " ".join(_FLAGS), platform.machine(), _features())
     path = files.cache_folder() / "native" / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.so"
+    seconds = None
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, lambda temporary: _build(compiler, temporary))
-    return path
+        began = time.monotonic()
+        files.replace(path, lambda temporary: _compile(compiler, temporary))
+        seconds = time.monotonic() - began
+    return Build(library=path, compiler=(version.splitlines() or [compiler])[0], seconds=seconds)
 
 
-def _build(compiler: str, path: Path) -> None:
+def _compile(compiler: str, path: Path) -> None:
     parts = {
         path.with_name(f"{path.name}.{source.stem}.{real}.o"): (f"-DREAL={real}", "-c", str(source))
         for source in _SOURCES
