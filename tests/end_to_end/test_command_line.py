@@ -10,10 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from qkflow.cli import main
+from qkflow.cli import check_kernels, main
 from qkflow.cli.probe_coupling import verdict
+from qkflow.laws.kernels import Agreement
 from qkflow.models import Decoder, DecoderConfig
+from qkflow.ops import native
+from qkflow.ops.delta import choose
 from qkflow.probes import energies
 
 TINY = {
@@ -28,6 +32,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    native.prepare()  # from the suite's own cache, where they may be built already
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("QKFLOW_DATA", raising=False)
@@ -357,6 +362,8 @@ BAD_CALLS = {
     "probing a folder that is no run": (["probe", "."], "config.json"),
     "probing a pickle": (["probe", "hostile.pt"], "pickle"),
     "probing no tokens": (["probe", "run", "--tokens", "0"], "at least 1"),
+    "nothing to check": (["check"], "give FACTORY"),
+    "a law of nothing": (["check", "--kernels", "--law", "causality"], "give FACTORY"),
     "an unknown law": (["check", "standard", "--law", "causalty"], "'causality'"),
     "an unknown mechanism": (["check", "diferential"], "'differential'"),
     "a module that is not there": (["check", "no_such_package:Thing"], "no_such_package"),
@@ -413,3 +420,23 @@ def test_check_shows_each_law_and_fails_for_a_broken_one(capsys: pytest.CaptureF
     assert "t=2, first 1 tokens" in shown
     assert qkflow("check", "standard:window=3", "--law", "causality") == 0
     assert "kept" in capsys.readouterr().out
+
+
+def test_check_tells_of_the_kernels_and_fails_for_one_that_is_off(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert qkflow("check", "--kernels") == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= 80
+    assert shown[0].split()[:3] == ["delta", "rule", f"{choose(torch.device('cpu'))},"]
+    assert native.fault() is not None or any(line.startswith("compiler ") for line in shown)
+    assert {line.split()[-1] for line in shown if " float" in line} == {"ok"}
+    off = Agreement(kernel="mine", precision="float64", values=1e-16, gradients=3e-9)
+    monkeypatch.setattr(check_kernels, "agreements", lambda: [off])
+    monkeypatch.setattr(native, "build", lambda: None)
+    monkeypatch.setattr(native, "fault", lambda: "QKFLOW_NATIVE is 0")
+    assert qkflow("check", "standard", "--kernels", "--law", "causality") == 1
+    shown = capsys.readouterr().out
+    assert "none: QKFLOW_NATIVE is 0" in shown
+    assert ["mine", "float64", "1e-16", "3e-09", "1e-10", "off"] in [line.split() for line in shown.splitlines()]
+    assert "kept" in shown

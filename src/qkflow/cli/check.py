@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from qkflow.cli.check_kernels import try_kernels
+from qkflow.cli.options import flag
 from qkflow.errors import UsageError, unknown
 from qkflow.laws import LAWS, check
 from qkflow.mechanisms import Factory, mechanism
@@ -24,16 +26,20 @@ _STYLES = {"kept": "green", "broken": "red", "absent": "yellow"}
 class Check:
     """Try a mechanism, yours or ours, on every law: causality, cache, padding, packing, compilation and so on.
 
-    A broken law comes with the smallest case that breaks it, and the exit code is 1.
+    A broken law comes with the smallest case that breaks it, and the exit code is 1. With --kernels: what runs on this
+    machine, how it was built, and how far it is from its reference; the exit code is 1 if it is too far.
 
     For example:
       qkflow check standard:window=16
       qkflow check mypackage.attention:MyAttention
       qkflow check mypackage.attention:MyAttention --law padding --law packing
+      qkflow check --kernels
     """
 
-    factory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FACTORY")]
+    factory: Annotated[str | None, tyro.conf.Positional, flag("FACTORY")] = None
     """A mechanism's name, or package.module:name of what makes one when called as name(width, heads, layer, layers)."""
+    kernels: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Whether to try the fast forms on this machine; without FACTORY, them alone."""
     law: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
     """Only this law; may be given several times."""
     width: int = 32
@@ -42,12 +48,20 @@ class Check:
     """Heads it is tried with."""
 
     def run(self) -> int:
-        """Print a line for each law; 1 if any is broken."""
+        """Print a line for each kernel and each law; 1 if any is off or broken."""
         console = Console()
+        if self.factory is None and (self.law or not self.kernels):
+            raise UsageError("nothing to try the laws on: give FACTORY, such as standard, or --kernels alone")
         for name in self.law:
             if name not in LAWS:
                 raise unknown("law", name, LAWS)
-        factory = find_factory(self.factory)
+        factory = None if self.factory is None else find_factory(self.factory)
+        off = try_kernels(console) if self.kernels else 0
+        broken = 0 if factory is None else self._try_laws(factory, console)
+        return 1 if off or broken else 0
+
+    def _try_laws(self, factory: Factory, console: Console) -> int:
+        """Print a line for each law; how many are broken."""
         factory(self.width, self.heads, layer=0, layers=1)  # what cannot be built at all is not the laws' business
         table = Table("law", "", "smallest case that breaks it", box=None, pad_edge=False)
         broken = 0
@@ -57,7 +71,7 @@ class Check:
             broken += verdict.outcome == "broken"
             table.add_row(name, f"[{_STYLES[verdict.outcome]}]{verdict.outcome}[/]", Text(verdict.detail))
         console.print(table)
-        return 1 if broken else 0
+        return broken
 
 
 def find_factory(name: str) -> Factory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qkflow.errors import unknown
-from qkflow.recipes import coupled
+from qkflow.recipes import coupled, qdelta
 from qkflow.recipes.base import Recipe, Scale, direction
 from qkflow.recipes.claims import Change, Claim, Finding, Outcome, Perplexity
 from qkflow.recipes.differential import differential
@@ -40,6 +40,9 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "coupled-corpora-web": coupled.coupled_corpora_web,
     "coupled-affine": coupled.coupled_affine,
     "differential": differential,
+    "qdelta-ablation-340m": qdelta.qdelta_ablation_340m,
+    "qdelta-340m": qdelta.qdelta_340m,
+    "qdelta-1.3b": qdelta.qdelta_1_3b,
 }
 """Every recipe by the name that `qkflow reproduce` takes."""
 

@@ -9,10 +9,13 @@
 | `affine`, `differential-affine`      | the invertible coupling of the paper's second version        |
 | `deltanet`, `gated-deltanet`         | memories that tokens correct                                 |
 | `qdelta`                             | ... and correct for the query as well                        |
+| `qdelta-0.2`, .. `qdelta-1`          | ... by a fixed part of it: 0.2, 0.5, 0.8 or all of it        |
+| `qdelta-undecayed`                   | ... and never fade                                           |
 
-The first five rows at 60m, 150m and 350m; without dynamics, and affine, at 455m too. The last two beside `standard` at
+The first five rows at 60m, 150m and 350m; without dynamics, and affine, at 455m too. The next two beside `standard` at
 1m, 5m, and at the sizes of Q-Delta's paper, 340m and 1.3b, there with its heads: 6 with keys of 128 or 256 (ours at
-those sizes: standard attention's 16 heads, a tied head, and the width of the feed-forward network).
+those sizes: standard attention's 16 heads, a tied head, and the width of the feed-forward network). The last two at
+340m.
 """
 
 from __future__ import annotations
@@ -25,6 +28,13 @@ from qkflow.errors import unknown
 from qkflow.mechanisms.coupling import MOST_STEPS
 from qkflow.models import DecoderConfig, matched, parameters, size
 
+_ABLATION = {
+    "qdelta-0.2": "qdelta:lam=0.2",
+    "qdelta-0.5": "qdelta:lam=0.5",
+    "qdelta-0.8": "qdelta:lam=0.8",
+    "qdelta-1": "qdelta:lam=1.0",
+    "qdelta-undecayed": "qdelta:decay=False",
+}
 ARMS: dict[str, str] = {
     "standard": "standard",
     "differential": "differential",
@@ -37,18 +47,20 @@ ARMS: dict[str, str] = {
     "deltanet": "deltanet",
     "gated-deltanet": "gated-deltanet",
     "qdelta": "qdelta",
+    **_ABLATION,
 }
 """The spec of each arm by its short name."""
 
 _MEMORIES = ("deltanet", "gated-deltanet", "qdelta")
 _HEADS = {"340m": "heads=6,key_width=128", "1.3b": "heads=6,key_width=256"}
 """What a memory's heads are where a paper says so."""
-_FIRST = tuple(arm for arm in ARMS if arm not in _MEMORIES)
+_FIRST = tuple(arm for arm in ARMS if arm not in (*_MEMORIES, *_ABLATION))
 _SECOND = ("standard", "differential", "affine", "differential-affine")
 _SIZES = {
     **dict.fromkeys(("60m", "150m", "350m"), _FIRST),
     "455m": _SECOND,
-    **dict.fromkeys(("1m", "5m", "340m", "1.3b"), ("standard", *_MEMORIES)),
+    **dict.fromkeys(("1m", "5m", "1.3b"), ("standard", *_MEMORIES)),
+    "340m": ("standard", *_MEMORIES, *_ABLATION),
 }
 _NAMES = tuple(f"{size}/{arm}" for size, arms in _SIZES.items() for arm in arms)
 
@@ -96,7 +108,9 @@ def _solved(size_name: str, arm: str) -> DecoderConfig:
         return base
     if counted == "hamiltonian" and arm != counted:  # steps have no parameters of their own
         return replace(_solved(size_name, counted), mechanism=ARMS[arm])
-    spec = f"{arm}:{_HEADS[size_name]}" if arm in _MEMORIES and size_name in _HEADS else ARMS[arm]
+    spec = ARMS[arm]
+    if size_name in _HEADS:  # where every arm but standard is a memory
+        spec += f"{',' if ':' in spec else ':'}{_HEADS[size_name]}"
     return matched(replace(base, mechanism=spec), _target(size_name))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from qkflow.data import CorpusConfig
-from qkflow.models import SIZES
+from qkflow.models import SIZES, DecoderConfig, matched, parameters
 from qkflow.recipes.named import shape
 from qkflow.study.request import Request
 
@@ -31,35 +32,62 @@ def laptop(arms: tuple[str, ...]) -> Callable[[CorpusConfig], Request]:
     return lambda corpus: Request(corpus=corpus, arms=arms, budget=SECONDS_AN_ARM * len(arms))
 
 
-def paper(arms: tuple[str, ...], size: str, *, seeds: int = 3) -> Callable[[CorpusConfig], Request]:
+def paper(
+    arms: tuple[str, ...],
+    size: str,
+    *,
+    seeds: int = 3,
+    context: int = CONTEXT,
+    batch: int | None = None,
+    heads: int | None = None,
+) -> Callable[[CorpusConfig], Request]:
     """A named size, or one that only recipes have, with the tokens and the learning rate above.
+
+    With `heads` the arms have so many in place of the size's own, and the first has the size's parameters.
 
     >>> paper(("standard", "coupled"), "60m")(WIKITEXT).size
     '60m'
     """
 
     def request(corpus: CorpusConfig) -> Request:
+        named = size in SIZES and heads is None
         return Request(
             corpus=corpus,
             arms=arms,
-            size=size if size in SIZES else None,
-            model=None if size in SIZES else shape(size),
+            size=size if named else None,
+            model=None if named else _model(arms[0], size, heads),
             tokens=TOKENS,
             seeds=seeds,
-            context=CONTEXT,
+            context=context,
+            batch=batch,
             learning_rates=(RATE,),
         )
 
     return request
 
 
-def ours(*others: str, context: bool = True, seeds: int | None = 3) -> str:
+def _model(baseline: str, size: str, heads: int | None) -> DecoderConfig:
+    base = shape(size)
+    if heads is None:
+        return base
+    one = replace(base, layers=1)  # layers are alike: one of them tells what hidden width all of them have
+    found = matched(replace(one, heads=heads, mechanism=baseline), parameters(one))
+    return replace(found, layers=base.layers)
+
+
+def ours(
+    *others: str,
+    details: str = "shape and details of the arms",
+    tokens: str = "GPT-2's",
+    context: bool = True,
+    seeds: int | None = 3,
+) -> str:
     """What we chose, in words: context and seeds unless they are the paper's, and `others` where those are not known.
 
     >>> ours(seeds=None)[52:]
     " shape and details of the arms, tokens (GPT-2's, 100M a run), context (512), schedule, learning rate (0.0003)"
     """
-    chosen = [*others, "shape and details of the arms", f"tokens (GPT-2's, {TOKENS // 10**6}M a run)"]
+    chosen = [*others, details, f"tokens ({tokens}, {TOKENS // 10**6}M a run)"]
     chosen += [f"context ({CONTEXT})"] if context else []
     chosen += [] if seeds is None else [f"seeds ({seeds})"]
     chosen += ["schedule", f"learning rate ({RATE:g})"]

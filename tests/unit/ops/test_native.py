@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import shutil
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +17,17 @@ from torch.testing import assert_close
 from qkflow.ops import native
 from qkflow.ops.coupled import drifts
 from qkflow.ops.native.alternate import native_backward, native_forward
+from qkflow.ops.short_conv import short_conv
 
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+HASTE = "-O0"
+"""What makes a compiler quick: these tests look at where it leaves things, not at what."""
 compiles = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    native.prepare()  # the suite's own, which may be built already
     monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("QKFLOW_NATIVE", raising=False)
     monkeypatch.delenv("CC", raising=False)
@@ -34,17 +42,71 @@ def compiler(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", str(script))
 
 
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has not looked for kernels yet."""
+    monkeypatch.setattr(native, "_kernels", None)
+    monkeypatch.setattr(native, "_build", None)
+    monkeypatch.setattr(native, "_fault", "not tried yet")
+
+
 def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QKFLOW_NATIVE", "0")
-    assert native._attempt() == (None, "QKFLOW_NATIVE is 0")
+    assert native._attempt() == (None, None, "QKFLOW_NATIVE is 0")
 
 
 def test_a_machine_without_a_compiler_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    kernels, fault = native._attempt()
-    assert kernels is None
+    kernels, build, fault = native._attempt()
+    assert kernels is build is None
     assert fault is not None
     assert "no C compiler" in fault
+
+
+@pytest.mark.usefixtures("untried")
+def test_where_they_are_missing_one_notice_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    x, weight = torch.randn(1, 5, 2), torch.randn(2, 4)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        first = short_conv(x, weight)
+        assert torch.equal(short_conv(x, weight), first)
+        assert native.fault() is not None
+        assert native.build() is None
+    ((kind, text),) = [(warning.category, str(warning.message)) for warning in told]
+    assert kind is RuntimeWarning
+    assert text.startswith("no kernels in C: there is no C compiler (cc, gcc or clang); plain torch serves instead")
+    assert "QKFLOW_NATIVE=0 silences this" in text
+    assert "\n" not in text
+
+
+@pytest.mark.usefixtures("untried")
+def test_a_notice_that_someone_makes_an_error_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="no kernels in C"):
+            native.prepare()
+        native.prepare()
+    assert not native.ready()
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize("why", ["asked off", "a run of a study, which has said it", "there are kernels"])
+def test_no_notice_is_given_without_need(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if why == "asked off":
+        monkeypatch.setenv("QKFLOW_NATIVE", "0")
+    elif why == "there are kernels":
+        build = native.Build(library=tmp_path / "kernels.so", compiler="mycc 1", seconds=None)
+        monkeypatch.setattr(native, "_attempt", lambda: (ctypes.CDLL(None), build, None))
+    else:
+        monkeypatch.setattr(multiprocessing, "parent_process", lambda: multiprocessing.current_process())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        native.prepare()
+    assert native.ready() == (why == "there are kernels")
+    assert (native.build() is None) == (native.fault() is not None)
 
 
 @compiles
@@ -52,8 +114,8 @@ def test_a_compiler_that_fails_is_told_and_done_without(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler(tmp_path, 'case "$*" in *--version*) echo 1;; *) echo "out of luck" >&2; exit 1;; esac', monkeypatch)
-    kernels, fault = native._attempt()
-    assert kernels is None
+    kernels, build, fault = native._attempt()
+    assert kernels is build is None
     assert fault is not None
     assert "out of luck" in fault
     assert not list(cache.rglob("*.o"))
@@ -63,29 +125,38 @@ def test_a_compiler_that_fails_is_told_and_done_without(
 @compiles
 def test_a_cache_that_cannot_be_written_is_no_end(cache: Path) -> None:
     cache.write_text("a file where a folder should be")
-    kernels, fault = native._attempt()
-    assert kernels is None
+    kernels, build, fault = native._attempt()
+    assert kernels is build is None
     assert fault is not None
     assert "cannot be built or loaded" in fault
 
 
 @compiles
-def test_they_are_built_once(cache: Path) -> None:
+def test_they_are_built_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(tmp_path, f'exec $REAL "$@" {HASTE}', monkeypatch)
+    script = os.environ["CC"]
+    build = native._built(script)
+    assert build.seconds is not None
     assert COMPILER is not None
-    path = native._built(COMPILER)
-    before = path.stat().st_mtime_ns
-    assert native._built(COMPILER) == path
-    assert path.stat().st_mtime_ns == before
-    assert [file.name for file in (cache / "native").iterdir()] == [path.name]
+    assert build.compiler == native._run(COMPILER, "--version").splitlines()[0]
+    before = build.library.stat().st_mtime_ns
+    assert native._built(script) == replace(build, seconds=None)
+    assert build.library.stat().st_mtime_ns == before
+    assert [file.name for file in (cache / "native").iterdir()] == [build.library.name]
+    monkeypatch.setattr(native, "_kernels", ctypes.CDLL(str(build.library)))
+    assert native.threaded()
 
 
 @compiles
 def test_a_compiler_without_openmp_makes_kernels_of_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler(tmp_path, 'case "$*" in *-fopenmp*) exit 1;; *) exec $REAL "$@";; esac', monkeypatch)
-    kernels, fault = native._attempt()
+    compiler(tmp_path, f'case "$*" in *-fopenmp*) exit 1;; *) exec $REAL "$@" {HASTE};; esac', monkeypatch)
+    kernels, build, fault = native._attempt()
     assert fault is None
+    assert build is not None
     assert kernels is not None
     assert kernels.alternate_float is not None
+    monkeypatch.setattr(native, "_kernels", kernels)
+    assert not native.threaded()
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="there is one core")

@@ -9,6 +9,7 @@ from qkflow.recipes import RECIPES, models, recipe
 from qkflow.recipes.named import ARMS
 
 MEMORIES = ("deltanet", "gated-deltanet", "qdelta")
+ABLATION = ("qdelta-0.2", "qdelta-0.5", "qdelta-0.8", "qdelta-1", "qdelta-undecayed")
 
 
 @pytest.mark.parametrize("size", ["60m", "150m", "350m", "455m"])
@@ -16,7 +17,7 @@ def test_the_arms_of_a_size_can_be_built_and_have_the_parameters_of_standard(siz
     target = parameters(models()[f"{size}/standard"])
     assert target == pytest.approx(float(size[:-1]) * 1e6, rel=0.02)
     arms = [name.partition("/")[2] for name in models() if name.startswith(f"{size}/")]
-    assert len(arms) == (4 if size == "455m" else len(ARMS) - len(MEMORIES))
+    assert len(arms) == (4 if size == "455m" else len(ARMS) - len(MEMORIES) - len(ABLATION))
     for arm in arms:
         with torch.device("meta"):
             model = Decoder(models()[f"{size}/{arm}"])
@@ -44,6 +45,16 @@ def test_memories_have_the_heads_of_the_paper_and_the_parameters_of_standard(
         assert parameters(found) == pytest.approx(target, rel=0.005)
 
 
+def test_the_ablation_has_the_heads_of_the_paper_too() -> None:
+    target = parameters(models()["340m/standard"])
+    found = [models()[f"340m/{arm}"] for arm in ("qdelta-0.2", "qdelta-undecayed")]
+    assert [model.mechanism for model in found] == [
+        "qdelta:lam=0.2,heads=6,key_width=128",
+        "qdelta:decay=False,heads=6,key_width=128",
+    ]
+    assert all(parameters(model) == pytest.approx(target, rel=0.005) for model in found)
+
+
 def test_every_spec_of_a_named_model_is_one_that_can_be_parsed() -> None:
     made = {arm: mechanism(spec) for arm, spec in ARMS.items()}
     assert len(set(map(repr, made.values()))) == len(made)  # no two names of one spec
@@ -55,7 +66,7 @@ def test_every_spec_of_a_named_model_is_one_that_can_be_parsed() -> None:
 def test_the_arms_of_every_recipe_have_named_models_at_its_size(name: str) -> None:
     found = recipe(name)
     request = found.request("paper", found.corpus("paper", "my.txt"))
-    size = request.size or "455m"
+    size = request.size or ("455m" if name == "coupled-affine" else name.rpartition("-")[2])
     for arm in found.table:
         short = next(name for name, spec in ARMS.items() if spec == arm)
         assert f"{size}/{short}" in models()
@@ -63,7 +74,8 @@ def test_the_arms_of_every_recipe_have_named_models_at_its_size(name: str) -> No
 
 def test_the_models_are_an_ordinary_mapping() -> None:
     found = models()
-    assert len(list(found)) == len(found) == 3 * (len(ARMS) - len(MEMORIES)) + 4 + 4 * (1 + len(MEMORIES))
+    first, memories = len(ARMS) - len(MEMORIES) - len(ABLATION), 1 + len(MEMORIES)
+    assert len(list(found)) == len(found) == 3 * first + 4 + 4 * memories + len(ABLATION)
     assert found.get("60m/nothing") is None
     assert "60m/nothing" not in found
     with pytest.raises(KeyError, match="did you mean '60m/hamiltonian'"):

@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
+import torch
 
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
-from qkflow.models import SIZES
+from qkflow.models import SIZES, Decoder, parameters
 from qkflow.recipes import RECIPES, Change, Finding, Outcome, Perplexity, Ratio, direction, recipe
 from qkflow.study.matching import shape
 from qkflow.study.verdict import Verdict
@@ -16,7 +17,8 @@ from qkflow.study.verdict import Verdict
 BROUGHT = ("coupled-corpora-pubmed", "coupled-corpora-web")
 
 PUBLISHED = {24.22, 22.55, 22.62, 23.81, 19.35, 18.93, -0.067, -0.045, 0.103}
-"""Every figure of a loss that is known from the paper."""
+PUBLISHED |= {26.89, 26.96, 26.86, 26.61, 26.55, 26.52}
+"""Every figure of a loss that is known from the papers."""
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -46,6 +48,8 @@ def test_at_the_papers_scale_the_text_is_the_papers_or_the_users(name: str) -> N
         with pytest.raises(UsageError, match="give one of yours as CORPUS"):
             found.request("paper")
         assert found.corpus("paper", "mine.txt") == CorpusConfig(source="mine.txt", tokens="gpt2")
+    elif name.startswith("qdelta-"):
+        assert found.request("paper").corpus == CorpusConfig(source="wikitext-103", tokens="bpe", vocabulary=32000)
     else:
         assert found.request("paper").corpus == CorpusConfig(source="wikitext-103", tokens="gpt2")
 
@@ -116,6 +120,40 @@ def test_the_affine_coupling_is_asked_for_as_the_paper_has_it() -> None:
     assert (request.arms, request.seeds, request.context) == (("differential", "differential+affine"), 6, 512)
     assert recipe("coupled-affine").published("differential+affine") is None
     assert shape(request, "own", 50257).parameters == pytest.approx(455e6, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "keys"),
+    [("qdelta-ablation-340m", 340e6, 128), ("qdelta-340m", 340e6, 128), ("qdelta-1.3b", 1.3e9, 256)],
+)
+def test_q_delta_is_asked_for_with_the_papers_heads_and_length(name: str, size: float, keys: int) -> None:
+    request = recipe(name).request("paper")
+    assert (request.context, request.size) == (4096, None)
+    assert request.model is not None
+    assert parameters(request.model) == pytest.approx(size, rel=0.02)
+    made = shape(replace(request, model=replace(request.model, layers=1)), "own", 32000)
+    assert [arm.name for arm in made.arms] == list(recipe(name).table)
+    with torch.device("meta"):
+        layers = [Decoder(arm.model).blocks[0].mechanism for arm in made.arms]
+    assert {(layer.heads, layer.key_width, layer.value_width) for layer in layers} == {(6, keys, 2 * keys)}
+
+
+def test_a_lower_perplexity_in_the_ablation_is_told_to_be_of_a_lower_accuracy() -> None:
+    found = recipe("qdelta-ablation-340m")
+    went = {arm: found.finding(arm) for arm in list(found.table)[1:]}
+    assert [arm for arm, finding in went.items() if finding == "worse"] == ["qdelta:lam=0.2"]
+    assert found.unclear is not None
+    assert "lower perplexity comes with lower accuracy" in found.unclear
+
+
+@pytest.mark.parametrize("name", ["qdelta-340m", "qdelta-1.3b"])
+def test_accuracies_are_told_to_be_no_losses(name: str) -> None:
+    found = recipe(name)
+    assert {arm: found.finding(arm) for arm in ("deltanet", "qdelta")} == {"deltanet": "worse", "qdelta": "better"}
+    assert found.published("qdelta") is None
+    assert found.unclear is not None
+    assert found.unclear.startswith("accuracy on tasks is not loss")
+    assert "reported by others" in found.source
 
 
 def test_a_table_that_contradicts_itself_is_refused() -> None:

@@ -29,6 +29,7 @@ def test_every_arm_of_a_recipe_has_a_row_and_a_published_figure_or_finding(name:
     rows = {line.split()[0]: line for line in told.splitlines() if line.split()[0] in found.table}
     assert set(rows) == set(found.table) - {found.baseline}
     units = {"coupled-150m": "nats a token", "coupled-steps": "equivalent", "coupled-affine": "better"}
+    units |= {"qdelta-ablation-340m": "%"}
     assert all(units.get(name, "") in row for row in rows.values())
 
 
@@ -86,6 +87,7 @@ def test_ratios_that_the_runs_do_not_tell_are_dashes(synthetic: ModuleType) -> N
     [
         (["coupled-corpora-pubmed", "--scale", "paper"], "give one of yours as CORPUS"),
         (["coupled-60m", "--vocabulary-files", "gpt2"], "--vocabulary-files is for --scale paper"),
+        (["qdelta-340m", "--scale", "paper", "--vocabulary-files", "gpt2"], "for GPT-2's tokens"),
         (["coupled-60m", "--scale", "paper", "--budget", "1h"], "--budget is for --scale laptop"),
         (["coupled-60", "--scale", "paper"], "did you mean 'coupled-60m'"),
     ],

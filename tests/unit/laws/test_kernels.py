@@ -1,0 +1,85 @@
+"""The fast forms as this machine runs them: near their references here, and found out where they are not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qkflow.laws import kernels
+from qkflow.laws.kernels import WITHIN, Agreement, agreements
+from qkflow.ops import native
+from qkflow.ops.delta import delta_rule
+
+Outcome = tuple[Tensor, Tensor]
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, backend: str, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A backend whose outputs are `change(outputs, queries)`."""
+
+    def wrong(q: Tensor, *rest: Any, **options: Any) -> Outcome:
+        o, final = delta_rule(q, *rest, **options)
+        return (change(o, q) if options["backend"] == backend else o), final
+
+    monkeypatch.setattr(kernels, "delta_rule", wrong)
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without kernels in C."""
+    monkeypatch.setattr(native, "fault", lambda: "there is no C compiler (cc, gcc or clang)")
+
+
+def test_every_form_that_runs_here_is_near_its_reference() -> None:
+    rows = agreements()
+    assert [row for row in rows if not row.ok] == []
+    names = {row.kernel for row in rows}
+    assert ("delta rule, native" in names) == (native.fault() is None)
+    assert {(row.kernel, row.precision) for row in rows} == {
+        (name, precision) for name in names for precision in WITHIN
+    }
+    assert {row.kernel for row in rows if row.gradients is None} == {name for name in names if "decoding" in name}
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_without_kernels_the_plain_form_is_tried_alone() -> None:
+    assert [(row.kernel, row.precision) for row in agreements()] == [
+        ("delta rule, chunked", "float32"),
+        ("delta rule, chunked", "float64"),
+    ]
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_values_that_are_off_are_found_in_the_precision_in_which_they_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed(monkeypatch, "chunked", lambda o, q: o * (1 + 1e-6))
+    few, many = agreements()
+    assert few.ok
+    assert not many.ok
+    assert many.values == pytest.approx(1e-6, rel=1e-3)
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_gradients_that_are_off_are_found_where_values_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed(monkeypatch, "chunked", lambda o, q: o + (q.sum() - q.sum().detach()))
+    for row in agreements():
+        assert row.values < WITHIN[row.precision]
+        assert not row.ok
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_what_is_not_a_number_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed(
+        monkeypatch, "chunked", lambda o, q: torch.where(torch.arange(o.shape[1])[:, None, None] == 9, torch.nan, o)
+    )
+    rows = agreements()
+    assert not any(row.ok for row in rows)
+    assert all(math.isnan(row.values) for row in rows)
+
+
+@pytest.mark.parametrize(("values", "gradients", "ok"), [(9e-5, None, True), (9e-5, 9e-5, True), (9e-5, 2e-4, False)])
+def test_both_values_and_gradients_must_be_near(values: float, gradients: float | None, ok: bool) -> None:
+    assert Agreement(kernel="mine", precision="float32", values=values, gradients=gradients).ok == ok
