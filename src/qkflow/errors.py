@@ -22,6 +22,10 @@ class DiskError(OSError):
     """A file could not be written; whatever was there before is still there."""
 
 
+class NotFiniteError(UsageError, ArithmeticError):
+    """Something that has to be finite is not: a user's mistake, or, in a model's own pass, a sign that it diverged."""
+
+
 class DivergenceError(ArithmeticError):
     """Training met a loss or gradient that is not finite."""
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkflow.errors import UsageError
 from qkflow.ops import native
 from qkflow.ops.native.short_conv import MOST_TAPS, native_backward, native_forward
 
@@ -35,12 +36,25 @@ def short_conv(
     >>> torch.allclose(short_conv(x, weight)[:, 6:], later, atol=1e-6)
     True
     """
+    _check(x, weight, tail)
     if x.dtype in (torch.bfloat16, torch.float16):  # a sum of several products, rounded once
         behind = None if tail is None else tail.float()
         return short_conv(x.float(), weight.float(), behind).to(x.dtype)
+    weight, tail = weight.to(x.dtype), None if tail is None else tail.to(x.dtype)  # which a call in others has left
     if torch.is_grad_enabled():
         return _ShortConv.apply(x, weight, tail)
     return _forward(x, weight, tail)
+
+
+def _check(x: Tensor, weight: Tensor, tail: Tensor | None) -> None:
+    """The kernel takes their word for it."""
+    if x.ndim != 3 or weight.ndim != 2 or len(weight) != x.shape[2] or weight.shape[1] < 1:
+        raise UsageError(
+            f"a convolution needs [n, t, channels] and weights [channels, taps], got {[*x.shape]} and {[*weight.shape]}"
+        )
+    want = (len(x), weight.shape[1] - 1, x.shape[2])
+    if tail is not None and tail.shape != want:
+        raise UsageError(f"the tail must be [n, taps - 1, channels] = {[*want]}, got {[*tail.shape]}")
 
 
 def tail_after(
@@ -54,7 +68,7 @@ def tail_after(
     back, t = taps - 1, x.shape[1]
     if lengths is None and t >= back:
         return x[:, t - back :].clone()  # else a state would hold on to the whole of x
-    window = _window(x, taps, tail)
+    window = _window(x, taps, None if tail is None else tail.to(x.dtype))
     if lengths is None:
         return window[:, t:].clone()
     last = lengths[:, None] + torch.arange(back, device=x.device)

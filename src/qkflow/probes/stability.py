@@ -157,7 +157,7 @@ def stability_of(inputs: DeltaInputs) -> StabilityLook:
         deviation=float((run.left - factor.unsqueeze(-1) * run.found).abs().max()),
         error=tuple(error.mean((0, 2)).tolist()),
         bound=tuple(bound.mean((0, 2)).tolist()),
-        slack=float(ratio[:, min(1, ratio.shape[1] - 1) :].quantile(0.5)),
+        slack=float(ratio[:, min(1, ratio.shape[1] - 1) :].quantile(0.5, interpolation="lower")),
         radius=float(spectral_radii(q, k, *gates).max()),
         norm=float(operator_norms(q, k, *gates).max()),
         allowed=float(allowed.max()),

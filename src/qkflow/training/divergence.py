@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from qkflow.errors import NotFiniteError
 
 
 def first_bad_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
@@ -29,7 +32,7 @@ def first_bad_module(model: nn.Module, forward: Callable[[], object]) -> str | N
     # A module returns after the modules inside it, so the first to report is also the innermost.
     handles = [module.register_forward_hook(watch(name or "model")) for name, module in model.named_modules()]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), suppress(NotFiniteError):  # by then it has been seen
             forward()
     finally:
         for handle in handles:

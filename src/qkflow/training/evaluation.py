@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qkflow.data import Split, Window, windows
-from qkflow.errors import DivergenceError, Interrupted, UsageError
+from qkflow.errors import DivergenceError, Interrupted, NotFiniteError, UsageError
 from qkflow.models import Decoder
 from qkflow.training.divergence import first_bad_module
 
@@ -118,8 +118,11 @@ def _losses(model: Decoder, split: Split, group: list[Window], device: torch.dev
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             return model(tokens[:, :-1])[0]
 
-    losses = F.cross_entropy(forward().flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
-    sums = losses.view_as(mask).masked_fill(~mask, 0.0).cpu().double().sum(1).tolist()
+    try:
+        losses = F.cross_entropy(forward().flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
+        sums = losses.view_as(mask).masked_fill(~mask, 0.0).cpu().double().sum(1).tolist()
+    except NotFiniteError:
+        sums = [math.nan]
     if not all(map(math.isfinite, sums)):
         where = first_bad_module(model, forward) or "the loss itself"
         raise DivergenceError(

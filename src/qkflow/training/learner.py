@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkflow.data import Corpus, batch, open_corpus, windows
-from qkflow.errors import DivergenceError, Interrupted, UsageError
+from qkflow.errors import DivergenceError, Interrupted, NotFiniteError, UsageError
 from qkflow.layout import Layout
 from qkflow.models import Decoder
 from qkflow.training.config import TrainConfig
@@ -65,7 +65,10 @@ class Learner:
         for part in parts:
             if should_stop():
                 raise Interrupted(f"stopped in step {self.step + 1}")
-            loss = self.loss(part) / config.accumulate
+            try:
+                loss = self.loss(part) / config.accumulate
+            except NotFiniteError as error:
+                raise self._diverged(parts, math.nan) from error
             loss.backward()
             total += loss.detach()
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from qkflow.errors import UsageError
 from qkflow.ops import native
 from qkflow.ops import short_conv as module
 from qkflow.ops.short_conv import short_conv, tail_after
@@ -73,6 +77,29 @@ def test_fewer_bits_are_rounded_once(form: str, dtype: torch.dtype, within: floa
     got, want = short_conv(*inputs), by_torch(*(x.detach().double() for x in inputs))
     assert got.dtype == dtype
     assert float((got.detach().double() - want).abs().max() / want.abs().max()) < within
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_tail_in_another_precision_is_read_as_the_numbers_it_holds(form: str, dtype: torch.dtype) -> None:
+    x, weight, tail = given_to_it(2, 5, 3, 4, tail=True, dtype=torch.float32)
+    tail = tail.detach().to(dtype)
+    assert torch.equal(short_conv(x, weight, tail), short_conv(x, weight, tail.float()))
+    assert tail_after(x[:, :1], 4, tail).dtype == x.dtype
+
+
+def test_no_rows_give_no_gradient(form: str) -> None:
+    x, weight = given_to_it(0, 5, 4000, 4, tail=False)
+    assert not torch.autograd.grad(short_conv(x, weight).sum(), weight)[0].any()
+
+
+def test_shapes_that_do_not_fit_are_named(form: str) -> None:
+    x, weight, tail = given_to_it(2, 5, 3, 4, tail=True)
+    unchecked: Any = inspect.unwrap(short_conv)
+    with pytest.raises(UsageError, match=r"got \[2, 5, 3\] and \[2, 4\]"):
+        unchecked(x, weight[:2])
+    for wrong in (tail[:1], tail[:, 1:], tail[..., 1:]):
+        with pytest.raises(UsageError, match=r"the tail must be \[n, taps - 1, channels\] = \[2, 3, 3\]"):
+            unchecked(x, weight, wrong)
 
 
 def test_it_can_be_differentiated_twice(form: str) -> None:

@@ -93,6 +93,11 @@ def test_a_text_of_one_kind_of_token_meets_its_bound() -> None:
     assert (seen.rho, seen.slack, seen.norm, seen.allowed) == (0.5, 1, 1, 1)
 
 
+def test_the_slack_is_a_number_where_nothing_is_left_of_an_error() -> None:
+    k, one = torch.full((1, 3, 1, 4), 0.5), torch.ones(1, 3, 1)
+    assert stability_of(DeltaInputs(k, k, one.unsqueeze(-1), one, None, None)).slack == math.inf
+
+
 def test_memory_and_errors_are_those_of_the_delta_rule() -> None:
     given = inputs(3)
     run = track(*given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,19 @@ def test_an_evaluation_that_is_not_finite_stops_in_the_same_way(configure: Any, 
     says = r"after step 6, the loss of held-out text is not finite: .* is that of norm\. The last good .*step-00000004"
     with pytest.raises(DivergenceError, match=says):
         train(config, tmp_path / "run", callbacks=[at(6, poison("norm.weight"))])
+
+
+def test_a_memory_whose_gates_are_not_finite_diverges_as_any_other_mechanism(
+    configure: Any, tmp_path: Path, at: Any
+) -> None:
+    config = configure(steps=9, checkpoint_every=2, evaluate_every=3)
+    config = replace(config, model=replace(config.model, mechanism="qdelta"))
+    for step, says in (
+        (5, r"the loss of step 6 is not finite: .* that of embedding"),
+        (6, r"after step 6, .* of embedding"),
+    ):
+        with pytest.raises(DivergenceError, match=says):
+            train(config, tmp_path / f"run {step}", callbacks=[at(step, poison("embedding.weight"))])
 
 
 def test_weights_that_are_not_finite_are_never_saved(configure: Any, tmp_path: Path, at: Any) -> None:

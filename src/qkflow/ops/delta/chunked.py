@@ -20,6 +20,7 @@ The last line is a symmetry: a decay before token i rescales all that later toke
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,19 +29,29 @@ from torch import Tensor
 
 CHUNK = 64
 """Tokens of a chunk unless told otherwise."""
+NOTHING = -1000.0
+"""A log decay of which nothing is left in any precision."""
 
 
 class Forward(NamedTuple):
-    """What a forward pass gives, and what its backward pass needs of it."""
+    """What a forward pass gives; the last two are empty unless they were to be kept for its backward pass."""
 
     o: Tensor
     """[n t h v]"""
     final: Tensor
     """[n h v k]"""
     errors: Tensor
-    """N, what each token found wrong before it wrote, as the same form's backward pass wants it; empty if unwanted."""
+    """N, what each token found wrong before it wrote, as the same form's backward pass wants it."""
     marks: Tensor
     """Memories on the way, likewise."""
+
+
+class Kept(NamedTuple):
+    """What a backward pass needs of its forward pass."""
+
+    o: Tensor
+    errors: Tensor
+    marks: Tensor
 
 
 class _Chunks(NamedTuple):
@@ -100,13 +111,13 @@ def backward(
     beta: Tensor,
     log_alpha: Tensor | None,
     lam: Tensor | None,
-    result: Forward,
+    kept: Kept,
     scale: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, beta, log_alpha, lam and of the memory before the first token."""
     (n, t, h, width), deep, chunk = q.shape, v.shape[3], chunk or CHUNK
-    part, N, H = _inside(q, k, beta, log_alpha, lam, chunk), result.errors, result.marks
+    part, N, H = _inside(q, k, beta, log_alpha, lam, chunk), kept.errors, kept.marks
     go = torch.zeros_like(v) if go is None else go
     gO, U = scale * _split(go, chunk), part.beta * N
     right = torch.cat([part.P.mT @ gO, part.k * part.rest], -1)
@@ -130,7 +141,7 @@ def backward(
         glam = _joined((gX * part.q).sum(-1), n, h, t)
         gQ.addcmul_(_split(lam, chunk).unsqueeze(-1), gX)
     if log_alpha is not None:
-        each = _split((go * result.o).sum(-1) - (gv * v).sum(-1), chunk)
+        each = _split((go * kept.o).sum(-1) - (gv * v).sum(-1), chunk)
         each[..., -1] += (H[1:] * gH[1:]).sum((-1, -2))
         gG = _joined(each.flip(-1).cumsum(-1).flip(-1), n, h, t)
     gbeta = _joined((hat * N).sum(-1), n, h, t)
@@ -146,10 +157,17 @@ def _inside(q: Tensor, k: Tensor, beta: Tensor, log_alpha: Tensor | None, lam: T
         one = torch.ones_like(b)
         return _Chunks(q, k, x, b, one, one, None, M, P.tril_())
     wide = log_alpha.float() if log_alpha.device.type == "mps" else log_alpha.double()  # which has no float64
-    G = _split(wide, chunk).cumsum(-1)  # differences of float32 sums would lose their digits
-    D = (G.unsqueeze(-1) - G.unsqueeze(-2)).to(q.dtype).clamp_(max=0).exp_().tril_()
-    decay, rest = (y.to(q.dtype).exp_().unsqueeze(-1) for y in (G, G[..., -1:] - G))
+    # differences of float32 sums would lose their digits, and so would those of sums with all too large numbers
+    G = _split(wide.clamp(min=NOTHING), chunk).cumsum(-1)
+    D = _exp((G.unsqueeze(-1) - G.unsqueeze(-2)).to(q.dtype, copy=True).clamp_(max=0)).tril_()
+    decay, rest = (_exp(y.to(q.dtype, copy=True)).unsqueeze(-1) for y in (G, G[..., -1:] - G))
     return _Chunks(q, k, x, b, decay, rest, D, M.mul_(D), P.mul_(D))
+
+
+def _exp(x: Tensor) -> Tensor:
+    """e^x in the place of x, and zero where products with it would be too small for processors to be fast with them."""
+    least = 0.7 * math.log(torch.finfo(x.dtype).tiny)
+    return torch.threshold_(x, least, -math.inf).exp_()
 
 
 def _solved(L: Tensor, right: Tensor, *, upper: bool) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkflow.ops.delta.chunked import Forward
+from qkflow.ops.delta.chunked import Forward, Kept
 from qkflow.ops.delta.gates import check_gates
 from qkflow.ops.native import library
 
@@ -20,6 +20,8 @@ _MARKS = 16
 """Chunks between two memories that are kept for the backward pass, as the kernel has it."""
 _FEW = 4
 """Tokens up to which the recurrence itself is faster."""
+_MOST, _WIDEST = 128, 256
+"""The kernel's limits: tokens of a chunk, and numbers of a key where the recurrence itself runs."""
 
 _GATES = 2
 """What the kernel answers to gates out of range."""
@@ -29,7 +31,11 @@ _MUCH, _PAGE, _HUGE = 2**22, 2**12, 14
 
 def mark_tokens(chunk: int) -> int:
     """Tokens between two memories that are kept."""
-    return (chunk or CHUNK) * _MARKS
+    return _size(chunk) * _MARKS
+
+
+def _size(chunk: int) -> int:
+    return min(max(chunk, 0) or CHUNK, _MOST)
 
 
 def forward(
@@ -49,13 +55,13 @@ def forward(
     deep = v.shape[3]
     o, final = _empty(v, v.shape), _empty(q, (n, h, deep, width))
     inputs = (q, k, v, beta, log_alpha, lam, state)
-    if t <= _FEW and not keep:
+    if t <= _FEW and not keep and width <= _WIDEST:
         _call("delta_few", q.dtype, (n, t, h, width, deep), (scale,), (*inputs, o, final))
         return Forward(o, final, q.new_empty(0), q.new_empty(0))
     every = mark_tokens(chunk)
     errors = _empty(v, v.shape) if keep else None
     marks = _empty(q, (n, h, (t + every - 1) // every, width, deep)) if keep else None
-    settings = (chunk or CHUNK, scale, torch.get_num_threads())
+    settings = (_size(chunk), scale, torch.get_num_threads())
     _call("delta_forward", q.dtype, (n, t, h, width, deep), settings, (*inputs, o, final, errors, marks))
     return Forward(o, final, q.new_empty(0) if errors is None else errors, q.new_empty(0) if marks is None else marks)
 
@@ -69,7 +75,7 @@ def backward(
     beta: Tensor,
     log_alpha: Tensor | None,
     lam: Tensor | None,
-    result: Forward,
+    kept: Kept,
     scale: float,
     chunk: int,
 ) -> tuple[Tensor, ...]:
@@ -77,9 +83,9 @@ def backward(
     n, t, h, width = q.shape
     grads = [_empty(x, x.shape) for x in (q, k, v, beta)]
     gates = [None if x is None else _empty(x, x.shape) for x in (log_alpha, lam)]
-    gstate = _empty(q, result.final.shape)
-    settings = (chunk or CHUNK, scale, torch.get_num_threads())
-    tensors = (q, k, v, beta, log_alpha, lam, go, gfinal, *result, *grads, *gates, gstate)
+    gstate = _empty(q, (n, h, v.shape[3], width))
+    settings = (_size(chunk), scale, torch.get_num_threads())
+    tensors = (q, k, v, beta, log_alpha, lam, go, gfinal, *kept, *grads, *gates, gstate)
     _call("delta_backward", q.dtype, (n, t, h, width, v.shape[3]), settings, tensors)
     return *grads, *(q.new_empty(0) if x is None else x for x in gates), gstate
 
@@ -123,6 +129,6 @@ def _function(name: str, dtype: torch.dtype) -> Any:
     function = getattr(library(), f"{name}_{'float' if dtype == torch.float32 else 'double'}")
     shape = [ctypes.c_long, ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_int]
     settings = [ctypes.c_double] if name == "delta_few" else [ctypes.c_int, ctypes.c_double, ctypes.c_int]
-    pointers = {"delta_few": 9, "delta_forward": 11, "delta_backward": 19}[name]
+    pointers = {"delta_few": 9, "delta_forward": 11, "delta_backward": 18}[name]
     function.argtypes = [*shape, *settings, *[ctypes.c_void_p] * pointers]
     return function

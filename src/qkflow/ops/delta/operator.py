@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from qkflow.ops.delta import chunked
 from qkflow.ops.delta import native as kernel
-from qkflow.ops.delta.chunked import Forward
+from qkflow.ops.delta.chunked import Kept
 
 CHUNK = chunked.CHUNK
 """Tokens of a chunk by which products are counted, whatever the chunks of the form that runs."""
@@ -24,7 +25,7 @@ _OPS = torch.library.Library("qkflow", "FRAGMENT")
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? log_alpha, Tensor? lam"
 _OPS.define(f"delta({_INPUTS}, Tensor? state, float scale, int chunk, bool keep, bool native) -> Tensor[]")
 _OPS.define(
-    f"delta_backward(Tensor? go, Tensor? gfinal, {_INPUTS}, Tensor o, Tensor final, Tensor errors, Tensor marks,"
+    f"delta_backward(Tensor? go, Tensor? gfinal, {_INPUTS}, Tensor o, Tensor errors, Tensor marks,"
     " float scale, int chunk, bool native) -> Tensor[]"
 )
 
@@ -58,7 +59,7 @@ class _Delta(torch.autograd.Function):
         o, final, errors, marks = _forward(*inputs, scale, chunk, True, native)
         ctx.settings, ctx.continued = (scale, chunk, native), inputs[6] is not None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:6], o, final, errors, marks)
+        ctx.save_for_backward(*inputs[:6], o, errors, marks)
         return o, final
 
     @staticmethod
@@ -78,6 +79,10 @@ class _Delta(torch.autograd.Function):
 def _forward(*args: Any) -> list[Tensor]:
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return torch.ops.qkflow.delta(*args)
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in args[:7] if x is not None
+    ):
+        raise NotImplementedError("the fast delta rule has no forward-mode derivative: use backend 'reference' for it")
     return _delta(*args)  # nobody watches: straight to it, since decoding would feel the detour
 
 
@@ -95,10 +100,10 @@ def _plain(device: str) -> AbstractContextManager[Any]:
 
 
 def _delta_backward(*args: Any) -> list[Tensor]:
-    *given, o, final, errors, marks, scale, chunk, native = args
+    *given, o, errors, marks, scale, chunk, native = args
     back: Any = kernel.backward if native else chunked.backward
     with _plain(o.device.type):
-        return [*back(*given, Forward(o, final, errors, marks), scale, chunk)]
+        return [*back(*given, Kept(o, errors, marks), scale, chunk)]
 
 
 def _shapes(*args: Any) -> list[Tensor]:
@@ -115,9 +120,10 @@ def _shapes(*args: Any) -> list[Tensor]:
 
 
 def _backward_shapes(go: Any, gfinal: Any, *args: Any) -> list[Tensor]:
-    q, k, v, beta, log_alpha, lam, _, final, *_ = args
+    q, k, v, beta, log_alpha, lam, *_ = args
+    n, _, h, width = q.shape
     gates = [q.new_empty(0) if x is None else q.new_empty(beta.shape) for x in (log_alpha, lam)]
-    return [*(x.new_empty(x.shape) for x in (q, k, v, beta)), *gates, q.new_empty(final.shape)]
+    return [*(x.new_empty(x.shape) for x in (q, k, v, beta)), *gates, q.new_empty(n, h, v.shape[3], width)]
 
 
 _OPS.impl("delta", _delta, "CompositeExplicitAutograd")

@@ -99,17 +99,20 @@ int NAME(delta_forward)(long rows, long tokens, int heads, int key, int value, i
     real *memory = aligned(each * threads);
     if (!memory) return NO_MEMORY;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int thread = 0; thread < threads; thread++)
+    for (int thread = 0; thread < threads; thread++) {
+        Mode mode = flush();
         for (long one = tasks * thread / threads, end = tasks * (thread + 1) / threads, next; one < end; one = next) {
             next = together(&r, one, end);
             forward_heads(&r, one / heads, (int)(one % heads), (int)(next - one), &to, memory + each * thread);
         }
+        restore(mode);
+    }
     free(memory);
     return 0;
 }
 
 typedef struct {
-    const real *go, *gfinal, *o, *final, *errors, *marks;
+    const real *go, *gfinal, *o, *errors, *marks;
     real *gq, *gk, *gv, *gbeta, *glog_alpha, *glam, *gstate;
 } Gradients;
 
@@ -272,23 +275,26 @@ static void backward_heads(const Rule *r, long row, int first, int many, const G
 
 int NAME(delta_backward)(long rows, long tokens, int heads, int key, int value, int chunk, double scale, int threads,
                          const real *q, const real *k, const real *v, const real *beta, const real *log_alpha,
-                         const real *lam, const real *go, const real *gfinal, const real *o, const real *final,
-                         const real *errors, const real *marks, real *gq, real *gk, real *gv, real *gbeta,
-                         real *glog_alpha, real *glam, real *gstate) {
+                         const real *lam, const real *go, const real *gfinal, const real *o, const real *errors,
+                         const real *marks, real *gq, real *gk, real *gv, real *gbeta, real *glog_alpha, real *glam,
+                         real *gstate) {
     Rule r = rule(rows, tokens, heads, key, value, chunk, scale);
     r.q = q, r.k = k, r.v = v, r.beta = beta, r.log_alpha = log_alpha, r.lam = lam;
-    Gradients g = {go, gfinal, o, final, errors, marks, gq, gk, gv, gbeta, glog_alpha, glam, gstate};
+    Gradients g = {go, gfinal, o, errors, marks, gq, gk, gv, gbeta, glog_alpha, glam, gstate};
     long tasks = rows * heads;
     if (threads > tasks) threads = (int)tasks;
     size_t each = (backward_memory(&r) + 15) / 16 * 16;
     real *memory = aligned(each * threads);
     if (!memory) return NO_MEMORY;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int thread = 0; thread < threads; thread++)
+    for (int thread = 0; thread < threads; thread++) {
+        Mode mode = flush();
         for (long one = tasks * thread / threads, end = tasks * (thread + 1) / threads, next; one < end; one = next) {
             next = together(&r, one, end);
             backward_heads(&r, one / heads, (int)(one % heads), (int)(next - one), &g, memory + each * thread);
         }
+        restore(mode);
+    }
     free(memory);
     return 0;
 }
@@ -328,6 +334,7 @@ int NAME(delta_few)(long rows, long tokens, int heads, int key, int value, doubl
                     real *final) {
     real x[WIDEST];
     if (out_of_range(rows * tokens * heads, beta, log_alpha, lam)) return GATES;
+    Mode mode = flush();
     for (long one = 0; one < rows * heads; one++) {
         const real *from = state ? state + one * key * value : NULL;
         real *S = final + one * key * value;
@@ -339,5 +346,6 @@ int NAME(delta_few)(long rows, long tokens, int heads, int key, int value, doubl
                       v + at * value, from, S, o + at * value);
         }
     }
+    restore(mode);
     return 0;
 }

@@ -7,6 +7,7 @@
 #include "tiles.h"
 
 enum { MARKS = 16, MOST = 128, WIDEST = 256 }; /* chunks between two memories that are kept; tokens of a chunk; keys */
+#define NOTHING (-1000.0) /* a log decay of which nothing is left in either precision */
 
 #if defined(__GNUC__) && !defined(__clang__)
 enum { SHUFFLES = 1 };
@@ -84,7 +85,8 @@ static Chunk gates(const Rule *r, long row, int head, long number) {
         c.beta[i] = there ? r->beta[at] : 0;
         c.lam[i] = there && r->lam ? r->lam[at] : 0;
         c.decay[i] = c.rest[i] = 1;
-        c.G[i] = sum += there && r->log_alpha ? r->log_alpha[at] : 0;
+        double decay = there && r->log_alpha ? r->log_alpha[at] : 0;
+        c.G[i] = sum += decay < NOTHING ? NOTHING : decay; /* more would take the digits of what follows */
     }
     if (r->log_alpha) {
         for (int i = 0; i < c.all; i++) {

@@ -137,7 +137,7 @@ int NAME(short_conv_backward)(long rows, long t, long channels, int taps, int th
     if (begin(&s, weight)) return 1;
     long segments = (t + SEGMENT - 1) / SEGMENT, tasks = rows * segments, size = taps * channels;
     int failed = 0;
-    real *sums = aligned(tasks * size);
+    real *sums = aligned((tasks ? tasks : 1) * size); /* zeros, which is the gradient where there are no tokens */
     if (!sums) {
         free(s.weight);
         return 1;

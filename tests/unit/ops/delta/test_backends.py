@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from qkflow.errors import UsageError
@@ -123,6 +124,13 @@ def test_tensors_without_numbers_give_the_shapes(bench: Any) -> None:
     assert (o.shape, final.shape) == (given["v"].shape, given["state"].shape)
 
 
+def test_fake_tensors_give_the_shapes(bench: Any, backend: str) -> None:
+    with FakeTensorMode() as mode:
+        given = {name: mode.from_tensor(x) for name, x in bench.case(5).items()}
+        o, final = delta_rule(**given, backend=backend)
+    assert (o.shape, final.shape) == (given["v"].shape, given["state"].shape)
+
+
 @pytest.mark.parametrize("t", [1, 64, 70])
 def test_torch_counts_the_products(bench: Any, fast: str, t: int) -> None:
     given = {name: x.requires_grad_() for name, x in bench.case(t, rows=3, heads=2, key=8, value=4).items()}
@@ -185,3 +193,14 @@ def test_the_same_call_gives_the_same_bits(bench: Any, fast: str) -> None:
     given = bench.case(70, dtype=torch.float32)
     first, again = bench.outcome(given, backend=fast), bench.outcome(given, backend=fast)
     assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("t", [1, 70])
+def test_tiny_numbers_are_what_they_were_after_a_call(bench: Any, fast: str, t: int) -> None:
+    """The kernel takes them for zeros while it runs, since decay makes so many; nobody else should."""
+    tiny = torch.tensor(1e-40)
+    assert float(tiny * 0.5) > 0
+    bench.outcome(bench.case(t), backend=fast)
+    with torch.no_grad():
+        delta_rule(**bench.case(t), backend=fast)
+    assert float(tiny * 0.5) > 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from qkflow.ops.delta import delta_rule
 
@@ -37,6 +37,22 @@ def test_a_fast_form_refuses_to_be_differentiated_twice(bench: Any, fast: str) -
     o, _ = delta_rule(**given, backend=fast)
     with pytest.raises(NotImplementedError, match="use backend 'reference'"):
         torch.autograd.grad(o.sum(), given["q"], create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fast_form_refuses_forward_derivatives_and_the_reference_has_them(
+    bench: Any, backend: str, name: str
+) -> None:
+    given, tangent = bench.case(5), torch.ones_like(bench.case(5)[name])
+    with forward_ad.dual_level():
+        dual = {**given, name: forward_ad.make_dual(given[name], tangent)}
+        if backend == "reference":
+            assert forward_ad.unpack_dual(delta_rule(**dual, backend=backend)[0]).tangent.abs().max() > 0
+            return
+        delta_rule(**given, backend=backend)
+        with pytest.raises(NotImplementedError, match="use backend 'reference'"):
+            delta_rule(**dual, backend=backend)
 
 
 @pytest.mark.parametrize("name", NAMES)

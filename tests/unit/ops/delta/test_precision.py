@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -64,11 +65,15 @@ def test_decay_that_forgets_all_is_right_in_values_and_gradients(
     bench.agree(bench.outcome(given, backend=backend), bench.outcome(exact, bench.published), within=within, least=1.0)
 
 
-@pytest.mark.parametrize("decay", [-50.0, -1e4, -1e6])
-def test_a_token_that_forgets_all_takes_no_digits_of_the_tokens_after_it(bench: Any, fast: str, decay: float) -> None:
-    given = bench.case(70, rho=0.95, dtype=torch.float32)
-    given["log_alpha"][:, 5::20] = decay
-    bench.agree(bench.outcome(given, backend=fast), bench.outcome(given, backend="reference"), within=1e-4)
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-4), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("decay", [-50.0, -1e4, -1e10, -1e20, -math.inf])
+def test_a_token_that_forgets_all_takes_no_digits_of_the_tokens_after_it(
+    bench: Any, fast: str, decay: float, dtype: torch.dtype, within: float
+) -> None:
+    """Up to the strongest decay that is a finite number, as one would set it to begin anew."""
+    given = bench.case(70, rho=0.95, dtype=dtype)
+    given["log_alpha"][:, 5::20] = max(decay, torch.finfo(dtype).min)
+    bench.agree(bench.outcome(given, backend=fast), bench.outcome(given, backend="reference"), within=within)
 
 
 def test_many_tokens_that_forget_take_no_digits_of_the_tokens_after_them(bench: Any, fast: str) -> None:
