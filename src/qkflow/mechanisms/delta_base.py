@@ -40,6 +40,7 @@ from qkflow.mechanisms.coupling import Coupling, CouplingConfig
 from qkflow.mechanisms.decay import Decay, precise
 from qkflow.ops import native
 from qkflow.ops.delta import WIDEST, delta_rule, operator
+from qkflow.ops.delta import Inputs as DeltaInputs
 from qkflow.ops.norm import rms_norm
 from qkflow.ops.short_conv import MOST_TAPS, short_conv, tail_after
 from qkflow.state import Memory, State
@@ -73,17 +74,6 @@ class DeltaConfig:
                 raise UsageError(f"{name} must be at least 1, got {value}")
         if not 1 <= self.conv <= MOST_TAPS:
             raise UsageError(f"conv must be from 1, for no convolution, to {MOST_TAPS}, got {self.conv}")
-
-
-class DeltaInputs(NamedTuple):
-    """What the delta rule is given."""
-
-    q: Keys
-    k: Keys
-    v: Values
-    beta: Gates
-    log_alpha: Gates | None
-    lam: Gates | None
 
 
 class DeltaMechanism(Mechanism):

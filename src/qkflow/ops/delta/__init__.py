@@ -16,9 +16,10 @@ from qkflow.layout import Layout
 from qkflow.ops.delta import operator
 from qkflow.ops.delta.backends import BACKENDS, choose, use
 from qkflow.ops.delta.gates import check_gates
+from qkflow.ops.delta.inputs import Inputs
 from qkflow.ops.delta.reference import recurrent
 
-__all__ = ["BACKENDS", "WIDEST", "choose", "delta_rule", "use"]
+__all__ = ["BACKENDS", "WIDEST", "Inputs", "choose", "delta_rule", "use"]
 
 WIDEST = 256
 """The widest heads of keys. Values may be of any width: rows of the memory do not see each other."""
@@ -50,47 +51,35 @@ def delta_rule(
     >>> torch.allclose(whole[:, 4:], last, atol=1e-5), torch.allclose(state, same, atol=1e-5)
     (True, True)
     """
-    rows = q.shape[0] if layout is None else len(layout.lengths)
-    _check_shapes(q, k, v, beta, log_alpha, lam, state, rows, chunk)
+    given = Inputs(q, k, v, beta, log_alpha, lam)
+    _check_shapes(given, state, q.shape[0] if layout is None else len(layout.lengths), chunk)
     chosen = choose(q.device, backend)
     if layout is not None:
         layout.check(q)
-        q, k, v, beta = (layout.rows(layout.clean(x)) for x in (q, k, v, beta))
-        log_alpha = None if log_alpha is None else layout.rows(layout.clean(log_alpha))
-        lam = None if lam is None else layout.rows(layout.clean(lam))
+        given = given.map(lambda x: layout.rows(layout.clean(x)))
     if chosen != "native" and not torch.compiler.is_compiling():  # the kernel looks for itself, in passing
-        check_gates(beta, log_alpha, lam)
+        check_gates(given.beta, given.log_alpha, given.lam)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    given, precise = v.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
+    precise = torch.float64 if q.dtype == torch.float64 else torch.float32
     if chosen == "reference":
-        o, final = recurrent(q, k, v, beta, log_alpha, lam, state, factor)
+        o, final = recurrent(given, state, factor)
     else:
-        gates = [x if x is None else x.to(precise) for x in (log_alpha, lam, state)]
-        inputs = (q.to(precise), k.to(precise), v.to(precise), beta.to(precise), gates[0], gates[1], gates[2])
-        o, final = operator.run(inputs, factor, chunk or 0, chosen == "native")
-    o = o.to(given)
+        before = None if state is None else state.to(precise)
+        o, final = operator.run(given.map(lambda x: x.to(precise)), before, factor, chunk or 0, chosen == "native")
+    o = o.to(v.dtype)
     return (o if layout is None else layout.batch(o)), final.to(precise)
 
 
-def _check_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_alpha: Tensor | None,
-    lam: Tensor | None,
-    state: Tensor | None,
-    rows: int,
-    chunk: int | None,
-) -> None:
+def _check_shapes(given: Inputs, state: Tensor | None, rows: int, chunk: int | None) -> None:
+    q, k, v = given[:3]
     if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or v.shape[:3] != q.shape[:3]:
         raise UsageError(
             "queries and keys must be [b, t, heads, k] and values [b, t, heads, v], got"
             f" {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
         )
     b, t, h, width = q.shape
-    for name, gate in (("beta", beta), ("log_alpha", log_alpha), ("lam", lam)):
-        if gate is not None and gate.shape != (b, t, h):
+    for name in ("beta", "log_alpha", "lam"):
+        if (gate := getattr(given, name)) is not None and gate.shape != (b, t, h):
             raise UsageError(f"{name} must have a number for each token and head, {[b, t, h]}, got {list(gate.shape)}")
     if t < 1:
         raise UsageError("a call needs at least one token, got none")
@@ -102,8 +91,7 @@ def _check_shapes(
         )
     if chunk is not None and not 1 <= chunk <= 128:
         raise UsageError(f"chunk must be from 1 to 128, got {chunk}")
-    others = {"k": k, "v": v, "beta": beta, "log_alpha": log_alpha, "lam": lam, "state": state}
-    for name, x in {"q": q, **others}.items():
+    for name, x in (*given._asdict().items(), ("state", state)):
         if x is not None and not x.is_floating_point():
             raise UsageError(f"{name} must be of floating point, got {x.dtype}")
         if x is not None and x.device != q.device:

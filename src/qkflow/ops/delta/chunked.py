@@ -27,6 +27,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from qkflow.ops.delta.inputs import Inputs
+
 CHUNK = 64
 """Tokens of a chunk unless told otherwise."""
 NOTHING = -1000.0
@@ -74,21 +76,11 @@ class _Chunks(NamedTuple):
     """Without the scale."""
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_alpha: Tensor | None,
-    lam: Tensor | None,
-    state: Tensor | None,
-    scale: float,
-    chunk: int,
-    keep: bool,
-) -> Forward:
+def forward(given: Inputs, state: Tensor | None, scale: float, chunk: int, keep: bool) -> Forward:
     """Outputs and the memory after the last token; `chunk` 0 leaves it to us."""
-    (n, t, h, width), deep, chunk = q.shape, v.shape[3], chunk or CHUNK
-    part = _inside(q, k, beta, log_alpha, lam, chunk)
+    q, v, chunk = given.q, given.v, chunk or CHUNK
+    (n, t, h, width), deep = q.shape, v.shape[3]
+    part = _inside(given, chunk)
     right = torch.cat([_split(v, chunk), part.x * part.decay], -1)
     ahead, by = _solved(part.M * part.beta.mT, right, upper=False).split([deep, width], -1)
     written = (part.k * (part.beta * part.rest)).mT  # times N it is what a chunk adds to H
@@ -103,31 +95,22 @@ def forward(
 
 
 def backward(
-    go: Tensor | None,
-    gfinal: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_alpha: Tensor | None,
-    lam: Tensor | None,
-    kept: Kept,
-    scale: float,
-    chunk: int,
+    go: Tensor | None, gfinal: Tensor | None, given: Inputs, kept: Kept, scale: float, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, beta, log_alpha, lam and of the memory before the first token."""
-    (n, t, h, width), deep, chunk = q.shape, v.shape[3], chunk or CHUNK
-    part, N, H = _inside(q, k, beta, log_alpha, lam, chunk), kept.errors, kept.marks
+    """Gradients of the inputs, and of the memory before the first token."""
+    q, v, lam, chunk = given.q, given.v, given.lam, chunk or CHUNK
+    (n, t, h, width), deep = q.shape, v.shape[3]
+    part, N, H = _inside(given, chunk), kept.errors, kept.marks
     go = torch.zeros_like(v) if go is None else go
     gO, U = scale * _split(go, chunk), part.beta * N
     right = torch.cat([part.P.mT @ gO, part.k * part.rest], -1)
     ahead, by = _solved((part.beta * part.M).mT, right, upper=True).split([deep, width], -1)
     read, corrected = gO * part.decay, (part.x * (part.beta * part.decay)).mT
-    given, hat, gH = part.q.mT @ read, torch.empty_like(N), torch.empty_like(H)
+    wanted, hat, gH = part.q.mT @ read, torch.empty_like(N), torch.empty_like(H)
     gH[-1] = 0 if gfinal is None else gfinal.flatten(0, 1).mT
     for c in reversed(range(len(N))):
         torch.baddbmm(ahead[c], by[c], gH[c + 1], out=hat[c])
-        torch.baddbmm(given[c], corrected[c], hat[c], alpha=-1, out=gH[c])
+        torch.baddbmm(wanted[c], corrected[c], hat[c], alpha=-1, out=gH[c])
         gH[c].addcmul_(gH[c + 1], part.decay[c, :, -1:])
     gV = part.beta * hat
     gA, gB = (gV @ U.mT).neg_().tril_(-1), (gO @ U.mT).tril_()
@@ -140,7 +123,7 @@ def backward(
     if lam is not None:
         glam = _joined((gX * part.q).sum(-1), n, h, t)
         gQ.addcmul_(_split(lam, chunk).unsqueeze(-1), gX)
-    if log_alpha is not None:
+    if given.log_alpha is not None:
         each = _split((go * kept.o).sum(-1) - (gv * v).sum(-1), chunk)
         each[..., -1] += (H[1:] * gH[1:]).sum((-1, -2))
         gG = _joined(each.flip(-1).cumsum(-1).flip(-1), n, h, t)
@@ -149,9 +132,10 @@ def backward(
     return _joined(gQ, n, h, t), _joined(gK, n, h, t), gv, gbeta, gG, glam, gstate
 
 
-def _inside(q: Tensor, k: Tensor, beta: Tensor, log_alpha: Tensor | None, lam: Tensor | None, chunk: int) -> _Chunks:
-    q, k, b = _split(q, chunk), _split(k, chunk), _split(beta, chunk).unsqueeze(-1)
-    x = k if lam is None else torch.addcmul(k, _split(lam, chunk).unsqueeze(-1), q)
+def _inside(given: Inputs, chunk: int) -> _Chunks:
+    log_alpha = given.log_alpha
+    q, k, b = _split(given.q, chunk), _split(given.k, chunk), _split(given.beta, chunk).unsqueeze(-1)
+    x = k if given.lam is None else torch.addcmul(k, _split(given.lam, chunk).unsqueeze(-1), q)
     M, P = x @ k.mT, q @ k.mT
     if log_alpha is None:
         one = torch.ones_like(b)

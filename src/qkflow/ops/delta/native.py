@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qkflow.ops.delta.chunked import Forward, Kept
 from qkflow.ops.delta.gates import check_gates
+from qkflow.ops.delta.inputs import Inputs
 from qkflow.ops.native import library
 
 CHUNK = 32
@@ -38,56 +39,32 @@ def _size(chunk: int) -> int:
     return min(max(chunk, 0) or CHUNK, _MOST)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_alpha: Tensor | None,
-    lam: Tensor | None,
-    state: Tensor | None,
-    scale: float,
-    chunk: int,
-    keep: bool,
-) -> Forward:
+def forward(given: Inputs, state: Tensor | None, scale: float, chunk: int, keep: bool) -> Forward:
     """Outputs and the memory after the last token; `chunk` 0 leaves it to the kernel."""
-    n, t, h, width = q.shape
-    deep = v.shape[3]
+    q, v = given.q, given.v
+    (n, t, h, width), deep = q.shape, v.shape[3]
     o, final = _empty(v, v.shape), _empty(q, (n, h, deep, width))
-    inputs = (q, k, v, beta, log_alpha, lam, state)
     if t <= _FEW and not keep and width <= _WIDEST:
-        _call("delta_few", q.dtype, (n, t, h, width, deep), (scale,), (*inputs, o, final))
+        _call("delta_few", q.dtype, (n, t, h, width, deep), (scale,), (*given, state, o, final))
         return Forward(o, final, q.new_empty(0), q.new_empty(0))
     every = mark_tokens(chunk)
     errors = _empty(v, v.shape) if keep else None
     marks = _empty(q, (n, h, (t + every - 1) // every, width, deep)) if keep else None
     settings = (_size(chunk), scale, torch.get_num_threads())
-    _call("delta_forward", q.dtype, (n, t, h, width, deep), settings, (*inputs, o, final, errors, marks))
+    _call("delta_forward", q.dtype, (n, t, h, width, deep), settings, (*given, state, o, final, errors, marks))
     return Forward(o, final, q.new_empty(0) if errors is None else errors, q.new_empty(0) if marks is None else marks)
 
 
 def backward(
-    go: Tensor | None,
-    gfinal: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_alpha: Tensor | None,
-    lam: Tensor | None,
-    kept: Kept,
-    scale: float,
-    chunk: int,
+    go: Tensor | None, gfinal: Tensor | None, given: Inputs, kept: Kept, scale: float, chunk: int
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, beta, log_alpha, lam and of the memory before the first token."""
-    n, t, h, width = q.shape
-    grads = [_empty(x, x.shape) for x in (q, k, v, beta)]
-    gates = [None if x is None else _empty(x, x.shape) for x in (log_alpha, lam)]
-    gstate = _empty(q, (n, h, v.shape[3], width))
+    """Gradients of the inputs, and of the memory before the first token."""
+    (n, t, h, width), deep = given.q.shape, given.v.shape[3]
+    grads = [None if x is None else _empty(x, x.shape) for x in given]
+    gstate = _empty(given.q, (n, h, deep, width))
     settings = (_size(chunk), scale, torch.get_num_threads())
-    tensors = (q, k, v, beta, log_alpha, lam, go, gfinal, *kept, *grads, *gates, gstate)
-    _call("delta_backward", q.dtype, (n, t, h, width, v.shape[3]), settings, tensors)
-    return *grads, *(q.new_empty(0) if x is None else x for x in gates), gstate
+    _call("delta_backward", gstate.dtype, (n, t, h, width, deep), settings, (*given, go, gfinal, *kept, *grads, gstate))
+    return *(gstate.new_empty(0) if x is None else x for x in grads), gstate
 
 
 def _empty(like: Tensor, shape: Any) -> Tensor:

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from qkflow.ops.delta import chunked
 from qkflow.ops.delta import native as kernel
 from qkflow.ops.delta.chunked import Kept
+from qkflow.ops.delta.inputs import Inputs
 
 CHUNK = chunked.CHUNK
 """Tokens of a chunk by which products are counted, whatever the chunks of the form that runs."""
@@ -29,15 +30,12 @@ _OPS.define(
     " float scale, int chunk, bool native) -> Tensor[]"
 )
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""q, k, v, beta, log_alpha, lam and state, in row form."""
 
-
-def run(inputs: Inputs, scale: float, chunk: int, native: bool) -> tuple[Tensor, Tensor]:
+def run(given: Inputs, state: Tensor | None, scale: float, chunk: int, native: bool) -> tuple[Tensor, Tensor]:
     """Outputs and the memory after the last token."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return _Delta.apply(*inputs, scale, chunk, native)  # pyright: ignore[reportReturnType]
-    o, final, *_ = _forward(*inputs, scale, chunk, False, native)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*given, state)):
+        return _Delta.apply(*given, state, scale, chunk, native)  # pyright: ignore[reportReturnType]
+    o, final, *_ = _forward(*given, state, scale, chunk, False, native)
     return o, final
 
 
@@ -87,11 +85,11 @@ def _forward(*args: Any) -> list[Tensor]:
 
 
 def _delta(*args: Any) -> list[Tensor]:
-    *inputs, native = args
+    given, (*rest, native) = Inputs(*args[:6]), args[6:]
     if native:
-        return [*kernel.forward(*inputs)]
-    with _plain(inputs[0].device.type):
-        return [*chunked.forward(*inputs)]
+        return [*kernel.forward(given, *rest)]
+    with _plain(given.q.device.type):
+        return [*chunked.forward(given, *rest)]
 
 
 def _plain(device: str) -> AbstractContextManager[Any]:
@@ -100,10 +98,10 @@ def _plain(device: str) -> AbstractContextManager[Any]:
 
 
 def _delta_backward(*args: Any) -> list[Tensor]:
-    *given, o, errors, marks, scale, chunk, native = args
-    back: Any = kernel.backward if native else chunked.backward
-    with _plain(o.device.type):
-        return [*back(*given, Kept(o, errors, marks), scale, chunk)]
+    given, kept, (scale, chunk, native) = Inputs(*args[2:8]), Kept(*args[8:11]), args[11:]
+    form: Any = kernel if native else chunked
+    with _plain(given.q.device.type):
+        return [*form.backward(*args[:2], given, kept, scale, chunk)]
 
 
 def _shapes(*args: Any) -> list[Tensor]:

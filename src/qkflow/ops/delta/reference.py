@@ -11,29 +11,15 @@ without \alpha besides the delta rule (https://arxiv.org/abs/2406.06484).
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-Queries = Float[Tensor, "n t h k"]
-Values = Float[Tensor, "n t h v"]
-Gates = Float[Tensor, "n t h"]
-Memories = Float[Tensor, "n h v k"]
+from qkflow.ops.delta.inputs import Inputs, Memories, Values
 
 
-def recurrent(
-    q: Queries,
-    k: Queries,
-    v: Values,
-    beta: Gates,
-    log_alpha: Gates | None,
-    lam: Gates | None,
-    state: Memories | None,
-    scale: float,
-) -> tuple[Values, Memories]:
+def recurrent(given: Inputs, state: Memories | None, scale: float) -> tuple[Values, Memories]:
     """Outputs, and the memory after the last token, both in float64."""
-    q, k, v, beta = q.double(), k.double(), v.double(), beta.double()
-    x = k if lam is None else k + lam.double().unsqueeze(-1) * q
-    alpha = torch.ones_like(beta) if log_alpha is None else log_alpha.double().exp()
+    q, k, v, beta = (x.double() for x in given[:4])
+    x = k if given.lam is None else k + given.lam.double().unsqueeze(-1) * q
+    alpha = torch.ones_like(beta) if given.log_alpha is None else given.log_alpha.double().exp()
     n, t, h, width = k.shape
     S = k.new_zeros(n, h, v.shape[-1], width) if state is None else state.double()
     outputs = []

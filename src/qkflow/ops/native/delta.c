@@ -19,6 +19,27 @@ static int out_of_range(long count, const real *beta, const real *log_alpha, con
     return wrong;
 }
 
+/* all rows and heads, shared out among threads, each with `room` numbers of its own */
+static int each(const Rule *r, int threads, size_t room,
+                void (*heads)(const Rule *, long row, int first, int many, const void *, real *), const void *what) {
+    long all = r->rows * r->heads;
+    if (threads > all) threads = (int)all;
+    room = (room + 15) / 16 * 16;
+    real *memory = aligned(room * threads);
+    if (!memory) return NO_MEMORY;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int thread = 0; thread < threads; thread++) {
+        Mode mode = flush();
+        for (long one = all * thread / threads, end = all * (thread + 1) / threads, next; one < end; one = next) {
+            next = together(r, one, end);
+            heads(r, one / r->heads, (int)(one % r->heads), (int)(next - one), what, memory + room * thread);
+        }
+        restore(mode);
+    }
+    free(memory);
+    return 0;
+}
+
 /* the marks of a row and head: its memories every MARKS chunks, [key, value] each */
 static long mark(const Rule *r, const Chunk *c, long group) {
     long groups = (r->tokens + (long)r->chunk * MARKS - 1) / ((long)r->chunk * MARKS);
@@ -68,7 +89,8 @@ static void forward_chunk(const Rule *r, const Chunk *c, int then, int later, co
 }
 
 /* some heads of a row side by side, as they lie in memory */
-static void forward_heads(const Rule *r, long row, int first, int many, const Results *to, real *memory) {
+static void forward_heads(const Rule *r, long row, int first, int many, const void *what, real *memory) {
+    const Results *to = what;
     long size = (long)r->key * r->value, matrix = (long)r->K * r->V, at = (row * r->heads + first) * size;
     memset(memory, 0, sizeof(real) * matrix * many);
     for (int i = 0; i < many && to->state; i++)
@@ -93,22 +115,7 @@ int NAME(delta_forward)(long rows, long tokens, int heads, int key, int value, i
     r.q = q, r.k = k, r.v = v, r.beta = beta, r.log_alpha = log_alpha, r.lam = lam;
     Results to = {state, o, final, errors, marks};
     if (out_of_range(rows * tokens * heads, beta, log_alpha, lam)) return GATES;
-    long tasks = rows * heads;
-    if (threads > tasks) threads = (int)tasks;
-    size_t each = (forward_memory(&r) + 15) / 16 * 16;
-    real *memory = aligned(each * threads);
-    if (!memory) return NO_MEMORY;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int thread = 0; thread < threads; thread++) {
-        Mode mode = flush();
-        for (long one = tasks * thread / threads, end = tasks * (thread + 1) / threads, next; one < end; one = next) {
-            next = together(&r, one, end);
-            forward_heads(&r, one / heads, (int)(one % heads), (int)(next - one), &to, memory + each * thread);
-        }
-        restore(mode);
-    }
-    free(memory);
-    return 0;
+    return each(&r, threads, forward_memory(&r), forward_heads, &to);
 }
 
 typedef struct {
@@ -261,7 +268,8 @@ static void backward_group(const Rule *r, long row, int head, long group, const 
     }
 }
 
-static void backward_heads(const Rule *r, long row, int first, int many, const Gradients *g, real *memory) {
+static void backward_heads(const Rule *r, long row, int first, int many, const void *what, real *memory) {
+    const Gradients *g = what;
     long size = (long)r->key * r->value, matrix = (long)r->K * r->V, at = (row * r->heads + first) * size;
     memset(memory, 0, sizeof(real) * matrix * many);
     for (int i = 0; i < many && g->gfinal; i++)
@@ -281,22 +289,7 @@ int NAME(delta_backward)(long rows, long tokens, int heads, int key, int value, 
     Rule r = rule(rows, tokens, heads, key, value, chunk, scale);
     r.q = q, r.k = k, r.v = v, r.beta = beta, r.log_alpha = log_alpha, r.lam = lam;
     Gradients g = {go, gfinal, o, errors, marks, gq, gk, gv, gbeta, glog_alpha, glam, gstate};
-    long tasks = rows * heads;
-    if (threads > tasks) threads = (int)tasks;
-    size_t each = (backward_memory(&r) + 15) / 16 * 16;
-    real *memory = aligned(each * threads);
-    if (!memory) return NO_MEMORY;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int thread = 0; thread < threads; thread++) {
-        Mode mode = flush();
-        for (long one = tasks * thread / threads, end = tasks * (thread + 1) / threads, next; one < end; one = next) {
-            next = together(&r, one, end);
-            backward_heads(&r, one / heads, (int)(one % heads), (int)(next - one), &g, memory + each * thread);
-        }
-        restore(mode);
-    }
-    free(memory);
-    return 0;
+    return each(&r, threads, backward_memory(&r), backward_heads, &g);
 }
 
 /* one token and head: s' = alpha s + beta (v - alpha s . x) k for each row s of S as it lies, read and written once, and
