@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -47,6 +48,7 @@ def size(name: str, *, vocabulary: int | None = None, mechanism: str | tuple[str
     )
 
 
+@lru_cache(maxsize=1024)  # a mechanism's name means one thing in a process
 def parameters(config: DecoderConfig) -> int:
     """How many parameters a decoder of this config has, without allocating them."""
     with torch.device("meta"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -16,6 +18,8 @@ from qkflow.study.worker import described
 
 _TICK = 0.5
 _RETRIES = 3
+_ASK_AGAIN = 10.0
+"""Seconds after which a task that was asked to stop, and goes on, is asked again."""
 
 
 class RayEngine:
@@ -26,6 +30,7 @@ class RayEngine:
     def __init__(self, address: str | None = None) -> None:
         self._address = address or os.environ.get("RAY_ADDRESS") or "local"
         self._ours = self._stopped = False
+        self._ask_again = 0.0
         self._running: dict[Any, int] = {}
 
     def __enter__(self) -> RayEngine:
@@ -101,9 +106,10 @@ class RayEngine:
             )
 
     def stop(self) -> None:
-        """Interrupt every task, once."""
-        if not self._stopped:
-            self._stopped = True
+        """Interrupt every task, and once more after a while what goes on: an interrupt can get lost on the way."""
+        self._stopped = True
+        if (now := time.monotonic()) >= self._ask_again:
+            self._ask_again = now + _ASK_AGAIN
             for reference in self._running:
                 self._ray.cancel(reference, force=False)
 
@@ -119,5 +125,7 @@ class RayEngine:
 
 def _call(environment: Mapping[str, str], function: Callable[[Any], Any], argument: Any) -> Any:
     """What a task does."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job; Ray asks to stop by it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(environment)
     return function(argument)
