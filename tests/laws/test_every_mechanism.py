@@ -17,6 +17,15 @@ from qkflow.ops.delta import use
 
 DELTAS = ("deltanet", "gated-deltanet", "qdelta")
 BASES = ("standard", "differential", "coupled", *DELTAS)
+MEMORIES = (
+    "qdelta:conv=1,decay=False",
+    "qdelta:heads=1,key_width=130",
+    "qdelta+hamiltonian:conv=3",
+    "qdelta+affine:lam=0.5",
+    "gated-deltanet+euler:gate=False,value_expansion=1",
+    "deltanet+uncoupled:key_width=12",
+    "deltanet+nonlinear-query",
+)
 VARIANTS = (
     "standard:key_heads=2",
     "standard:qk_norm=True",
@@ -39,24 +48,12 @@ VARIANTS = (
     "differential+affine",
     "differential+uncoupled:window=4",
     "differential+nonlinear-query",
-    "qdelta:conv=1,decay=False",
-    "qdelta:heads=1,key_width=130",
-    "qdelta+hamiltonian:conv=3",
-    "qdelta+affine:lam=0.5",
-    "gated-deltanet+euler:gate=False,value_expansion=1",
-    "deltanet+uncoupled:key_width=12",
-    "deltanet+nonlinear-query",
+    *MEMORIES,
 )
 ALIKE = {
     "deltanet",
     "gated-deltanet",
-    "qdelta:conv=1,decay=False",
-    "qdelta:heads=1,key_width=130",
-    "qdelta+hamiltonian:conv=3",
-    "qdelta+affine:lam=0.5",
-    "gated-deltanet+euler:gate=False,value_expansion=1",
-    "deltanet+uncoupled:key_width=12",
-    "deltanet+nonlinear-query",
+    *MEMORIES,
     "coupled:steps=7",
     "coupled:window=3,key_heads=1,qk_norm=True",
     "coupled:sharing=none,key_heads=2",

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -18,8 +17,6 @@ from qkflow.study.worker import described
 
 _TICK = 0.5
 _RETRIES = 3
-_ASK_AGAIN = 10.0
-"""Seconds after which a task that was asked to stop, and goes on, is asked again."""
 
 
 class RayEngine:
@@ -30,7 +27,6 @@ class RayEngine:
     def __init__(self, address: str | None = None) -> None:
         self._address = address or os.environ.get("RAY_ADDRESS") or "local"
         self._ours = self._stopped = False
-        self._ask_again = 0.0
         self._running: dict[Any, int] = {}
 
     def __enter__(self) -> RayEngine:
@@ -106,10 +102,9 @@ class RayEngine:
             )
 
     def stop(self) -> None:
-        """Interrupt every task, and once more after a while what goes on: an interrupt can get lost on the way."""
-        self._stopped = True
-        if (now := time.monotonic()) >= self._ask_again:
-            self._ask_again = now + _ASK_AGAIN
+        """Interrupt every task, once."""
+        if not self._stopped:
+            self._stopped = True
             for reference in self._running:
                 self._ray.cancel(reference, force=False)
 

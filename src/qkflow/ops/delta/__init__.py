@@ -16,13 +16,10 @@ from qkflow.layout import Layout
 from qkflow.ops.delta import operator
 from qkflow.ops.delta.backends import BACKENDS, choose, use
 from qkflow.ops.delta.gates import check_gates
-from qkflow.ops.delta.inputs import Inputs
+from qkflow.ops.delta.inputs import WIDEST, Inputs
 from qkflow.ops.delta.reference import recurrent
 
 __all__ = ["BACKENDS", "WIDEST", "Inputs", "choose", "delta_rule", "use"]
-
-WIDEST = 256
-"""The widest heads of keys. Values may be of any width: rows of the memory do not see each other."""
 
 
 def delta_rule(

@@ -8,6 +8,9 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
+WIDEST = 256
+"""The widest heads of keys. Values may be of any width: rows of the memory do not see each other."""
+
 Keys = Float[Tensor, "n t h k"]
 Values = Float[Tensor, "n t h v"]
 Gates = Float[Tensor, "n t h"]

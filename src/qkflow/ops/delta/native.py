@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkflow.ops.delta.chunked import Forward, Kept
 from qkflow.ops.delta.gates import check_gates
-from qkflow.ops.delta.inputs import Inputs
+from qkflow.ops.delta.inputs import WIDEST, Inputs
 from qkflow.ops.native import library
 
 CHUNK = 32
@@ -21,8 +21,8 @@ _MARKS = 16
 """Chunks between two memories that are kept for the backward pass, as the kernel has it."""
 _FEW = 4
 """Tokens up to which the recurrence itself is faster."""
-_MOST, _WIDEST = 128, 256
-"""The kernel's limits: tokens of a chunk, and numbers of a key where the recurrence itself runs."""
+_MOST = 128
+"""The most tokens of a chunk, as the kernel has it."""
 
 _GATES = 2
 """What the kernel answers to gates out of range."""
@@ -44,7 +44,7 @@ def forward(given: Inputs, state: Tensor | None, scale: float, chunk: int, keep:
     q, v = given.q, given.v
     (n, t, h, width), deep = q.shape, v.shape[3]
     o, final = _empty(v, v.shape), _empty(q, (n, h, deep, width))
-    if t <= _FEW and not keep and width <= _WIDEST:
+    if t <= _FEW and not keep and width <= WIDEST:
         _call("delta_few", q.dtype, (n, t, h, width, deep), (scale,), (*given, state, o, final))
         return Forward(o, final, q.new_empty(0), q.new_empty(0))
     every = mark_tokens(chunk)

@@ -45,9 +45,13 @@ def flops(t: int, heads: int, key: int, value: int) -> int:
     >>> flops(64, 1, 64, 64) == 10 * 64**3
     True
     """
+    return heads * (2 * _pairs(t) * (key + value) + 6 * t * key * value)
+
+
+def _pairs(t: int) -> int:
+    """Pairs of tokens in the same chunk, each both ways."""
     whole, rest = divmod(t, CHUNK)
-    pairs = whole * CHUNK**2 + rest**2
-    return heads * (2 * pairs * (key + value) + 6 * t * key * value)
+    return whole * CHUNK**2 + rest**2
 
 
 class _Delta(torch.autograd.Function):
@@ -140,6 +144,4 @@ def _forward_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
 def _backward_flops(go: Any, gfinal: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     """Scores again, their gradients and what follows from those; twice the products with the memory."""
     n, t, h, key = q
-    whole, rest = divmod(t, CHUNK)
-    pairs = whole * CHUNK**2 + rest**2
-    return n * h * (pairs * (6 * key + 4 * v[3]) + 12 * t * key * v[3])
+    return n * h * (_pairs(t) * (6 * key + 4 * v[3]) + 12 * t * key * v[3])
