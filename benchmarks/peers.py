@@ -28,7 +28,7 @@ def hf_llama(config: DecoderConfig, positions: int = 16384) -> LlamaForCausalLM:
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
             num_key_value_heads=config.heads,
-            tie_word_embeddings=config.tied,
+            tie_word_embeddings=config.tied is not False,
             max_position_embeddings=positions,
             attn_implementation="sdpa",
         )
@@ -40,7 +40,7 @@ def x_transformer(config: DecoderConfig, positions: int) -> TransformerWrapper:
     return TransformerWrapper(
         num_tokens=config.vocabulary,
         max_seq_len=positions,
-        tie_embedding=config.tied,
+        tie_embedding=config.tied is not False,
         use_abs_pos_emb=False,
         attn_layers=XDecoder(
             dim=config.width,

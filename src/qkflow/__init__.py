@@ -33,6 +33,10 @@ from qkflow.mechanisms import (
     Factory,
     GatedDeltaNet,
     GatedDeltaNetConfig,
+    GroupAttention,
+    GroupConfig,
+    KuramotoAttention,
+    KuramotoConfig,
     Mechanism,
     QDelta,
     QDeltaConfig,
@@ -43,7 +47,7 @@ from qkflow.mechanisms import (
     register,
 )
 from qkflow.models import SIZES, Decoder, DecoderConfig, DecoderState, Sampling, generate, matched, size, stream
-from qkflow.state import Cache, Memory, State
+from qkflow.state import Cache, Delayed, Memory, State
 from qkflow.training import Callback, Evaluation, TrainConfig, evaluate, load_run, train
 
 __all__ = [
@@ -64,6 +68,7 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "DecoderState",
+    "Delayed",
     "DeltaNet",
     "DeltaNetConfig",
     "DifferentialAttention",
@@ -74,7 +79,11 @@ __all__ = [
     "Factory",
     "GatedDeltaNet",
     "GatedDeltaNetConfig",
+    "GroupAttention",
+    "GroupConfig",
     "Interrupted",
+    "KuramotoAttention",
+    "KuramotoConfig",
     "Layout",
     "Mechanism",
     "Memory",

@@ -9,6 +9,8 @@ copied for each new token. Older states on the same buffer keep what they see, b
 state whose next place is taken already (it was continued once before) copies itself first. Under a sliding window a
 full buffer keeps what can still be seen and forgets the rest.
 
+`Delayed` is a cache whose tokens are seen one step late, so that the last one still waits outside.
+
 `Memory` is the state of mechanisms that keep a summary of fixed size. It is functional always.
 """
 
@@ -233,6 +235,42 @@ class Cache(State):
         rows = torch.arange(len(slot), device=slot.device)[:, None]
         buffers = tuple(x[rows, slot] for x in self.tensors)
         return replace(self, buffers=buffers, used=count, table=table, extent=_Extent(0))
+
+
+@dataclass(frozen=True, eq=False)
+class Delayed(State):
+    """A cache of tokens that are seen one step late: the last token of each row waits beside it.
+
+    >>> Delayed(Cache.start([torch.zeros(2, 0, 4)]), (torch.zeros(2, 1, 4),)).length.tolist()
+    [0, 0]
+    """
+
+    cache: Cache
+    """What can be seen; its slots are as many as the tokens, the first of which holds what came before all of them."""
+    last: tuple[Float[Tensor, "n 1 _"], ...]
+    """What the next slot will hold."""
+
+    @property
+    def length(self) -> Int[Tensor, " n"]:
+        """Tokens seen so far of each row."""
+        return self.cache.length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache and of what waits."""
+        return self.cache.nbytes + sum(x.nbytes for x in self.last)
+
+    def select(self, rows: Int[Tensor, " m"]) -> Delayed:
+        """The rows asked for, copied."""
+        return Delayed(self.cache.select(rows), tuple(x[rows.to(x.device)] for x in self.last))
+
+    def detach(self) -> Delayed:
+        """The same values, cut from the graph that made them."""
+        return Delayed(self.cache.detach(), tuple(x.detach() for x in self.last))
+
+    def to(self, device: torch.device | str) -> Delayed:
+        """The same state on another device."""
+        return Delayed(self.cache.to(device), tuple(x.to(device) for x in self.last))
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 from qkflow.laws import LAWS, Verdict, check
 from qkflow.layout import Layout
 from qkflow.mechanisms import Circuits, Cost, StandardAttention
-from qkflow.mechanisms.softmax import Rows
+from qkflow.mechanisms.sight import Rows
 from qkflow.ops.softmax import attention
 from qkflow.state import Cache
 

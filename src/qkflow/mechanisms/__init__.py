@@ -14,6 +14,7 @@ from qkflow.mechanisms.delta import (
     QDeltaConfig,
 )
 from qkflow.mechanisms.differential import DifferentialAttention, DifferentialConfig
+from qkflow.mechanisms.kuramoto import GroupAttention, GroupConfig, KuramotoAttention, KuramotoConfig
 from qkflow.mechanisms.registry import mechanism, mechanisms, register
 from qkflow.mechanisms.standard import StandardAttention, StandardConfig
 
@@ -34,6 +35,10 @@ __all__ = [
     "Factory",
     "GatedDeltaNet",
     "GatedDeltaNetConfig",
+    "GroupAttention",
+    "GroupConfig",
+    "KuramotoAttention",
+    "KuramotoConfig",
     "Mechanism",
     "QDelta",
     "QDeltaConfig",

@@ -13,6 +13,7 @@ padded or packed; padding comes out as zeros. Two readings of the same computati
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
+from qkflow.ops.groups import Group
 from qkflow.state import State
 
 Stream = Float[Tensor, "b t d"]
@@ -120,8 +122,17 @@ class Mechanism(nn.Module, ABC):
     def circuits(self) -> Circuits:
         """Which parameters are the QK circuit and which the OV circuit; the rest is neither."""
 
+    @property
+    def group(self) -> Group | None:
+        """The group whose elements the stream holds, of which the output is a change; `None` for an ordinary stream."""
+        return None
+
     def tie(self, first: Mechanism) -> None:
         """Share with the first layer of a stack what the config says all its layers share; a model calls it."""
+
+    def rates(self) -> Mapping[str, float]:
+        """Factors on the learning rate of parameters that do not live on a matrix's scale; 1 for all not named."""
+        return {}
 
     def exhibits(self, x: Stream) -> tuple[Exhibit, ...]:
         """What the mechanism has to show of its own when it reads `x`; nothing unless it says so."""

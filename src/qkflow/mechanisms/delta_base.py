@@ -38,6 +38,7 @@ from qkflow.layout import Layout
 from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Mechanism, Stream, projection
 from qkflow.mechanisms.coupling import Coupling, CouplingConfig
 from qkflow.mechanisms.decay import Decay, precise
+from qkflow.mechanisms.sight import opened
 from qkflow.ops import native
 from qkflow.ops.delta import WIDEST, delta_rule, operator
 from qkflow.ops.delta import Inputs as DeltaInputs
@@ -210,11 +211,7 @@ class DeltaMechanism(Mechanism):
 
     def _rows(self, x: Stream, state: State | None, layout: Layout | None) -> _Rows:
         """Project, go to row form, convolve behind what the state holds, couple and scale; padding writes nothing."""
-        if x.shape[1] == 0:
-            raise UsageError("a call needs at least one token, got none")
-        if layout is not None:
-            layout.check(x)
-            x = layout.clean(x)
+        x = opened(x, layout)
         beta, log_alpha, lam = self._gates(x)
         streams = self.query(x), self.key(x), self.value(x)
         if layout is not None:  # a token without beta and decay changes nothing

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.mechanisms.base import Circuits, Exhibit, Stream
-from qkflow.mechanisms.softmax import HeadShape, Rows, SoftmaxConfig, SoftmaxMechanism
+from qkflow.mechanisms.sight import Rows
+from qkflow.mechanisms.softmax import HeadShape, SoftmaxConfig, SoftmaxMechanism
 from qkflow.ops.differential import differential_attention, differential_lambda, differential_map, lambda_init
 from qkflow.ops.norm import rms_norm
 

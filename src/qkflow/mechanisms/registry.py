@@ -27,6 +27,7 @@ from qkflow.mechanisms.coupled import CoupledConfig
 from qkflow.mechanisms.coupling import DYNAMICS, CouplingConfig
 from qkflow.mechanisms.delta import DeltaNetConfig, GatedDeltaNetConfig, QDeltaConfig
 from qkflow.mechanisms.differential import DifferentialConfig
+from qkflow.mechanisms.kuramoto import GroupConfig, KuramotoConfig
 from qkflow.mechanisms.standard import StandardConfig
 
 _BUILT_IN: dict[str, type[Any]] = {
@@ -36,6 +37,8 @@ _BUILT_IN: dict[str, type[Any]] = {
     "deltanet": DeltaNetConfig,
     "gated-deltanet": GatedDeltaNetConfig,
     "qdelta": QDeltaConfig,
+    "kuramoto": KuramotoConfig,
+    "group": GroupConfig,
 }
 _COUPLING = {field.name for field in dataclasses.fields(CouplingConfig)}
 _GROUP = "qkflow.mechanisms"
@@ -53,7 +56,7 @@ def mechanisms() -> Mapping[str, type[Any]]:
     """The config class of every known mechanism, ours and those that installed packages add.
 
     >>> sorted(mechanisms())
-    ['coupled', 'deltanet', 'differential', 'gated-deltanet', 'qdelta', 'standard']
+    ['coupled', 'deltanet', 'differential', 'gated-deltanet', 'group', 'kuramoto', 'qdelta', 'standard']
     """
     known = dict(_BUILT_IN)
     for name, entry in _installed().items():

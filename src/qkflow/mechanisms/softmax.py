@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from einops import rearrange, reduce, repeat
+from einops import reduce, repeat
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -24,9 +24,9 @@ from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Mechanism, Stream, projection
 from qkflow.mechanisms.coupling import Coupling, CouplingConfig
+from qkflow.mechanisms.sight import Rows, by_token, in_reach, opened
 from qkflow.ops.norm import rms_norm
 from qkflow.ops.rotary import rotate, turns
-from qkflow.ops.softmax import Mask, visible
 from qkflow.state import Cache, State
 
 
@@ -55,19 +55,6 @@ class HeadShape(NamedTuple):
     values: int
     value_width: int
     outputs: int
-
-
-class Rows(NamedTuple):
-    """A call in row form: what to attend with, what came before, and who sees whom."""
-
-    q: Float[Tensor, "n t h k"]
-    k: Float[Tensor, "n s g k"]
-    v: Float[Tensor, "n s u v"]
-    causal: bool
-    mask: Mask | None
-    cache: Cache
-    first: int
-    """Slots of the cache that lie before the first one of `k` and `v` (out of the window's reach)."""
 
 
 def _bare(linear: nn.Linear) -> bool:
@@ -117,17 +104,7 @@ class SoftmaxMechanism(Mechanism):
         if isinstance(state, Cache):
             state = replace(state, window=None)  # a column for every slot: none may be given up on the way
         rows = self._rows(x, state, layout)
-        scores = torch.nn.functional.pad(self.map(rows), (rows.first, 0))
-        if layout is None:
-            return scores
-        sequence, position = layout.sequences.clamp_min(0), layout.positions
-        past = rows.cache.used - layout.span
-        scores = rearrange(scores, "n h t s -> n t h s")[sequence, position]  # [b t h s]: each token's own row
-        own = repeat(past + position, "b s -> b t h s", t=scores.shape[1], h=scores.shape[2])
-        together = (sequence[:, :, None] == sequence[:, None, :]) & layout.valid[:, None, :] & layout.valid[:, :, None]
-        here = scores.gather(3, own) * together[:, :, None]
-        before = scores[..., :past] * layout.valid[:, :, None, None]
-        return rearrange(torch.cat([before, here], -1), "b t h s -> b h t s")
+        return by_token(torch.nn.functional.pad(self.map(rows), (rows.first, 0)), rows, layout)
 
     def values(self, x: Stream) -> Float[Tensor, "b s h v"]:
         """The value each head's queries read from each token."""
@@ -200,11 +177,7 @@ class SoftmaxMechanism(Mechanism):
 
     def _rows(self, x: Stream, state: State | None, layout: Layout | None) -> Rows:
         """Project, move to row form, turn, and put behind what the state holds."""
-        if x.shape[1] == 0:
-            raise UsageError("a call needs at least one token, got none")
-        if layout is not None:
-            layout.check(x)
-            x = layout.clean(x)
+        x = opened(x, layout)
         q, k = self._queries_and_keys(x)
         v = self._split(self.value, x, self.shape.values)
         if self.config.qk_norm:
@@ -224,20 +197,4 @@ class SoftmaxMechanism(Mechanism):
             by = turns(past.offset, q.shape[1], heads=heads, width=width, base=self.config.rotary_base, like=q)
             q, k = rotate(q, by), rotate(k, by)
         cache = past.extend((k, v), None if layout is None or layout.even else layout.lengths)
-        return self._sight(q, k, v, past, cache)
-
-    def _sight(self, q: Tensor, k: Tensor, v: Tensor, past: Cache, cache: Cache) -> Rows:
-        """The keys and values in reach, and the mask over them: none where causality alone, or nothing, does it."""
-        t, window = q.shape[1], self.config.window
-        if past.used == 0 and (window is None or t <= window):
-            return Rows(q, k, v, True, None, cache, 0)
-        first = 0
-        if cache.table is None and window is not None:
-            first = max(0, cache.used - (window + t - 1))
-        keys, values = (x[:, first:] for x in cache.tensors)
-        if cache.table is None and t == 1:
-            return Rows(q, keys, values, False, None, cache, first)
-        offset = past.offset
-        queries = torch.arange(t, device=q.device) + (offset if isinstance(offset, int) else offset[:, None])
-        mask = visible(queries, cache.positions[..., first:], window)
-        return Rows(q, keys, values, False, mask, cache, first)
+        return in_reach(q, k, v, past, cache, self.config.window)

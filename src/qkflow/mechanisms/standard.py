@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkflow.errors import UsageError
-from qkflow.mechanisms.softmax import HeadShape, Rows, SoftmaxConfig, SoftmaxMechanism
+from qkflow.mechanisms.sight import Rows
+from qkflow.mechanisms.softmax import HeadShape, SoftmaxConfig, SoftmaxMechanism
 from qkflow.ops.softmax import attention, attention_map
 
 

@@ -1,7 +1,10 @@
-"""The block that a stack repeats.
+"""The blocks that a stack repeats: over an ordinary stream, and over one of phases.
 
 x ──┬────────────────────────────────────► + ──┬──────────────────────────────► + ──► y
     └─► norm ─► mechanism ─► [dropout] ────┘   └─► norm ─► SwiGLU ─► [dropout] ─┘
+
+θ ──┬────────────────────────────────────► + ──┬──────────────────────────────────► + ──► θ'
+    └─► mechanism ─► [dropout] ────────────┘   └─► cos, sin ─► SwiGLU ─► [dropout] ─┘
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.mechanisms.base import Mechanism, Stream, projection
 from qkflow.ops.norm import rms_norm
@@ -33,13 +37,13 @@ class RMSNorm(nn.Module):
 class SwiGLU(nn.Module):
     r"""The gated feed-forward network  W_{output} (silu(W_{gate} x) \odot W_{up} x).  https://arxiv.org/abs/2002.05202"""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, outputs: int | None = None) -> None:
         super().__init__()
         self.gate = projection(width, hidden)
         self.up = projection(width, hidden)
-        self.output = projection(hidden, width)
+        self.output = projection(hidden, width if outputs is None else outputs)
 
-    def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
+    def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... o"]:
         """Each token by itself."""
         return self.output(F.silu(self.gate(x)) * self.up(x))
 
@@ -64,4 +68,40 @@ class Block(nn.Module):
         return x + self._drop(self.feed_forward(self.feed_forward_norm(x))), after
 
     def _drop(self, x: Stream) -> Stream:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class PhaseBlock(nn.Module):
+    """Synchronise, then move each token by itself. Nothing is normalised: only points of the group are ever read.
+
+    On the torus the stream holds angles, and both branches are added; on another group they move its elements.
+    """
+
+    def __init__(self, mechanism: Mechanism, width: int, hidden: int, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        if mechanism.group is None:
+            raise UsageError(f"{type(mechanism).__name__} has no group: its stream is no phase stream")
+        self.group = mechanism.group
+        elements = width // self.group.size
+        self.mechanism = mechanism
+        self.feed_forward = SwiGLU(elements * self.group.ambient, hidden, elements * self.group.dim)
+        self.dropout = dropout
+
+    def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
+        """The stream after this block, and the mechanism's state."""
+        change, after = self.mechanism(x, state, layout)
+        x = self._moved(self._elements(x), self._elements(self._drop(change)))
+        points = self.group.points(self._elements(x))
+        motion = self._drop(self.feed_forward(points.flatten(-2)))
+        return self._moved(
+            self._elements(x), self.group.push(points, motion.unflatten(-1, (-1, self.group.dim)))
+        ), after
+
+    def _elements(self, x: Stream) -> Float[Tensor, "b t e size"]:
+        return x.unflatten(-1, (-1, self.group.size))
+
+    def _moved(self, x: Float[Tensor, "b t e size"], change: Float[Tensor, "b t e size"]) -> Stream:
+        return self.group.retract(x, change).flatten(-2)
+
+    def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x

@@ -1,6 +1,9 @@
 """A causal language model: one block after the other over a stream of tokens.
 
 tokens ─► embedding ─► block ─► block ─► ... ─► norm ─► head ─► logits
+
+A stack of mechanisms on a group has a phase stream: tokens are embedded as elements (angles, on the torus), blocks move
+them, and the head reads their points (cosines and sines), not normalised, since they cannot grow.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.mechanisms.base import Cost, Mechanism
 from qkflow.mechanisms.registry import mechanism
-from qkflow.models.blocks import Block, RMSNorm
+from qkflow.models.blocks import Block, PhaseBlock, RMSNorm
+from qkflow.ops.groups import Group, near_identity
 from qkflow.state import State
 
 Tokens = Int[Tensor, "b t"]
@@ -41,8 +45,8 @@ class DecoderConfig:
     """Tokens there are; 257 is the bytes and an end-of-document token."""
     mechanism: str | tuple[str, ...] = "standard"
     """The mechanism of every block, as in `standard:window=128`; or a list of them, one a layer, for a hybrid stack."""
-    tied: bool = True
-    """Whether the head is the embedding, transposed."""
+    tied: bool | None = None
+    """Whether the head is the embedding, transposed; `None`: it is, unless the stream is one of phases."""
     dropout: float = 0.0
     """Share of each branch's output that is dropped in training."""
     norm_eps: float = 1e-5
@@ -108,23 +112,27 @@ class Decoder(nn.Module):
         self.config = config
         factories = [mechanism(spec) for spec in config.mechanisms]
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.ModuleList(
-            Block(
-                factory(config.width, config.heads, layer, config.layers),
-                config.width,
-                config.hidden,
-                dropout=config.dropout,
-                eps=config.norm_eps,
-            )
-            for layer, factory in enumerate(factories)
-        )
-        mixers = [cast(Mechanism, block.mechanism) for block in self.blocks]
+        mixers = [factory(config.width, config.heads, i, config.layers) for i, factory in enumerate(factories)]
+        self.group = _stream(mixers, config.mechanisms)
+        self.blocks = nn.ModuleList(self._block(mixer) for mixer in mixers)
         for factory, mixer in zip(factories, mixers, strict=True):
             if mixer is not (first := mixers[factories.index(factory)]):
                 mixer.tie(first)
-        self.norm = RMSNorm(config.width, config.norm_eps)
-        self.head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
+        read = config.width
+        if self.group is None:
+            self.norm = RMSNorm(config.width, config.norm_eps)
+        else:
+            self.norm = _Read(self.group)
+            read = config.width // self.group.size * self.group.ambient
+        tied = self.group is None if config.tied is None else config.tied
+        self.head = None if tied else nn.Linear(read, config.vocabulary, bias=False)
         self._initialise()
+
+    def _block(self, mixer: Mechanism) -> nn.Module:
+        config = self.config
+        if mixer.group is not None:
+            return PhaseBlock(mixer, config.width, config.hidden, dropout=config.dropout)
+        return Block(mixer, config.width, config.hidden, dropout=config.dropout, eps=config.norm_eps)
 
     def forward(
         self, tokens: Tokens, state: DecoderState | None = None, layout: Layout | None = None
@@ -139,19 +147,34 @@ class Decoder(nn.Module):
         return self.logits(self.norm(x)), DecoderState(tuple(states))
 
     def logits(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... vocabulary"]:
-        """Scores of every token, from the normalised stream."""
-        return F.linear(x, self.embedding.weight if self.head is None else self.head.weight)
+        """Scores of every token, from the normalised stream, or from the points of a phase stream."""
+        return F.linear(x, self._readers())
+
+    def rates(self) -> dict[str, float]:
+        """Factors on the learning rate, by parameter: what the mechanisms ask for, and phases (ours, by experiment)."""
+        own = {
+            f"blocks.{i}.mechanism.{name}": rate
+            for i, block in enumerate(self.blocks)
+            for name, rate in cast(Mechanism, block.mechanism).rates().items()
+        }
+        return own if self.group is None else own | {"embedding.weight": _PHASE_RATE}
+
+    def _readers(self) -> Float[Tensor, "vocabulary p"]:
+        """What the head compares the stream with: rows of its own, or the tokens' embeddings."""
+        if self.head is not None:
+            return self.head.weight
+        return self.embedding.weight if self.group is None else cast(_Read, self.norm)(self.embedding.weight)
 
     def cost(self, t: int) -> Cost:
         """What one sequence of `t` tokens costs: the blocks' mechanisms, their feed-forward networks, and the head."""
-        blocks = [cast(Block, block) for block in self.blocks]
+        blocks = [cast(Block | PhaseBlock, block) for block in self.blocks]
         mechanisms = [cast(Mechanism, block.mechanism).cost(t) for block in blocks]
         dense = sum(p.numel() for block in blocks for p in block.feed_forward.parameters())
         pair_flops = sum(cost.pair_flops for cost in mechanisms)
         mixing = sum(cost.pair_flops * cost.pairs for cost in mechanisms)
         return Cost(
             parameters=sum(p.numel() for p in self.parameters()),
-            linear_flops=sum(c.linear_flops for c in mechanisms) + 2 * t * (dense + self.embedding.weight.numel()),
+            linear_flops=sum(c.linear_flops for c in mechanisms) + 2 * t * (dense + self._readers().numel()),
             pair_flops=pair_flops,
             pairs=mixing / pair_flops if pair_flops else 0.0,  # on the average of the layers, whose windows may differ
             state_bytes=sum(c.state_bytes for c in mechanisms),
@@ -163,10 +186,49 @@ class Decoder(nn.Module):
         Ours: at 1m, over 500 short steps and one seed each, branches that begin at zero came to 2.13 to 2.18 held-out
         bits per byte, three starts without it to 2.26, 2.47 and 2.50.
         """
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        if self.group is None:
+            nn.init.normal_(self.embedding.weight, std=0.02)
+        else:
+            elements = self.config.width // self.group.size
+            with torch.no_grad():
+                around = near_identity(self.group, self.config.vocabulary, elements, spread=_PHASE_SPREAD)
+                self.embedding.weight.copy_(around.flatten(1))
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=0.02)
         for block in self.blocks:
             for branch in (block.mechanism, block.feed_forward):
                 if isinstance(output := getattr(branch, "output", None), nn.Linear):
                     nn.init.zeros_(output.weight)
+
+
+class _Read(nn.Module):
+    """The points of a phase stream."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... p"]:
+        """Cosines and sines, or the elements themselves."""
+        return self.group.points(x.unflatten(-1, (-1, self.group.size))).flatten(-2)
+
+
+def _stream(mixers: Sequence[Mechanism], specs: Sequence[str]) -> Group | None:
+    """The group of a stack's stream, which is the same for all of its layers."""
+    groups = [mixer.group for mixer in mixers]
+    for spec, group in zip(specs, groups, strict=True):
+        if group != groups[0]:
+            raise UsageError(
+                f"{specs[0]!r} and {spec!r} cannot share a stack: one reads {_named(groups[0])}, one {_named(group)}"
+            )
+    return groups[0]
+
+
+def _named(group: Group | None) -> str:
+    return "an ordinary stream" if group is None else f"elements of {group.name}"
+
+
+_PHASE_RATE = 10.0
+"""Angles live on a scale of radians, matrices do not."""
+_PHASE_SPREAD = 0.5
+"""How far from each other the phases of tokens begin, in radians."""

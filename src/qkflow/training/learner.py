@@ -80,7 +80,7 @@ class Learner:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), config.clip, norm)
         lr = config.lr * multiplier(config, self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["rate"]
         self.optimizer.step()
         self.step += 1
         return {

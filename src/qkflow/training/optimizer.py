@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.errors import CheckpointError
+from qkflow.models import Decoder
 from qkflow.training.config import TrainConfig
 
 _FUSED = ("cpu", "cuda", "mps")
@@ -19,6 +20,8 @@ _PARTS = ("step", "exp_avg", "exp_avg_sq")
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW over every trainable parameter once (tied ones too); norms, gains and biases are not decayed.
 
+    Nor is what the model gives a rate of its own, a group's `rate`: the schedule's learning rate is multiplied by it.
+
     >>> from qkflow.data import CorpusConfig
     >>> from qkflow.models import size
     >>> config = TrainConfig(corpus=CorpusConfig(), model=size("1m"), steps=10)
@@ -26,14 +29,14 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     [0.0]
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    matrices = [name for name, parameter in named.items() if parameter.ndim >= 2 and not name.endswith(_VECTORS)]
-    groups = [
-        {"params": [named[name] for name in matrices], "weight_decay": config.weight_decay},
-        {"params": [parameter for name, parameter in named.items() if name not in matrices], "weight_decay": 0.0},
-    ]
+    rates = model.rates() if isinstance(model, Decoder) else {}
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in named.items():
+        matrix = parameter.ndim >= 2 and not name.endswith(_VECTORS) and name not in rates
+        groups.setdefault((rates.get(name, 1.0), config.weight_decay if matrix else 0.0), []).append(parameter)
     parameters = list(named.values())
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [{"params": some, "rate": rate, "weight_decay": decay} for (rate, decay), some in groups.items()],
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,

@@ -1,0 +1,311 @@
+r"""What attention on a group shares, the torus included: tokens are elements, and are drawn to those they attend to.
+
+    x ─► points g ─┬─► [gate] ─► drift ─► q ──────────┐
+                   ├─► drift ─► one step late ─► k ───┼─► attend ─► [turn by the lag] ─► tangent at g ─► * step ─► y
+                   └─► [one step late] ─► v ──────────┘
+
+    s_{tu} = \tau \sum_j \gamma_{tj} <g_{tj}, g_{uj}>,  j over a head,        y_t = \eta T_{g_t} \sum_u A_{tu} g_u
+
+The first paper (https://arxiv.org/abs/2606.11585) has the score, the drift, raw values and the tangent update; its
+successor (https://arxiv.org/abs/2606.18694) the delay, the lag and the harmonics. Ours, since they do not say:
+
+- "Previous phase states" are u < t, strictly: a token is most like itself, and by itself is not moved at all. Keys are
+  seen one step late, and before the first token there is nothing: a key of zeros whose value is zero. Everyone sees it.
+- With frustration the value beside the key of u is that of its successor u + 1. The first token succeeds nothing, so it
+  stands beside the key of zeros; the token itself succeeds the one before, and draws itself by its lag alone.
+- Heads have elements of their own, in the score as in the update.
+- Gates: one a coordinate (`static`), read off the token (`content`), or with a phase of their own (`complex`: a linear
+  map of all points, whose lengths are gates and whose angles are shifts of the query).
+- The start: scores of random phases spread by `sharpness`, and a step of `step_size`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qkflow.errors import UsageError
+from qkflow.layout import Layout
+from qkflow.mechanisms.base import Circuits, Cost, Mechanism, Stream, projection
+from qkflow.mechanisms.sight import Rows, by_token, in_reach, opened
+from qkflow.ops import kuramoto
+from qkflow.ops.groups import TORUS, Group
+from qkflow.ops.rotary import rotate, turns
+from qkflow.ops.short_conv import tail_after
+from qkflow.ops.softmax import attention, attention_map
+from qkflow.state import Cache, Delayed, State
+
+_T = TypeVar("_T")
+Points = Float[Tensor, "b t h p"]
+"""The elements of each head, as points in space, one behind the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynchronyConfig:
+    """The options of attention on a group. Each is an ablation of its own."""
+
+    gate: Literal["complex", "content", "static", "off"] = "complex"
+    """What weighs the similarity of each coordinate: see above."""
+    temperature: Literal["learned", "fixed"] = "learned"
+    """Whether each head learns how sharply it looks."""
+    sharpness: float = 4.0
+    """Spread of the scores of random elements, at the start."""
+    step: Literal["coordinate", "head", "fixed"] = "coordinate"
+    """What the step size is learned for."""
+    step_size: float = 0.5
+    """The step at the start."""
+    values: Literal["phases", "projected"] = "phases"
+    """What a token passes on: itself, or a projection (a control: then it is no Kuramoto coupling any more)."""
+    frustrated: bool = False
+    """Whether tokens are drawn to the successors of those they attend to, by a learned lag."""
+    harmonics: int = 1
+    """Harmonics of the coupling, on the torus; more than one need frustration."""
+    strict: bool = True
+    """Whether a token attends only to those before it, and not to itself."""
+    rotary_base: float | None = 10000.0
+    """Base of the drift's frequencies; `None` for no positions at all."""
+    window: int | None = None
+    """How many keys back a token sees; `None` is all the way."""
+
+    def __post_init__(self) -> None:
+        for name in ("sharpness", "step_size"):
+            if not math.isfinite(value := getattr(self, name)):
+                raise UsageError(f"{name} must be a finite number, got {value}")
+        if self.sharpness <= 0:
+            raise UsageError(f"sharpness must be above 0, got {self.sharpness}")
+        if self.window is not None and self.window < 1:
+            raise UsageError(f"window must be at least 1, got {self.window}")
+        if self.harmonics < 1 or (self.harmonics > 1 and not self.frustrated):
+            raise UsageError(f"harmonics must be 1, or more with frustrated=True, got {self.harmonics}")
+        if self.frustrated and not self.strict:
+            raise UsageError("frustrated=True attends to those before a token: it needs strict=True")
+
+
+class SynchronyMechanism(Mechanism):
+    """Attention on a group. Subclasses say on which."""
+
+    def __init__(self, width: int, heads: int, group: Group, config: SynchronyConfig) -> None:
+        super().__init__()
+        if heads < 1 or width < 1 or width % (heads * group.size):
+            raise UsageError(
+                f"a width must be whole elements of {group.name} ({group.size} numbers each) for every head,"
+                f" got {width} for {heads} heads: make it a multiple of {heads * group.size}"
+            )
+        if config.harmonics > 1 and group != TORUS:
+            raise UsageError(f"harmonics are those of the torus, got {config.harmonics} on {group.name}")
+        self.width, self.heads, self._group, self.config = width, heads, group, config
+        self.elements = width // (heads * group.size)
+        shape, points = (heads, self.elements), heads * self.elements * group.ambient
+        self.query = projection(points, points) if config.gate == "complex" else None
+        self.gate_map = projection(points, heads * self.elements) if config.gate == "content" else None
+        self.gate = nn.Parameter(torch.full(shape, _ONE)) if config.gate in ("static", "content") else None
+        self.value = projection(points, points) if config.values == "projected" else None
+        origin = group.points(group.random(1))
+        spread = float(group.similarity(origin, origin)) * math.sqrt(self.elements / group.ambient)
+        self.temperature: Tensor
+        self.step: Tensor
+        self._hold("temperature", torch.full((heads,), math.log(config.sharpness / spread)), config.temperature)
+        steps = {"coordinate": shape, "head": (heads, 1), "fixed": (1, 1)}[config.step]
+        self._hold("step", torch.full(steps, config.step_size), config.step)
+        self.lag = nn.Parameter(torch.zeros(config.harmonics, *shape)) if config.frustrated else None
+        self.amplitude = nn.Parameter(torch.zeros(config.harmonics - 1, *shape)) if config.harmonics > 1 else None
+
+    @property
+    def group(self) -> Group:
+        """The group whose elements the stream holds."""
+        return self._group
+
+    def _hold(self, name: str, value: Tensor, how: str) -> None:
+        if how == "fixed":
+            self.register_buffer(name, value)
+        else:
+            setattr(self, name, nn.Parameter(value))
+
+    def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
+        """How each token's coordinates change, and the phases seen so far."""
+        call = self._call(x, state, layout)
+        z = self._attend(call.rows)
+        z = z if layout is None else layout.batch(z)
+        return self._drawn(z, call.points), Delayed(call.rows.cache.trim(), call.last)
+
+    def weights(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> Float[Tensor, "b h t s"]:
+        """The exact map. Rows sum to one less what a token leaves to the key of zeros, which draws it nowhere."""
+        if isinstance(state, Delayed):
+            state = Delayed(_unbounded(state.cache), state.last)
+        rows = self._call(x, state, layout).rows
+        scores = attention_map(rows.q, rows.k, causal=rows.causal, mask=rows.mask, scale=1.0)
+        scores = F.pad(scores, (rows.first, 0))
+        if self.config.strict and not self.config.frustrated:
+            scores = _early(scores, rows.cache)
+        return by_token(scores, rows, layout)
+
+    def values(self, x: Stream) -> Float[Tensor, "b s h v"]:
+        """The points of each token, or their projection; harmonic by harmonic."""
+        return self._passed_on(self.points(x))
+
+    def read(self, z: Float[Tensor, "b t h v"], x: Stream) -> Stream:
+        """What draws each token along the group, times its step."""
+        return self._drawn(z, self.points(x))
+
+    def cost(self, t: int) -> Cost:
+        """Maps of points, and a product for the score and one for each harmonic of the value of every pair."""
+        window, points = min(t, self.config.window or t), self.elements * self.group.ambient
+        maps = [part.weight.numel() for part in (self.query, self.gate_map, self.value) if part is not None]
+        cached = self.heads * points * (1 + self.config.harmonics)
+        waiting = self.heads * points * len(self._late((0, 0)))
+        return Cost(
+            parameters=sum(p.numel() for p in self.parameters()),
+            linear_flops=2 * t * sum(maps),
+            pair_flops=4 * self.heads * points * self.config.harmonics,
+            pairs=t * window - window**2 / 2,
+            state_bytes=(window * cached + waiting) * self.temperature.element_size(),
+        )
+
+    def circuits(self) -> Circuits:
+        """Gates and temperatures decide where to look; steps, lags and harmonics what follows from it."""
+        names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+        qk = ("query.weight", "gate_map.weight", "gate", "temperature")
+        return Circuits(
+            qk=tuple(name for name in names if name in qk), ov=tuple(name for name in names if name not in qk)
+        )
+
+    def rates(self) -> dict[str, float]:
+        """Gates, temperatures, steps and lags are few, and far from where they will be: ours."""
+        return {name: _FAST for name, part in self.named_parameters() if "." not in name and part.requires_grad}
+
+    def points(self, x: Stream) -> Points:
+        """The elements that the stream holds."""
+        elements = x.unflatten(-1, (self.heads, self.elements, self.group.size))
+        return self.group.points(elements).flatten(-2)
+
+    def _call(self, x: Stream, state: State | None, layout: Layout | None) -> _Call:
+        points = self.points(opened(x, layout))
+        q, k, v = self._asked(points), points, self._passed_on(points)
+        if layout is not None:
+            q, k, v = layout.rows(q), layout.rows(k), layout.rows(v)
+        past = self._past(state, k, v)
+        q, k = self._drift(q, past.cache.offset), self._drift(k, past.cache.offset)
+        lengths = None if layout is None or layout.even else layout.lengths
+        late = self._late((k, v))
+        last = tuple(tail_after(x.flatten(2), 2, w, lengths) for x, w in zip(late, past.last, strict=True))
+        slots = [_behind(x, w) for x, w in zip(late, past.last, strict=True)]
+        k, v = (*slots, *(k, v)[len(slots) :])
+        cache = past.cache.extend((k, v), lengths)
+        return _Call(points, in_reach(q, k, v, past.cache, cache, self.config.window), last)
+
+    def _past(self, state: State | None, k: Tensor, v: Tensor) -> Delayed:
+        name = type(self).__name__
+        if state is None:
+            nothing = tuple(x.new_zeros(len(x), 1, x[0, 0].numel()) for x in self._late((k, v)))
+            return Delayed(Cache.start((k, v), self.config.window), nothing)
+        if not isinstance(state, Delayed):
+            raise UsageError(f"{name} continues a Delayed state, got {type(state).__name__}: of another mechanism")
+        if len(state.cache.buffers[0]) != len(k):
+            raise UsageError(
+                f"the state holds {len(state.cache.buffers[0])} rows, the input {len(k)}: select() the rows first"
+            )
+        held, own = [[*x.shape[2:]] for x in state.cache.buffers], [[*x.shape[2:]] for x in (k, v)]
+        if held != own or len(state.last) != len(self._late((k, v))):
+            raise UsageError(f"{name} continues keys and values of {own}, got {held}: a state of another mechanism")
+        return state
+
+    def _late(self, pair: tuple[_T, _T]) -> tuple[_T, ...]:
+        """Which of keys and values are seen one step late."""
+        return () if not self.config.strict else pair[:1] if self.config.frustrated else pair
+
+    def _asked(self, points: Points) -> Points:
+        """Queries: the points, gated, and as sharp as each head wants to look."""
+        sharp = self.temperature.exp()
+        if self.query is not None:  # a matrix is smaller than a batch
+            own = self.query.weight.unflatten(0, (self.heads, -1)) * sharp[:, None, None]
+            return F.linear(points.flatten(2), own.flatten(0, 1)).view(points.shape)
+        gates = sharp[:, None]
+        if self.gate_map is not None and self.gate is not None:
+            seen = self.gate_map(points.flatten(2)).view(*points.shape[:2], *self.gate.shape)
+            gates = gates * F.softplus(seen + self.gate)
+        elif self.gate is not None:
+            gates = gates * F.softplus(self.gate)
+        return self._by_element(points, gates)
+
+    def _passed_on(self, points: Points) -> Points:
+        v = points if self.value is None else self.value(points.flatten(2)).view(points.shape)
+        if self.config.harmonics == 1:
+            return v
+        return torch.cat([p.flatten(-2) for p in kuramoto.powers(self._apart(v), self.config.harmonics)], -1)
+
+    def _drift(self, points: Points, offset: int | Tensor) -> Points:
+        """Every element turned by its position: what scores see of it is the distance."""
+        base, t = self.config.rotary_base, points.shape[1]
+        if base is None:
+            return points
+        if self.group == TORUS:
+            by = turns(offset, t, heads=self.heads, width=2 * self.elements, base=base, like=points)
+            return rotate(points, by)
+        wide = torch.promote_types(points.dtype, torch.float32)
+        position = torch.arange(t, device=points.device) + (offset if isinstance(offset, int) else offset[:, None])
+        speed = base ** -(torch.arange(self.elements, device=points.device, dtype=wide) / self.elements)
+        by = self.group.turn(position[..., None].to(wide) * speed).to(points.dtype).unsqueeze(-3)  # [.. t 1 e a]
+        return self.group.multiply(*torch.broadcast_tensors(by, self._apart(points))).flatten(-2)
+
+    def _attend(self, rows: Rows) -> Points:
+        """What each token gathers: the harmonics by themselves, as fused attention wants values as wide as keys."""
+        parts = rows.v.chunk(self.config.harmonics, -1)
+        each = [attention(rows.q, rows.k, v, causal=rows.causal, mask=rows.mask, scale=1.0) for v in parts]
+        return each[0] if len(each) == 1 else torch.cat(each, -1)
+
+    def _drawn(self, z: Float[Tensor, "b t h v"], points: Points) -> Stream:
+        here = [self._apart(points)]
+        if self.config.harmonics > 1:
+            here = kuramoto.powers(here[0], self.config.harmonics)
+        pulls = []
+        for m, (at, mean) in enumerate(zip(here, z.chunk(len(here), -1), strict=True)):
+            towards = self._apart(mean)
+            if self.lag is not None:
+                by = self.group.turn(self.lag[m]).to(towards.dtype)
+                towards = self.group.multiply(by.expand_as(towards), towards)
+            pull = self.group.tangent(at, towards)
+            pulls.append(pull if m == 0 or self.amplitude is None else pull * self.amplitude[m - 1].unsqueeze(-1))
+        return (sum(pulls[1:], pulls[0]) * self.step.unsqueeze(-1)).flatten(2)
+
+    def _apart(self, points: Points) -> Float[Tensor, "b t h e a"]:
+        return points.unflatten(-1, (self.elements, self.group.ambient))
+
+    def _by_element(self, points: Points, factors: Tensor) -> Points:
+        return (self._apart(points) * factors.unsqueeze(-1)).flatten(-2)
+
+
+class _Call(NamedTuple):
+    points: Points
+    """In the batch's form."""
+    rows: Rows
+    last: tuple[Tensor, ...]
+
+
+_ONE = math.log(math.e - 1)
+"""What softplus makes 1."""
+_FAST = 5.0
+
+
+def _behind(x: Float[Tensor, "n t h p"], last: Float[Tensor, "n 1 c"]) -> Float[Tensor, "n t h p"]:
+    """One step late."""
+    return torch.cat([last.view(len(x), 1, *x.shape[2:]).to(x.dtype), x[:, :-1]], 1)
+
+
+def _early(scores: Float[Tensor, "n h t s"], cache: Cache) -> Float[Tensor, "n h t s"]:
+    """The weights of slots as those of tokens: token p lies in the slot of position p + 1, and nothing in the first."""
+    if cache.table is None:
+        return F.pad(scores[..., 1:], (0, 1))
+    position = cache.positions
+    place = (position[:, :, None] == position[:, None, :] + 1) & (position >= 0)[:, None, :]  # [n slot token]
+    return torch.einsum("nhts,nsu->nhtu", scores, place.to(scores.dtype))
+
+
+def _unbounded(cache: Cache) -> Cache:
+    """With a column for every slot: none may be given up on the way."""
+    return Cache(cache.buffers, cache.used, cache.seen, None, cache.table, cache.lengths)

@@ -1,0 +1,130 @@
+r"""Kuramoto attention on the torus (Nunley, https://arxiv.org/abs/2606.11585): tokens are phases that synchronise.
+
+    s_{tu} = \tau \sum_j g_j \cos(\theta_{uj} - \theta_{tj} + \omega_j (u - t))      gated cosines, with a drift   (1)
+    A_{tu} = softmax_u s_{tu}                                                                                      (2)
+    \Delta\theta_{tj} = \eta_j \sum_u A_{tu} \sin(\theta_{uj} - \theta_{tj})         Kuramoto's coupling           (3)
+
+Since  \cos(a - b) = \cos a \cos b + \sin a \sin b,  a score is a dot product of doubled features e^{i \theta}, and with
+the same features as values attention returns the circular mean  C + i S = \sum_u A_{tu} e^{i \theta_u}.  Its component
+along the circle at \theta_t is the coupling, so torch's fused attention does all of it with no t x u matrix in memory:
+
+    \sum_u A_{tu} \sin(\theta_u - \theta_t) = \cos \theta_t \, S - \sin \theta_t \, C                              (4)
+
+Frustration (Sakaguchi's phase lag, and harmonics m of a kernel) turns the mean before it pulls:
+
+    \Delta\theta_{tj} = \eta_j \sum_m a_{mj} \sum_u A_{tu} \sin(m (\theta_{uj} - \theta_{tj}) + \alpha_{mj})       (5)
+
+| symbol                  | here     | shape           |
+|-------------------------|----------|-----------------|
+| \theta_t                | `theta`  | `[...]`         |
+| e^{i \theta_t}          | `points` | `[... 2]`       |
+| C + i S                 | `mean`   | `[... 2]`       |
+| A                       | `map`    | `[b h t u]`     |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from qkflow.errors import NotFiniteError
+
+Angles = Float[Tensor, "*n"]
+Points = Float[Tensor, "*n 2"]
+Map = Float[Tensor, "b h t u"]
+
+
+def coupling(theta: Float[Tensor, "b t h j"], map: Map) -> Float[Tensor, "b t h j"]:
+    """Equation (3) without its steps, by definition: every pair of phases in memory at once. The truth for (4).
+
+    >>> theta = torch.tensor([0.0, torch.pi / 2]).view(1, 2, 1, 1)
+    >>> coupling(theta, torch.tensor([[[[0.0, 0.0], [1.0, 0.0]]]])).flatten().tolist()
+    [0.0, -1.0]
+    """
+    apart = theta[:, None] - theta[:, :, None]  # [b t u h j]: theta_u - theta_t
+    return einsum(map, apart.sin(), "b h t u, b t u h j -> b t h j")
+
+
+def energy(theta: Float[Tensor, "b t h j"], map: Map) -> Float[Tensor, "b t h"]:
+    r"""The energy of each row,  E_t = -\sum_u A_{tu} \sum_j \cos(\theta_{uj} - \theta_{tj}):  (3) is its descent.
+
+    >>> energy(torch.zeros(1, 2, 1, 3), torch.tensor([[[[1.0, 0.0], [0.5, 0.5]]]])).flatten().tolist()
+    [-3.0, -3.0]
+    """
+    apart = theta[:, None] - theta[:, :, None]
+    return -einsum(map, apart.cos(), "b h t u, b t u h j -> b t h")
+
+
+def order(theta: Float[Tensor, "*n t j"]) -> Float[Tensor, "*n j"]:
+    r"""The order parameter  R_j = |\frac{1}{T} \sum_t e^{i \theta_{tj}}|:  0 for phases all around, 1 in step.
+
+    >>> order(torch.tensor([[0.0, 0.3], [torch.pi, 0.3]])).round(decimals=6).tolist()
+    [0.0, 1.0]
+    """
+    return torch.linalg.vector_norm(points(theta).mean(-3), dim=-1)
+
+
+def points(theta: Angles) -> Points:
+    """Where angles lie on their circles: cosine and sine side by side, in one pass each way.
+
+    >>> points(torch.tensor([0.0, torch.pi])).round(decimals=6).tolist()
+    [[1.0, 0.0], [-1.0, -0.0]]
+    """
+    if theta.dtype in (torch.bfloat16, torch.float16):  # a whole turn is little in numbers of eight bits
+        return points(theta.float()).to(theta.dtype)
+    return _Points.apply(theta) if torch.is_grad_enabled() else _around(theta)
+
+
+def tangent(points: Points, mean: Points) -> Angles:
+    """The right side of (4): how far along its circle each point is pulled towards a mean.
+
+    >>> tangent(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.3, 0.4]])).tolist()
+    [0.4000000059604645]
+    """
+    return torch.addcmul(points[..., 0] * mean[..., 1], points[..., 1], mean[..., 0], value=-1)
+
+
+def turned(points: Points, by: Points) -> Points:
+    """Points of the circle moved on by others: the product of complex numbers.
+
+    >>> turned(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0, 1.0]])).tolist()
+    [[-1.0, 0.0]]
+    """
+    (a, b), (c, d) = points.unbind(-1), by.unbind(-1)
+    return torch.stack([a * c - b * d, a * d + b * c], -1)
+
+
+def powers(points: Points, count: int) -> list[Points]:
+    """The first `count` harmonics  e^{i m \theta},  m = 1, 2, ...
+
+    >>> [p.round(decimals=6).tolist() for p in powers(torch.tensor([[0.0, 1.0]]), 2)]
+    [[[0.0, 1.0]], [[-1.0, 0.0]]]
+    """
+    made = [points]
+    while len(made) < count:
+        made.append(turned(made[-1], points))
+    return made
+
+
+class _Points(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, theta: Tensor) -> Tensor:
+        made = _around(theta)
+        ctx.save_for_backward(made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (made,) = ctx.saved_tensors  # whose own graph, if there is one, is what a second derivative goes through
+        return tangent(made, grads[0])
+
+
+def _around(theta: Tensor) -> Tensor:
+    made = torch.stack([theta.cos(), theta.sin()], -1)
+    if theta.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(made.isfinite().all()):
+        raise NotFiniteError("phases must be finite numbers, got some that are not: lower the learning rate")
+    return made
