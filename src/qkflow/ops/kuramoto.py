@@ -32,6 +32,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkflow.errors import NotFiniteError
+from qkflow.ops.native import circle
 
 Angles = Float[Tensor, "*n"]
 Points = Float[Tensor, "*n 2"]
@@ -85,7 +86,9 @@ def tangent(points: Points, mean: Points) -> Angles:
     >>> tangent(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.3, 0.4]])).tolist()
     [0.4000000059604645]
     """
-    return torch.addcmul(points[..., 0] * mean[..., 1], points[..., 1], mean[..., 0], value=-1)
+    if circle.fits(points, mean) and points.shape == mean.shape:
+        return _Tangent.apply(points, mean) if torch.is_grad_enabled() else circle.tangent(points, mean)
+    return points[..., 0] * mean[..., 1] - points[..., 1] * mean[..., 0]
 
 
 def turned(points: Points, by: Points) -> Points:
@@ -119,12 +122,36 @@ class _Points(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (made,) = ctx.saved_tensors  # whose own graph, if there is one, is what a second derivative goes through
-        return tangent(made, grads[0])
+        return tangent(ctx.saved_tensors[0], grads[0])
+
+
+class _Tangent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, points: Tensor, mean: Tensor) -> Tensor:
+        ctx.save_for_backward(points, mean)
+        return circle.tangent(points, mean)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        points, mean = ctx.saved_tensors
+        if torch.is_grad_enabled():  # someone will differentiate once more
+            gy = grads[0].unsqueeze(-1)
+            return gy * _quarter_back(mean), -gy * _quarter_back(points)
+        return circle.tangent_backward(grads[0], points, mean)
 
 
 def _around(theta: Tensor) -> Tensor:
-    made = torch.stack([theta.cos(), theta.sin()], -1)
-    if theta.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(made.isfinite().all()):
-        raise NotFiniteError("phases must be finite numbers, got some that are not: lower the learning rate")
+    if circle.fits(theta):
+        made, finite = circle.points(theta)
+    else:
+        made, finite = torch.stack([theta.cos(), theta.sin()], -1), True
+        if theta.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it would wait for the device
+            finite = bool(made.isfinite().all())
+    if not finite:
+        raise NotFiniteError("phases must be finite numbers, got some that are not")
     return made
+
+
+def _quarter_back(points: Tensor) -> Tensor:
+    """A quarter turn with the clock: (S, -C)."""
+    return torch.stack([points[..., 1], -points[..., 0]], -1)
