@@ -56,7 +56,7 @@ class Reproduce:
         if self.vocabulary_files is not None and self.scale == "laptop":
             raise UsageError("--vocabulary-files is for --scale paper: a laptop's scale reads bytes")
         if self.vocabulary_files is not None and found.corpora[self.scale].tokens != "gpt2":
-            raise UsageError(f"--vocabulary-files is for GPT-2's tokens: {self.name} makes its own from the text")
+            raise UsageError(f"--vocabulary-files is for GPT-2's tokens: {self.name} does not read them")
         corpus = replace(
             found.corpus(self.scale, self.corpus),
             **given(data_dir=self.data_dir, vocabulary_files=self.vocabulary_files),

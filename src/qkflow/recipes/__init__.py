@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qkflow.errors import unknown
-from qkflow.recipes import coupled, qdelta
+from qkflow.recipes import coupled, kuramoto, qdelta
 from qkflow.recipes.base import Recipe, Scale, direction
-from qkflow.recipes.claims import Change, Claim, Finding, Outcome, Perplexity
+from qkflow.recipes.claims import Bits, Change, ChangeInBits, Claim, Finding, Outcome, Perplexity
 from qkflow.recipes.differential import differential
 from qkflow.recipes.named import models
 from qkflow.recipes.ratios import MeasuredRatio, Ratio, measured
 
 __all__ = [
     "RECIPES",
+    "Bits",
     "Change",
+    "ChangeInBits",
     "Claim",
     "Finding",
     "MeasuredRatio",
@@ -43,6 +45,11 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "qdelta-ablation-340m": qdelta.qdelta_ablation_340m,
     "qdelta-340m": qdelta.qdelta_340m,
     "qdelta-1.3b": qdelta.qdelta_1_3b,
+    "kuramoto-1m": kuramoto.kuramoto_1m,
+    "kuramoto-5m": kuramoto.kuramoto_5m,
+    "kuramoto-code-1m": kuramoto.kuramoto_code_1m,
+    "kuramoto-code-5m": kuramoto.kuramoto_code_5m,
+    "frustrated-1m": kuramoto.frustrated_1m,
 }
 """Every recipe by the name that `qkflow reproduce` takes."""
 

@@ -110,9 +110,13 @@ def direction(claimed: Finding, verdict: Verdict) -> str:
     'undecided (equivalent within the margin)'
     >>> direction("equivalent", Verdict(arm="a", kind="equivalent", sentence="", advice=None))
     'equivalent too'
+    >>> direction("unclear", Verdict(arm="a", kind="better", sentence="", advice=None))
+    'here better'
     """
     if verdict.kind == "undecided":
         return "undecided"
+    if claimed == "unclear":
+        return f"here {verdict.kind}"
     if claimed == "equivalent":
         return "equivalent too" if verdict.kind == "equivalent" else f"not equivalent: {verdict.kind}"
     if verdict.kind == "equivalent":

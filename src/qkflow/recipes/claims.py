@@ -1,9 +1,11 @@
-"""What a paper says of an arm, in the paper's own terms: a perplexity, a change of it, or only which way it went.
+"""What a paper says of an arm, in the paper's own terms: perplexity or bits, a change of it, or only which way it went.
 
-Perplexity a token is the exponential of the loss in nats a token, so the change of the loss that follows is
+Perplexity a token is the exponential of the loss in nats a token, and a bit is ln 2 nats, so the change of the loss
+that follows is
 
-    ln(p_arm / p_baseline)    from two perplexities
-    ln(1 + c)                 from a change of the perplexity by the part c
+    ln(p_arm / p_baseline)        from two perplexities
+    ln(1 + c)                     from a change of the perplexity by the part c
+    (b_arm - b_baseline) ln 2     from two figures in bits, or from their difference alone
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Finding = Literal["better", "worse", "equivalent"]
+Finding = Literal["better", "worse", "equivalent", "unclear"]
+"""Unclear: the paper's own figures go both ways."""
 Bounds = tuple[float, float]
 """The lower and the upper end; the same where a single figure was published."""
+_MOST_BITS = 32
+"""No character takes more."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,30 @@ class Perplexity:
         return f"perplexity {self.low:.2f}{upper}{' (derived)' if self.derived else ''}"
 
 
+@dataclass(frozen=True, init=False)
+class Bits(Perplexity):
+    """Bits a character: b of them are a perplexity a character of 2^b.
+
+    >>> Bits(1.637, spread=0.010).words
+    '1.637 +- 0.010 bits a character'
+    """
+
+    spread: float | None = None
+    """Bits behind the plus-minus sign."""
+
+    def __init__(self, bits: float, *, spread: float | None = None) -> None:
+        if not 0 < bits <= _MOST_BITS:
+            raise ValueError(f"bits a character are above 0 and at most {_MOST_BITS}, got {bits}")
+        super().__init__(2.0**bits)
+        object.__setattr__(self, "spread", spread)  # as a frozen dataclass sets what it is given
+
+    @property
+    def words(self) -> str:
+        """As it is shown."""
+        around = "" if self.spread is None else f" +- {_decimals(self.spread)}"
+        return f"{_decimals(math.log2(self.low))}{around} bits a character"
+
+
 @dataclass(frozen=True)
 class Change:
     """A change of the perplexity a token against the baseline's.
@@ -70,6 +99,35 @@ class Change:
 
 
 @dataclass(frozen=True)
+class ChangeInBits:
+    """A change of the bits a byte against the baseline's: one figure, or a range.
+
+    >>> ChangeInBits(-0.012, -0.010).words
+    '-0.012 to -0.010 bits a byte'
+    """
+
+    low: float
+    """-0.012 is so many bits less."""
+    high: float | None = None
+    """The upper end, where there is a range."""
+
+    def __post_init__(self) -> None:
+        low, high = self.bounds
+        if not -math.inf < low <= high < math.inf or low <= 0 <= high:
+            raise ValueError(f"a change in bits goes one way, and its range goes up: got {self.low} to {self.high}")
+
+    @property
+    def bounds(self) -> Bounds:
+        """Both ends."""
+        return self.low, self.low if self.high is None else self.high
+
+    @property
+    def words(self) -> str:
+        """As it is shown."""
+        return f"{' to '.join(_decimals(end, '+') for end in dict.fromkeys(self.bounds))} bits a byte"
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How an arm did against the baseline, where no figure says by how much."""
 
@@ -79,7 +137,7 @@ class Outcome:
     """What the paper says, in short."""
 
 
-Claim = Perplexity | Change | Outcome
+Claim = Perplexity | Change | ChangeInBits | Outcome
 
 
 def loss_change(claim: Claim, baseline: Perplexity | None) -> Bounds | None:
@@ -92,6 +150,8 @@ def loss_change(claim: Claim, baseline: Perplexity | None) -> Bounds | None:
         return None
     if isinstance(claim, Change):
         return math.log1p(claim.part), math.log1p(claim.part)
+    if isinstance(claim, ChangeInBits):
+        return claim.bounds[0] * math.log(2), claim.bounds[1] * math.log(2)
     if baseline is None:
         raise ValueError(f"{claim.words} says nothing without the baseline's perplexity")
     (low, high), (least, most) = claim.bounds, baseline.bounds
@@ -110,3 +170,8 @@ def finding(claim: Claim, baseline: Perplexity | None) -> Finding:
     if low <= 0 <= high:
         raise ValueError(f"{claim.words} goes neither way against the baseline's: say which with an Outcome")
     return "better" if high < 0 else "worse"
+
+
+def _decimals(bits: float, sign: str = "") -> str:
+    """Three decimals, or four where the last is not zero: as papers print bits."""
+    return f"{bits:{sign}.4f}".removesuffix("0")

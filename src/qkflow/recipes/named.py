@@ -11,11 +11,12 @@
 | `qdelta`                             | ... and correct for the query as well                        |
 | `qdelta-0.2`, .. `qdelta-1`          | ... by a fixed part of it: 0.2, 0.5, 0.8 or all of it        |
 | `qdelta-undecayed`                   | ... and never fade                                           |
+| `kuramoto`, `kuramoto-frustrated`    | tokens as phases; drawn to successors, by a learned lag      |
 
 The first five rows at 60m, 150m and 350m; without dynamics, and affine, at 455m too. The next two beside `standard` at
 1m, 5m, and at the sizes of Q-Delta's paper, 340m and 1.3b, there with its heads: 6 with keys of 128 or 256 (ours at
-those sizes: standard attention's 16 heads, a tied head, and the width of the feed-forward network). The last two at
-340m.
+those sizes: standard attention's 16 heads, a tied head, and the width of the feed-forward network). The two after them
+at 340m, and the last at 1m and 5m.
 """
 
 from __future__ import annotations
@@ -48,18 +49,22 @@ ARMS: dict[str, str] = {
     "gated-deltanet": "gated-deltanet",
     "qdelta": "qdelta",
     **_ABLATION,
+    "kuramoto": "kuramoto",
+    "kuramoto-frustrated": "kuramoto:frustrated=True",
 }
 """The spec of each arm by its short name."""
 
 _MEMORIES = ("deltanet", "gated-deltanet", "qdelta")
+_PHASES = ("kuramoto", "kuramoto-frustrated")
 _HEADS = {"340m": "heads=6,key_width=128", "1.3b": "heads=6,key_width=256"}
 """What a memory's heads are where a paper says so."""
-_FIRST = tuple(arm for arm in ARMS if arm not in (*_MEMORIES, *_ABLATION))
+_FIRST = tuple(arm for arm in ARMS if arm not in (*_MEMORIES, *_ABLATION, *_PHASES))
 _SECOND = ("standard", "differential", "affine", "differential-affine")
 _SIZES = {
     **dict.fromkeys(("60m", "150m", "350m"), _FIRST),
     "455m": _SECOND,
-    **dict.fromkeys(("1m", "5m", "1.3b"), ("standard", *_MEMORIES)),
+    **dict.fromkeys(("1m", "5m"), ("standard", *_MEMORIES, *_PHASES)),
+    "1.3b": ("standard", *_MEMORIES),
     "340m": ("standard", *_MEMORIES, *_ABLATION),
 }
 _NAMES = tuple(f"{size}/{arm}" for size, arms in _SIZES.items() for arm in arms)

@@ -40,8 +40,11 @@ def paper(
     context: int = CONTEXT,
     batch: int | None = None,
     heads: int | None = None,
+    tokens: int = TOKENS,
+    rate: float = RATE,
+    passes: float = Request.passes,
 ) -> Callable[[CorpusConfig], Request]:
-    """A named size, or one that only recipes have, with the tokens and the learning rate above.
+    """A named size, or one that only recipes have, with the tokens and the learning rate above unless others are given.
 
     With `heads` the arms have so many in place of the size's own, and the first has the size's parameters.
 
@@ -56,11 +59,12 @@ def paper(
             arms=arms,
             size=size if named else None,
             model=None if named else _model(arms[0], size, heads),
-            tokens=TOKENS,
+            tokens=tokens,
             seeds=seeds,
             context=context,
             batch=batch,
-            learning_rates=(RATE,),
+            learning_rates=(rate,),
+            passes=passes,
         )
 
     return request
@@ -81,14 +85,16 @@ def ours(
     tokens: str = "GPT-2's",
     context: bool = True,
     seeds: int | None = 3,
+    count: int = TOKENS,
+    rate: float = RATE,
 ) -> str:
     """What we chose, in words: context and seeds unless they are the paper's, and `others` where those are not known.
 
     >>> ours(seeds=None)[52:]
     " shape and details of the arms, tokens (GPT-2's, 100M a run), context (512), schedule, learning rate (0.0003)"
     """
-    chosen = [*others, details, f"tokens ({tokens}, {TOKENS // 10**6}M a run)"]
+    chosen = [*others, details, f"tokens ({tokens}, {count // 10**6:,}M a run)"]
     chosen += [f"context ({CONTEXT})"] if context else []
     chosen += [] if seeds is None else [f"seeds ({seeds})"]
-    chosen += ["schedule", f"learning rate ({RATE:g})"]
+    chosen += ["schedule", f"learning rate ({rate:g})"]
     return f"at --scale laptop all but the arms; at --scale paper {', '.join(chosen)}"

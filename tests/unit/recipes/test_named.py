@@ -9,6 +9,7 @@ from qkflow.recipes import RECIPES, models, recipe
 from qkflow.recipes.named import ARMS
 
 MEMORIES = ("deltanet", "gated-deltanet", "qdelta")
+PHASES = ("kuramoto", "kuramoto-frustrated")
 ABLATION = ("qdelta-0.2", "qdelta-0.5", "qdelta-0.8", "qdelta-1", "qdelta-undecayed")
 
 
@@ -17,7 +18,7 @@ def test_the_arms_of_a_size_can_be_built_and_have_the_parameters_of_standard(siz
     target = parameters(models()[f"{size}/standard"])
     assert target == pytest.approx(float(size[:-1]) * 1e6, rel=0.02)
     arms = [name.partition("/")[2] for name in models() if name.startswith(f"{size}/")]
-    assert len(arms) == (4 if size == "455m" else len(ARMS) - len(MEMORIES) - len(ABLATION))
+    assert len(arms) == (4 if size == "455m" else len(ARMS) - len(MEMORIES) - len(ABLATION) - len(PHASES))
     for arm in arms:
         with torch.device("meta"):
             model = Decoder(models()[f"{size}/{arm}"])
@@ -74,8 +75,8 @@ def test_the_arms_of_every_recipe_have_named_models_at_its_size(name: str) -> No
 
 def test_the_models_are_an_ordinary_mapping() -> None:
     found = models()
-    first, memories = len(ARMS) - len(MEMORIES) - len(ABLATION), 1 + len(MEMORIES)
-    assert len(list(found)) == len(found) == 3 * first + 4 + 4 * memories + len(ABLATION)
+    first, memories = len(ARMS) - len(MEMORIES) - len(ABLATION) - len(PHASES), 1 + len(MEMORIES)
+    assert len(list(found)) == len(found) == 3 * first + 4 + 4 * memories + len(ABLATION) + 2 * len(PHASES)
     assert found.get("60m/nothing") is None
     assert "60m/nothing" not in found
     with pytest.raises(KeyError, match="did you mean '60m/hamiltonian'"):

@@ -10,14 +10,21 @@ import torch
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
 from qkflow.models import SIZES, Decoder, parameters
-from qkflow.recipes import RECIPES, Change, Finding, Outcome, Perplexity, Ratio, direction, recipe
+from qkflow.recipes import RECIPES, Bits, Change, ChangeInBits, Finding, Outcome, Perplexity, Ratio, direction, recipe
 from qkflow.study.matching import shape
 from qkflow.study.verdict import Verdict
 
-BROUGHT = ("coupled-corpora-pubmed", "coupled-corpora-web")
+BROUGHT = {
+    "coupled-corpora-pubmed": "gpt2",
+    "coupled-corpora-web": "gpt2",
+    "kuramoto-code-1m": "bytes",
+    "kuramoto-code-5m": "bytes",
+}
+"""Recipes whose text has no name, and the tokens that it is read as."""
 
 PUBLISHED = {24.22, 22.55, 22.62, 23.81, 19.35, 18.93, -0.067, -0.045, 0.103}
 PUBLISHED |= {26.89, 26.96, 26.86, 26.61, 26.55, 26.52}
+PUBLISHED |= {1.616, 0.004, 1.637, 0.010, 1.611, 1.5953, 0.0014, -0.012, -0.010, 0.013, 0.015}
 """Every figure of a loss that is known from the papers."""
 
 
@@ -47,9 +54,11 @@ def test_at_the_papers_scale_the_text_is_the_papers_or_the_users(name: str) -> N
     if name in BROUGHT:
         with pytest.raises(UsageError, match="give one of yours as CORPUS"):
             found.request("paper")
-        assert found.corpus("paper", "mine.txt") == CorpusConfig(source="mine.txt", tokens="gpt2")
+        assert found.corpus("paper", "mine.txt") == replace(CorpusConfig(source="mine.txt"), tokens=BROUGHT[name])
     elif name.startswith("qdelta-"):
         assert found.request("paper").corpus == CorpusConfig(source="wikitext-103", tokens="bpe", vocabulary=32000)
+    elif name.startswith(("kuramoto-", "frustrated-")):
+        assert found.request("paper").corpus == CorpusConfig(source="enwik8", tokens="bytes")
     else:
         assert found.request("paper").corpus == CorpusConfig(source="wikitext-103", tokens="gpt2")
 
@@ -62,7 +71,9 @@ def test_only_figures_of_the_paper_are_shown_as_published(name: str) -> None:
             assert found.derived is not None
             assert f"{claim.low}" in found.derived
             assert "derived" in claim.words
-        elif isinstance(claim, Perplexity):
+        elif isinstance(claim, Bits):
+            assert {round(math.log2(claim.low), 9), claim.spread} - {None} <= PUBLISHED
+        elif isinstance(claim, Perplexity | ChangeInBits):
             assert set(claim.bounds) <= PUBLISHED
         elif isinstance(claim, Change):
             assert claim.part in PUBLISHED
