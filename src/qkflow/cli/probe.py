@@ -13,13 +13,14 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from qkflow.cli import probe_coupling, probe_stability
+from qkflow.cli import probe_coupling, probe_phases, probe_stability
 from qkflow.cli.options import flag
 from qkflow.data import open_corpus, windows
 from qkflow.errors import UsageError
 from qkflow.mechanisms.coupling import DYNAMICS, Coupling
 from qkflow.mechanisms.delta import DeltaMechanism
-from qkflow.probes import energies, stability
+from qkflow.mechanisms.synchrony import SynchronyMechanism
+from qkflow.probes import energies, phases, stability
 from qkflow.training import LoadedRun, load_run
 
 _BYTES = 64
@@ -30,7 +31,7 @@ _WINDOWS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Look into a trained model: what a coupling passes between queries and keys, and how stable a delta memory is.
+    """Look into a trained model: what a coupling passes on, how stable a delta memory is, which phases are in step.
 
     Couplings: |dk'/dq| says how much of a moved key depends on its query, |dq'/dk| the other way round; 1 is the size
     of the identity. Energy drift is how far a pair strays from the energy it began with, where the force has a
@@ -39,6 +40,10 @@ class Probe:
     Delta memories: a token's error is multiplied by 1 - beta a, which shrinks it if beta a is in (0, 2); rho is the
     largest such factor. |T| is the most by which a token can stretch a memory, then so many tokens in a row; |S| is the
     memory's size at the end; bound/error is how far the theorem's bound lies above the error, in the median.
+
+    Phases: R is the order parameter as a layer finds the tokens, 1 if all are in one phase; locking is how far two
+    tokens are in step, on average, before and after the layer; energy is minus the likeness of tokens to what they
+    attend to, before and after the layer's attention; then the two different tokens that it leaves most in step.
 
     For example:
       qkflow probe runs/mine                   on held-out text of its corpus
@@ -66,13 +71,14 @@ class Probe:
         run = load_run(self.run_folder, device=self.device)
         for notice in run.notices:
             Console(stderr=True, soft_wrap=True).print(f"note: {notice}", markup=False, highlight=False)
-        coupled, delta = _has(run, Coupling), _has(run, DeltaMechanism)
-        if not coupled and not delta:
+        coupled, delta, phased = (_has(run, part) for part in (Coupling, DeltaMechanism, SynchronyMechanism))
+        if not (coupled or delta or phased):
             arms = " and ".join(dict.fromkeys(map(repr, run.config.model.mechanisms)))
             raise UsageError(
-                f"{run.folder} has neither a coupling nor a delta memory to look into, its mechanism is {arms}:"
-                f" expected a run of `coupled`, of `standard+X` or another mechanism with a coupling X"
-                f" ({', '.join(DYNAMICS[:-1])} or {DYNAMICS[-1]}), or of `deltanet`, `gated-deltanet` or `qdelta`"
+                f"{run.folder} has neither a coupling nor a delta memory nor phases to look into, its mechanism is"
+                f" {arms}: expected a run of `coupled`, of `standard+X` or another mechanism with a coupling X"
+                f" ({', '.join(DYNAMICS[:-1])} or {DYNAMICS[-1]}), of `deltanet`, `gated-deltanet` or `qdelta`,"
+                " or of `kuramoto` or `group`"
             )
         tokens, source = self._read(run)
         parts: list[tuple[str, Any, Sequence[Any]]] = []
@@ -80,11 +86,14 @@ class Probe:
             parts.append(("coupling", probe_coupling, energies(run.model, tokens)))
         if delta:
             parts.append(("stability", probe_stability, stability(run.model, tokens)))
+        if phased:
+            looks = [None if layer is None else layer.summary() for layer in phases(run.model, tokens)]
+            parts.append(("phases", probe_phases.Words(run.tokenizer), looks))
         console = Console(highlight=False)
         if self.json:
             about = {"run": str(run.folder), "step": run.step, "steps": run.config.steps, "finished": run.finished}
             record: dict[str, Any] = {**about, "text": source, "tokens": len(tokens)}
-            record |= {"coupling": None, "stability": None}
+            record |= {"coupling": None, "phases": None, "stability": None}
             for name, words, layers in parts:
                 rows = [None if layer is None else _finite(asdict(layer)) for layer in layers]
                 record[name] = {"layers": rows, "verdict": words.verdict(layers)}

@@ -1,6 +1,6 @@
 """Mechanisms: the modules in which tokens see each other, one a file."""
 
-from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Factory, Mechanism, projection
+from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Factory, Mechanism, Pace, projection
 from qkflow.mechanisms.coupled import CoupledAttention, CoupledConfig
 from qkflow.mechanisms.coupling import Coupling, CouplingConfig
 from qkflow.mechanisms.delta import (
@@ -40,6 +40,7 @@ __all__ = [
     "KuramotoAttention",
     "KuramotoConfig",
     "Mechanism",
+    "Pace",
     "QDelta",
     "QDeltaConfig",
     "StandardAttention",

@@ -57,6 +57,16 @@ class Circuits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How a parameter learns, as far as it differs from the others."""
+
+    rate: float = 1.0
+    """A factor on the learning rate."""
+    decay: bool = True
+    """Whether weight decay may draw it to zero, if it is a matrix."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Exhibit:
     """What a mechanism has to show of its own, as plain data: it does not draw, a report does.
 
@@ -68,8 +78,9 @@ class Exhibit:
 
     title: str
     """What is shown."""
-    kind: Literal["lines", "bars", "heat"]
-    """How: a line or a row of bars for each series, or a coloured cell for each number, series downwards."""
+    kind: Literal["lines", "bars", "heat", "wheel"]
+    """How: a line or a row of bars for each series; a coloured cell for each number, series downwards; or a circle for
+    each series, with a point at the angle, in radians, that each number is."""
     x: tuple[str | float, ...]
     """Where: names, or numbers in rising order. A single point is a figure of the whole layer."""
     series: tuple[str, ...]
@@ -130,8 +141,8 @@ class Mechanism(nn.Module, ABC):
     def tie(self, first: Mechanism) -> None:
         """Share with the first layer of a stack what the config says all its layers share; a model calls it."""
 
-    def rates(self) -> Mapping[str, float]:
-        """Factors on the learning rate of parameters that do not live on a matrix's scale; 1 for all not named."""
+    def paces(self) -> Mapping[str, Pace]:
+        """How parameters learn that do not live on a matrix's scale, by name; the usual way for all not named."""
         return {}
 
     def exhibits(self, x: Stream) -> tuple[Exhibit, ...]:

@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Circuits, Cost, Mechanism, Stream, projection
+from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Mechanism, Pace, Stream, projection
+from qkflow.mechanisms.observed_phases import phase_exhibits
 from qkflow.mechanisms.sight import Rows, by_token, in_reach, opened
 from qkflow.ops import kuramoto
 from qkflow.ops.groups import TORUS, Group
@@ -54,7 +55,7 @@ class SynchronyConfig:
     """What weighs the similarity of each coordinate: see above."""
     temperature: Literal["learned", "fixed"] = "learned"
     """Whether each head learns how sharply it looks."""
-    sharpness: float = 4.0
+    sharpness: float = 1.5
     """Spread of the scores of random elements, at the start."""
     step: Literal["coordinate", "head", "fixed"] = "coordinate"
     """What the step size is learned for."""
@@ -106,7 +107,8 @@ class SynchronyMechanism(Mechanism):
         self.gate_map = projection(points, heads * self.elements) if config.gate == "content" else None
         self.gate = nn.Parameter(torch.full(shape, _ONE)) if config.gate in ("static", "content") else None
         self.value = projection(points, points) if config.values == "projected" else None
-        origin = group.points(group.random(1))
+        with torch.device("cpu"):  # a number, also where a model is only counted
+            origin = group.points(group.identity())
         spread = float(group.similarity(origin, origin)) * math.sqrt(self.elements / group.ambient)
         self.temperature: Tensor
         self.step: Tensor
@@ -175,9 +177,14 @@ class SynchronyMechanism(Mechanism):
             qk=tuple(name for name in names if name in qk), ov=tuple(name for name in names if name not in qk)
         )
 
-    def rates(self) -> dict[str, float]:
+    def paces(self) -> dict[str, Pace]:
         """Gates, temperatures, steps and lags are few, and far from where they will be: ours."""
-        return {name: _FAST for name, part in self.named_parameters() if "." not in name and part.requires_grad}
+        own = [name for name, part in self.named_parameters() if "." not in name and part.requires_grad]
+        return dict.fromkeys(own, Pace(rate=_FAST, decay=False))
+
+    def exhibits(self, x: Stream) -> tuple[Exhibit, ...]:
+        """How far the tokens are in step, in all and two by two, their energy, and on the torus their phases."""
+        return phase_exhibits(self, x)
 
     def points(self, x: Stream) -> Points:
         """The elements that the stream holds."""
@@ -190,14 +197,31 @@ class SynchronyMechanism(Mechanism):
         if layout is not None:
             q, k, v = layout.rows(q), layout.rows(k), layout.rows(v)
         past = self._past(state, k, v)
-        q, k = self._drift(q, past.cache.offset), self._drift(k, past.cache.offset)
+        q = self._drift(q, past.cache.offset)
         lengths = None if layout is None or layout.even else layout.lengths
+        k, v, last = self._slots(k, v, past, lengths)
+        cache = past.cache.extend((k, v), lengths)
+        return _Call(points, in_reach(q, k, v, past.cache, cache, self.config.window), last)
+
+    def _slots(
+        self, k: Points, v: Float[Tensor, "b t h v"], past: Delayed, lengths: Tensor | None
+    ) -> tuple[Points, Float[Tensor, "b t h v"], tuple[Tensor, ...]]:
+        """Keys turned and one step late, their values, and what will stand in the next slot."""
+        offset = past.cache.offset
+        if self.group == TORUS and v is k and lengths is None and past.last:  # all of it in one pass
+            by = self._turns(k, offset)
+            points, firsts = self._apart(k), tuple(w.view_as(k[:, :1]).to(k.dtype) for w in past.last)
+            made = kuramoto.delay(points, by, tuple(map(self._apart, firsts)))
+            key, *late = (x.flatten(-2) for x in made)
+            end, by = points[:, -1:], None if by is None else by[..., -1:, :, :, :]
+            waiting = (end if by is None else kuramoto.turned(end, by.expand_as(end)), end)
+            return key, late[0] if late else v, tuple(x.flatten(2) for x in waiting[: len(made)])
+        k = self._drift(k, offset)
         late = self._late((k, v))
         last = tuple(tail_after(x.flatten(2), 2, w, lengths) for x, w in zip(late, past.last, strict=True))
         slots = [_behind(x, w) for x, w in zip(late, past.last, strict=True)]
         k, v = (*slots, *(k, v)[len(slots) :])
-        cache = past.cache.extend((k, v), lengths)
-        return _Call(points, in_reach(q, k, v, past.cache, cache, self.config.window), last)
+        return k, v, last
 
     def _past(self, state: State | None, k: Tensor, v: Tensor) -> Delayed:
         name = type(self).__name__
@@ -222,6 +246,8 @@ class SynchronyMechanism(Mechanism):
     def _asked(self, points: Points) -> Points:
         """Queries: the points, gated, and as sharp as each head wants to look."""
         sharp = self.temperature.exp()
+        if self.query is not None and points[..., 0].numel() * 4 < len(self.query.weight) * self.heads:
+            return self.query(points.flatten(2)).view(points.shape) * sharp[:, None]
         if self.query is not None:  # a matrix is smaller than a batch
             own = self.query.weight.unflatten(0, (self.heads, -1)) * sharp[:, None, None]
             return F.linear(points.flatten(2), own.flatten(0, 1)).view(points.shape)
@@ -233,7 +259,7 @@ class SynchronyMechanism(Mechanism):
             gates = gates * F.softplus(self.gate)
         return self._by_element(points, gates)
 
-    def _passed_on(self, points: Points) -> Points:
+    def _passed_on(self, points: Points) -> Float[Tensor, "b t h v"]:
         v = points if self.value is None else self.value(points.flatten(2)).view(points.shape)
         if self.config.harmonics == 1:
             return v
@@ -245,33 +271,48 @@ class SynchronyMechanism(Mechanism):
         if base is None:
             return points
         if self.group == TORUS:
-            by = turns(offset, t, heads=self.heads, width=2 * self.elements, base=base, like=points)
-            return rotate(points, by)
+            return rotate(points, turns(offset, t, heads=self.heads, width=2 * self.elements, base=base, like=points))
         wide = torch.promote_types(points.dtype, torch.float32)
         position = torch.arange(t, device=points.device) + (offset if isinstance(offset, int) else offset[:, None])
         speed = base ** -(torch.arange(self.elements, device=points.device, dtype=wide) / self.elements)
         by = self.group.turn(position[..., None].to(wide) * speed).to(points.dtype).unsqueeze(-3)  # [.. t 1 e a]
         return self.group.multiply(*torch.broadcast_tensors(by, self._apart(points))).flatten(-2)
 
+    def _turns(self, points: Points, offset: int | Tensor) -> Float[Tensor, "*b t h e 2"] | None:
+        """The torus's drift, as points."""
+        if (base := self.config.rotary_base) is None:
+            return None
+        by = turns(offset, points.shape[1], heads=self.heads, width=2 * self.elements, base=base, like=points)
+        return torch.view_as_real(by) if by.is_complex() else by
+
     def _attend(self, rows: Rows) -> Points:
         """What each token gathers: the harmonics by themselves, as fused attention wants values as wide as keys."""
-        parts = rows.v.chunk(self.config.harmonics, -1)
-        each = [attention(rows.q, rows.k, v, causal=rows.causal, mask=rows.mask, scale=1.0) for v in parts]
+        each = [
+            attention(rows.q, rows.k, v, causal=rows.causal, mask=rows.mask, scale=1.0)
+            for v in _pieces(rows.v, self.config.harmonics)
+        ]
         return each[0] if len(each) == 1 else torch.cat(each, -1)
 
     def _drawn(self, z: Float[Tensor, "b t h v"], points: Points) -> Stream:
+        harmonics = self.config.harmonics
         here = [self._apart(points)]
-        if self.config.harmonics > 1:
-            here = kuramoto.powers(here[0], self.config.harmonics)
-        pulls = []
-        for m, (at, mean) in enumerate(zip(here, z.chunk(len(here), -1), strict=True)):
-            towards = self._apart(mean)
-            if self.lag is not None:
-                by = self.group.turn(self.lag[m]).to(towards.dtype)
-                towards = self.group.multiply(by.expand_as(towards), towards)
-            pull = self.group.tangent(at, towards)
-            pulls.append(pull if m == 0 or self.amplitude is None else pull * self.amplitude[m - 1].unsqueeze(-1))
-        return (sum(pulls[1:], pulls[0]) * self.step.unsqueeze(-1)).flatten(2)
+        if harmonics > 1:
+            here = kuramoto.powers(here[0], harmonics)
+        means = map(self._apart, _pieces(z, harmonics))
+        pulls = [self._pull(m, at, mean) for m, (at, mean) in enumerate(zip(here, means, strict=True))]
+        return sum(pulls[1:], pulls[0]).flatten(2)
+
+    def _pull(self, m: int, at: Tensor, mean: Tensor) -> Float[Tensor, "b t h e size"]:
+        """What a harmonic adds; the first is the coupling itself."""
+        step, lag = self.step.expand(self.heads, self.elements), None if self.lag is None else self.lag[m]
+        if self.amplitude is not None and m > 0:
+            step = step * self.amplitude[m - 1]
+        if self.group == TORUS:
+            along, across = (step, None) if lag is None else (step * lag.cos(), step * lag.sin())
+            return kuramoto.pull(at, mean, along, across).unsqueeze(-1)
+        if lag is not None:
+            mean = self.group.multiply(self.group.turn(lag).to(mean.dtype).expand_as(mean), mean)
+        return self.group.tangent(at, mean) * step.unsqueeze(-1)
 
     def _apart(self, points: Points) -> Float[Tensor, "b t h e a"]:
         return points.unflatten(-1, (self.elements, self.group.ambient))
@@ -289,7 +330,12 @@ class _Call(NamedTuple):
 
 _ONE = math.log(math.e - 1)
 """What softplus makes 1."""
-_FAST = 5.0
+_FAST = 30.0
+"""How many times as fast as a matrix what is not one learns."""
+
+
+def _pieces(x: Tensor, count: int) -> tuple[Tensor, ...]:
+    return (x,) if count == 1 else x.chunk(count, -1)  # which would copy on the way back
 
 
 def _behind(x: Float[Tensor, "n t h p"], last: Float[Tensor, "n 1 c"]) -> Float[Tensor, "n t h p"]:

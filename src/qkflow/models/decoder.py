@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Cost, Mechanism
+from qkflow.mechanisms.base import Cost, Mechanism, Pace
 from qkflow.mechanisms.registry import mechanism
 from qkflow.models.blocks import Block, PhaseBlock, RMSNorm
 from qkflow.ops.groups import Group, near_identity
@@ -150,14 +150,17 @@ class Decoder(nn.Module):
         """Scores of every token, from the normalised stream, or from the points of a phase stream."""
         return F.linear(x, self._readers())
 
-    def rates(self) -> dict[str, float]:
-        """Factors on the learning rate, by parameter: what the mechanisms ask for, and phases (ours, by experiment)."""
+    def paces(self) -> dict[str, Pace]:
+        """How parameters learn, by name: what the mechanisms ask for, and in a phase stream all of them (ours)."""
         own = {
-            f"blocks.{i}.mechanism.{name}": rate
+            f"blocks.{i}.mechanism.{name}": pace
             for i, block in enumerate(self.blocks)
-            for name, rate in cast(Mechanism, block.mechanism).rates().items()
+            for name, pace in cast(Mechanism, block.mechanism).paces().items()
         }
-        return own if self.group is None else own | {"embedding.weight": _PHASE_RATE}
+        if self.group is None:
+            return own
+        every = dict.fromkeys((name for name, _ in self.named_parameters()), Pace(rate=_PHASE_MATRICES))
+        return every | own | {"embedding.weight": Pace(rate=_PHASES, decay=False)}
 
     def _readers(self) -> Float[Tensor, "vocabulary p"]:
         """What the head compares the stream with: rows of its own, or the tokens' embeddings."""
@@ -228,7 +231,9 @@ def _named(group: Group | None) -> str:
     return "an ordinary stream" if group is None else f"elements of {group.name}"
 
 
-_PHASE_RATE = 10.0
-"""Angles live on a scale of radians, matrices do not."""
-_PHASE_SPREAD = 0.5
+_PHASE_MATRICES = 2.0
+"""How many times as fast the matrices of a phase stream learn: they read points, none longer than another."""
+_PHASES = 20.0
+"""How many times as fast the tokens' phases learn: angles live on a scale of radians, matrices do not."""
+_PHASE_SPREAD = 1.0
 """How far from each other the phases of tokens begin, in radians."""

@@ -36,6 +36,7 @@ from qkflow.ops.native import circle
 
 Angles = Float[Tensor, "*n"]
 Points = Float[Tensor, "*n 2"]
+Weights = Float[Tensor, "h j"]
 Map = Float[Tensor, "b h t u"]
 
 
@@ -86,8 +87,8 @@ def tangent(points: Points, mean: Points) -> Angles:
     >>> tangent(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.3, 0.4]])).tolist()
     [0.4000000059604645]
     """
-    if circle.fits(points, mean) and points.shape == mean.shape:
-        return _Tangent.apply(points, mean) if torch.is_grad_enabled() else circle.tangent(points, mean)
+    if not torch.is_grad_enabled() and points.shape == mean.shape and circle.fits(points, mean):
+        return circle.tangent(points, mean)
     return points[..., 0] * mean[..., 1] - points[..., 1] * mean[..., 0]
 
 
@@ -113,6 +114,41 @@ def powers(points: Points, count: int) -> list[Points]:
     return made
 
 
+def pull(
+    points: Points, mean: Points, along: Float[Tensor, "h j"], across: Float[Tensor, "h j"] | None = None
+) -> Angles:
+    r"""Equation (4) times a step, and with a lag \alpha besides:  along = \eta \cos \alpha,  across = \eta \sin \alpha.
+
+        along (\cos \theta \, S - \sin \theta \, C) + across (\cos \theta \, C + \sin \theta \, S)
+
+    >>> pull(torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[0.3, 0.4]]]), torch.tensor([[2.0]])).tolist()
+    [[0.800000011920929]]
+    """
+    if points.shape == mean.shape and circle.fits(points, mean, along, across):
+        if torch.is_grad_enabled():
+            return _Pull.apply(points, mean, along, across)
+        return circle.pull(points, mean, along, across)
+    return _pulled(points, mean, along, across)
+
+
+def delay(
+    points: Float[Tensor, "n t h j 2"],
+    by: Float[Tensor, "*n t h j 2"] | None,
+    firsts: tuple[Float[Tensor, "n 1 h j 2"] | None, ...],
+) -> tuple[Float[Tensor, "n t h j 2"], ...]:
+    """Points one token late: turned, as keys, and as they are if there are two `firsts`, what stands before the first.
+
+    >>> points = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]]).view(1, 3, 1, 1, 2)
+    >>> delay(points, None, (None,))[0].flatten(1).tolist()
+    [[0.0, 0.0, 1.0, 0.0, 0.0, 1.0]]
+    """
+    shared = by is None or by.ndim == 4
+    if shared and circle.fits(points, by, *firsts):
+        first_key, first_late = (*firsts, None)[:2]
+        return _Delay.apply(points, by, first_key, first_late, len(firsts) > 1)
+    return _late(points, by, firsts)
+
+
 class _Points(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, theta: Tensor) -> Tensor:
@@ -125,19 +161,61 @@ class _Points(torch.autograd.Function):
         return tangent(ctx.saved_tensors[0], grads[0])
 
 
-class _Tangent(torch.autograd.Function):
+class _Pull(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, points: Tensor, mean: Tensor) -> Tensor:
-        ctx.save_for_backward(points, mean)
-        return circle.tangent(points, mean)
+    def forward(ctx: Any, points: Tensor, mean: Tensor, along: Tensor, across: Tensor | None) -> Tensor:
+        ctx.save_for_backward(points, mean, along, across)
+        return circle.pull(points, mean, along, across)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        points, mean = ctx.saved_tensors
-        if torch.is_grad_enabled():  # someone will differentiate once more
-            gy = grads[0].unsqueeze(-1)
-            return gy * _quarter_back(mean), -gy * _quarter_back(points)
-        return circle.tangent_backward(grads[0], points, mean)
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not torch.is_grad_enabled():
+            return circle.pull_backward(grads[0], *ctx.saved_tensors)
+        points, mean, along, across = ctx.saved_tensors  # someone will differentiate once more
+        needed = [x for x in ctx.saved_tensors if x is not None]
+        made = torch.autograd.grad(_pulled(points, mean, along, across), needed, grads[0], create_graph=True)
+        return made if across is not None else (*made, None)
+
+
+class _Delay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, points: Tensor, by: Tensor | None, first_key: Tensor | None, first_late: Tensor | None, both: bool
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(by)
+        ctx.first = first_key is not None, first_late is not None
+        key, late = circle.delay(points, by, first_key, first_late, both)
+        return (key,) if late is None else (key, late)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (by,), (gkey, *glate) = ctx.saved_tensors, grads
+        back = _early if torch.is_grad_enabled() else circle.delay_backward  # or someone will differentiate once more
+        gpoints = back(gkey, glate[0] if glate else None, by)
+        firsts = [g[:, :1] if was else None for g, was in zip(grads, ctx.first, strict=False)]
+        return gpoints, None, *firsts, *[None] * (3 - len(firsts))
+
+
+def _late(points: Tensor, by: Tensor | None, firsts: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """What the kernel does, in plain operations."""
+    turned_points = points if by is None else turned(points, by.expand_as(points))
+    made = (turned_points, points)[: len(firsts)]
+    before = [torch.zeros_like(points[:, :1]) if first is None else first for first in firsts]
+    return tuple(torch.cat([first, x[:, :-1]], 1) for first, x in zip(before, made, strict=True))
+
+
+def _early(gkey: Tensor, glate: Tensor | None, by: Tensor | None) -> Tensor:
+    """The way back."""
+    g = gkey[:, 1:]
+    if by is not None:
+        g = turned(g, (by[..., :-1, :, :, :] * by.new_tensor([1.0, -1.0])).expand_as(g))
+    g = g if glate is None else g + glate[:, 1:]
+    return torch.cat([g, torch.zeros_like(gkey[:, :1])], 1)
+
+
+def _pulled(points: Tensor, mean: Tensor, along: Tensor, across: Tensor | None) -> Tensor:
+    y = along * (points[..., 0] * mean[..., 1] - points[..., 1] * mean[..., 0])
+    return y if across is None else y + across * (points * mean).sum(-1)
 
 
 def _around(theta: Tensor) -> Tensor:
@@ -150,8 +228,3 @@ def _around(theta: Tensor) -> Tensor:
     if not finite:
         raise NotFiniteError("phases must be finite numbers, got some that are not")
     return made
-
-
-def _quarter_back(points: Tensor) -> Tensor:
-    """A quarter turn with the clock: (S, -C)."""
-    return torch.stack([points[..., 1], -points[..., 0]], -1)

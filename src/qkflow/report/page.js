@@ -44,6 +44,21 @@
     },
     ...own, xaxis: axis(own.xaxis), yaxis: axis(own.yaxis),
   });
+  /* Wheels: in two rows if there is room, the name of each above it. */
+  const wheels = (own, count, width) => {
+    const columns = Math.min(count, width < 600 ? 2 : Math.max(2, Math.min(4, Math.ceil(count / 2))));
+    const rows = Math.ceil(count / columns);
+    const tall = Math.min(width / columns, 270) + 56;
+    for (let n = 0; n < count; n += 1) {
+      const x = (n % columns) + 0.5;
+      const y = Math.floor(n / columns);
+      own[n ? `polar${n + 1}` : "polar"].domain = {
+        x: [(x - 0.4) / columns, (x + 0.4) / columns], y: [1 - (y + 0.93) / rows, 1 - (y + 58 / tall) / rows],
+      };
+      Object.assign(own.annotations[n], { x: x / columns, y: 1 - y / rows, xanchor: "center", yanchor: "top" });
+    }
+    own.height = rows * tall + own.margin.t + own.margin.b;
+  };
   const draw = (name, figure) => {
     const place = $("plot-" + name);
     if (!place || !figure) return null;
@@ -51,6 +66,8 @@
     const traces = fill(figure.data).map((trace) => (name === "curves" && hidden.has(trace.meta && trace.meta.arm) ? { ...trace, visible: false } : trace));
     const own = fill(figure.layout);
     if (own.showlegend && place.clientWidth < 600) own.height += 21 * traces.length;
+    if (own.meta && own.meta.square) own.height = Math.min(own.height, place.clientWidth + 90);
+    if (own.meta && own.meta.wheels) wheels(own, own.meta.wheels, place.clientWidth);
     return Plotly.react(place, traces, layout(own), CONFIG);
   };
   const redraw = () => {

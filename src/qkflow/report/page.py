@@ -75,7 +75,8 @@ def page(summary: Summary, gallery: Gallery) -> str:
         "css": Markup(_part("page.css")),
         "scripts": [Markup(text) for text in scripts],
     }
-    groups = exhibit_groups(gallery.exhibits, [arm.name for arm in summary.arms])
+    tokens = gallery.excerpts[0]["tokens"] if gallery.excerpts else ()
+    groups = exhibit_groups(gallery.exhibits, [arm.name for arm in summary.arms], tokens)
     content, drawn = _content(summary, gallery, groups), _data(summary, gallery, groups)
     content["has"] = {name: bool(figure["data"]) for name, figure in drawn["figures"].items()}
     content["has"]["curves"] = bool(drawn["curves"]["tokens-loss"]["data"])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.errors import CheckpointError
+from qkflow.mechanisms.base import Pace
 from qkflow.models import Decoder
 from qkflow.training.config import TrainConfig
 
@@ -20,7 +21,7 @@ _PARTS = ("step", "exp_avg", "exp_avg_sq")
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW over every trainable parameter once (tied ones too); norms, gains and biases are not decayed.
 
-    Nor is what the model gives a rate of its own, a group's `rate`: the schedule's learning rate is multiplied by it.
+    A model may give parameters a pace of their own; a group's `rate` is a factor on the schedule's learning rate.
 
     >>> from qkflow.data import CorpusConfig
     >>> from qkflow.models import size
@@ -29,11 +30,12 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     [0.0]
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    rates = model.rates() if isinstance(model, Decoder) else {}
+    paces = model.paces() if isinstance(model, Decoder) else {}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named.items():
-        matrix = parameter.ndim >= 2 and not name.endswith(_VECTORS) and name not in rates
-        groups.setdefault((rates.get(name, 1.0), config.weight_decay if matrix else 0.0), []).append(parameter)
+        pace = paces.get(name, Pace())
+        decayed = pace.decay and parameter.ndim >= 2 and not name.endswith(_VECTORS)
+        groups.setdefault((pace.rate, config.weight_decay if decayed else 0.0), []).append(parameter)
     parameters = list(named.values())
     return torch.optim.AdamW(
         [{"params": some, "rate": rate, "weight_decay": decay} for (rate, decay), some in groups.items()],

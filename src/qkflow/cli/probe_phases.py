@@ -1,0 +1,95 @@
+"""What `qkflow probe` says of phases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from qkflow.data import Tokenizer
+from qkflow.probes import Pair, PhaseSummary
+from qkflow.report.wording import MISSING, fixed, short, signed, token_label
+
+NOTICED = 0.005
+"""Changes below this are not called changes: it is what the table's digits can show."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """Tables and verdicts, with tokens by their names."""
+
+    tokenizer: Tokenizer
+
+    def verdict(self, layers: Sequence[PhaseSummary | None]) -> str:
+        """In words, whether tokens come into step along the depth, and no more than the figures say."""
+        found = [layer for layer in layers if layer is not None]
+        first, last = _mean(found[0].order), _mean(found[-1].order_after)
+        if not all(map(math.isfinite, (first, last, *(x for layer in found for x in layer.energy.after)))):
+            return "Some figures are not finite: the model has diverged, or its numbers are too large to look into."
+        moved = "stays about where it is" if abs(last - first) < NOTICED else "rises" if last > first else "falls"
+        falls = sum(_over(layer.energy.after) <= _over(layer.energy.before) - NOTICED for layer in found)
+        many = f"{len(found)} layer{'' if len(found) == 1 else 's'}"
+        return (
+            f"On this text the order parameter {moved} from the first layer's input ({first:.2f}) to the last one's"
+            f" output ({last:.2f}), and attention lowers the energy by at least {NOTICED} in {falls} of {many}."
+            f"{self._drawn(layers)} That tokens come into step does not say that it helps: qkflow compare does."
+        )
+
+    def table(self, layers: Sequence[PhaseSummary | None]) -> Table:
+        """A row for each layer."""
+        columns = ("R", "heads", "locking", "energy", "most in step")
+        table = Table("layer", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for column in columns:
+            table.add_column(column, justify="right", no_wrap=True)
+        for number, layer in enumerate(layers, start=1):
+            if layer is None:
+                table.add_row(f"{number}", *[MISSING] * len(columns))
+                continue
+            heads = [_over(head) for head in layer.order]
+            energy = layer.energy
+            table.add_row(
+                f"{number}",
+                fixed(_over(heads), 2),
+                f"{fixed(min(heads), 2)}-{fixed(max(heads), 2)}",
+                _change(layer.locking_before, layer.locking_after),
+                _change(_over(energy.before), _over(energy.after)),
+                Text(self._named(layer.strongest[0])) if layer.strongest else MISSING,  # not markup: text of others
+            )
+        return table
+
+    def _drawn(self, layers: Sequence[PhaseSummary | None]) -> str:
+        """The pair that a layer has brought into step the most, if there is one."""
+        numbered = [(layer, number) for number, layer in enumerate(layers, start=1) if layer is not None]
+        pairs = [(layer.drawn_together[0], number) for layer, number in numbered if layer.drawn_together]
+        if not pairs:
+            return ""
+        pair, layer = max(pairs, key=lambda found: found[0].after - found[0].before)
+        if pair.after - pair.before < NOTICED:
+            return ""
+        return (
+            f" Most drawn together: {self._token(pair.tokens[0])} (token {pair.first + 1}) and"
+            f" {self._token(pair.tokens[1])} ({pair.second + 1}), from {signed(pair.before, 2)} to"
+            f" {signed(pair.after, 2)} in layer {layer}."
+        )
+
+    def _named(self, pair: Pair) -> str:
+        ends = zip(pair.tokens, (pair.first, pair.second), strict=True)
+        return " ~ ".join(f"{self._token(token)} {n + 1}" for token, n in ends) + f": {fixed(pair.after, 2)}"
+
+    def _token(self, token: int) -> str:
+        return short(token_label(self.tokenizer.decode([token]), end=token == self.tokenizer.end), 8)
+
+
+def _change(before: float, after: float) -> str:
+    return f"{signed(before, 2)} → {signed(after, 2)}"
+
+
+def _over(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _mean(rows: Sequence[Sequence[float]]) -> float:
+    return _over([_over(row) for row in rows])
