@@ -20,7 +20,7 @@ class KuramotoConfig(SynchronyConfig):
 
     def __call__(self, width: int, heads: int, layer: int, layers: int) -> KuramotoAttention:
         """The mechanism of one layer; they are all alike."""
-        return KuramotoAttention(width, heads, layer, layers, config=self)
+        return KuramotoAttention(width, self.heads_of(heads), layer, layers, config=self)
 
 
 class KuramotoAttention(SynchronyMechanism):
@@ -54,7 +54,7 @@ class GroupConfig(SynchronyConfig):
 
     def __call__(self, width: int, heads: int, layer: int, layers: int) -> GroupAttention:
         """The mechanism of one layer; they are all alike."""
-        return GroupAttention(width, heads, layer, layers, config=self)
+        return GroupAttention(width, self.heads_of(heads), layer, layers, config=self)
 
 
 class GroupAttention(SynchronyMechanism):

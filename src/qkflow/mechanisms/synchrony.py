@@ -13,7 +13,7 @@ successor (https://arxiv.org/abs/2606.18694) the delay, the lag and the harmonic
   seen one step late, and before the first token there is nothing: a key of zeros whose value is zero. Everyone sees it.
 - With frustration the value beside the key of u is that of its successor u + 1. The first token succeeds nothing, so it
   stands beside the key of zeros; the token itself succeeds the one before, and draws itself by its lag alone.
-- Heads have elements of their own, in the score as in the update.
+- Heads have elements of their own, in the score as in the update; a model's are halved, which is as good, and faster.
 - Gates: one a coordinate (`static`), read off the token (`content`), or with a phase of their own (`complex`: a linear
   map of all points, whose lengths are gates and whose angles are shifts of the query).
 - The start: scores of random phases spread by `sharpness`, and a step of `step_size`.
@@ -51,6 +51,8 @@ Points = Float[Tensor, "b t h p"]
 class SynchronyConfig:
     """The options of attention on a group. Each is an ablation of its own."""
 
+    heads: int | None = None
+    """Heads; `None` is half as many as the model says, whose points are twice as wide as its stream."""
     gate: Literal["complex", "content", "static", "off"] = "complex"
     """What weighs the similarity of each coordinate: see above."""
     temperature: Literal["learned", "fixed"] = "learned"
@@ -78,6 +80,8 @@ class SynchronyConfig:
         for name in ("sharpness", "step_size"):
             if not math.isfinite(value := getattr(self, name)):
                 raise UsageError(f"{name} must be a finite number, got {value}")
+        if self.heads is not None and self.heads < 1:
+            raise UsageError(f"heads must be at least 1, got {self.heads}")
         if self.sharpness <= 0:
             raise UsageError(f"sharpness must be above 0, got {self.sharpness}")
         if self.window is not None and self.window < 1:
@@ -86,6 +90,14 @@ class SynchronyConfig:
             raise UsageError(f"harmonics must be 1, or more with frustrated=True, got {self.harmonics}")
         if self.frustrated and not self.strict:
             raise UsageError("frustrated=True attends to those before a token: it needs strict=True")
+
+    def heads_of(self, model: int) -> int:
+        """The heads of a mechanism in a model that has so many.
+
+        >>> SynchronyConfig().heads_of(4), SynchronyConfig(heads=4).heads_of(4), SynchronyConfig().heads_of(1)
+        (2, 4, 1)
+        """
+        return max(1, model // 2) if self.heads is None else self.heads
 
 
 class SynchronyMechanism(Mechanism):
@@ -246,9 +258,9 @@ class SynchronyMechanism(Mechanism):
     def _asked(self, points: Points) -> Points:
         """Queries: the points, gated, and as sharp as each head wants to look."""
         sharp = self.temperature.exp()
-        if self.query is not None and points[..., 0].numel() * 4 < len(self.query.weight) * self.heads:
+        if self.query is not None and points.shape[1] == 1:  # one token is less than a matrix, a batch is more
             return self.query(points.flatten(2)).view(points.shape) * sharp[:, None]
-        if self.query is not None:  # a matrix is smaller than a batch
+        if self.query is not None:
             own = self.query.weight.unflatten(0, (self.heads, -1)) * sharp[:, None, None]
             return F.linear(points.flatten(2), own.flatten(0, 1)).view(points.shape)
         gates = sharp[:, None]
