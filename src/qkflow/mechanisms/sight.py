@@ -62,7 +62,7 @@ def in_reach(q: Tensor, k: Tensor, v: Tensor, past: Cache, cache: Cache, window:
     return Rows(q, keys, values, False, mask, cache, first)
 
 
-def by_token(scores: Float[Tensor, "n h t s"], rows: Rows, layout: Layout | None) -> Float[Tensor, "b h t s"]:
+def by_token(scores: Float[Tensor, "n h span slots"], rows: Rows, layout: Layout | None) -> Float[Tensor, "b h t s"]:
     """A map over the cache's slots in row form as one over those slots and then the tokens of the batch.
 
     In a packed batch the slots are those of each token's own sequence.

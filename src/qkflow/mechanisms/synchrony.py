@@ -10,7 +10,8 @@ The first paper (https://arxiv.org/abs/2606.11585) has the score, the drift, raw
 successor (https://arxiv.org/abs/2606.18694) the delay, the lag and the harmonics. Ours, since they do not say:
 
 - "Previous phase states" are u < t, strictly: a token is most like itself, and by itself is not moved at all. Keys are
-  seen one step late, and before the first token there is nothing: a key of zeros whose value is zero. Everyone sees it.
+  seen one step late, and before the first token there is nothing: a key of zeros whose value is zero, seen by all whose
+  window reaches back to it.
 - With frustration the value beside the key of u is that of its successor u + 1. The first token succeeds nothing, so it
   stands beside the key of zeros; the token itself succeeds the one before, and draws itself by its lag alone.
 - Heads have elements of their own, in the score as in the update; a model's are halved, which is as good, and faster.
@@ -110,6 +111,8 @@ class SynchronyMechanism(Mechanism):
                 f"a width must be whole elements of {group.name} ({group.size} numbers each) for every head,"
                 f" got {width} for {heads} heads: make it a multiple of {heads * group.size}"
             )
+        if config.heads not in (None, heads):
+            raise UsageError(f"the config says {config.heads} heads, and {heads} were asked for: leave one of them out")
         if config.harmonics > 1 and group != TORUS:
             raise UsageError(f"harmonics are those of the torus, got {config.harmonics} on {group.name}")
         self.width, self.heads, self._group, self.config = width, heads, group, config
@@ -146,7 +149,7 @@ class SynchronyMechanism(Mechanism):
         call = self._call(x, state, layout)
         z = self._attend(call.rows)
         z = z if layout is None else layout.batch(z)
-        return self._drawn(z, call.points), Delayed(call.rows.cache.trim(), call.last)
+        return self._drawn(z, call.points, call.x), Delayed(call.rows.cache.trim(), call.last)
 
     def weights(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> Float[Tensor, "b h t s"]:
         """The exact map. Rows sum to one less what a token leaves to the key of zeros, which draws it nowhere."""
@@ -165,7 +168,7 @@ class SynchronyMechanism(Mechanism):
 
     def read(self, z: Float[Tensor, "b t h v"], x: Stream) -> Stream:
         """What draws each token along the group, times its step."""
-        return self._drawn(z, self.points(x))
+        return self._drawn(z, self.points(x), x)
 
     def cost(self, t: int) -> Cost:
         """Maps of points, and a product for the score and one for each harmonic of the value of every pair."""
@@ -204,26 +207,28 @@ class SynchronyMechanism(Mechanism):
         return self.group.points(elements).flatten(-2)
 
     def _call(self, x: Stream, state: State | None, layout: Layout | None) -> _Call:
-        points = self.points(opened(x, layout))
+        x = opened(x, layout)
+        points = self.points(x)
         q, k, v = self._asked(points), points, self._passed_on(points)
         if layout is not None:
             q, k, v = layout.rows(q), layout.rows(k), layout.rows(v)
         past = self._past(state, k, v)
         q = self._drift(q, past.cache.offset)
         lengths = None if layout is None or layout.even else layout.lengths
-        k, v, last = self._slots(k, v, past, lengths)
+        k, v, last = self._slots(x if layout is None else layout.rows(x), k, v, past, lengths)
         cache = past.cache.extend((k, v), lengths)
-        return _Call(points, in_reach(q, k, v, past.cache, cache, self.config.window), last)
+        return _Call(x, points, in_reach(q, k, v, past.cache, cache, self.config.window), last)
 
     def _slots(
-        self, k: Points, v: Float[Tensor, "b t h v"], past: Delayed, lengths: Tensor | None
+        self, x: Stream, k: Points, v: Float[Tensor, "b t h v"], past: Delayed, lengths: Tensor | None
     ) -> tuple[Points, Float[Tensor, "b t h v"], tuple[Tensor, ...]]:
         """Keys turned and one step late, their values, and what will stand in the next slot."""
         offset = past.cache.offset
         if self.group == TORUS and v is k and lengths is None and past.last:  # all of it in one pass
             by = self._turns(k, offset)
             points, firsts = self._apart(k), tuple(w.view_as(k[:, :1]).to(k.dtype) for w in past.last)
-            made = kuramoto.delay(points, by, tuple(map(self._apart, firsts)))
+            theta = x.reshape(points.shape[:-1])
+            made = kuramoto.delay(theta, points, by, tuple(map(self._apart, firsts)))
             key, *late = (x.flatten(-2) for x in made)
             end, by = points[:, -1:], None if by is None else by[..., -1:, :, :, :]
             waiting = (end if by is None else kuramoto.turned(end, by.expand_as(end)), end)
@@ -305,9 +310,13 @@ class SynchronyMechanism(Mechanism):
         ]
         return each[0] if len(each) == 1 else torch.cat(each, -1)
 
-    def _drawn(self, z: Float[Tensor, "b t h v"], points: Points) -> Stream:
+    def _drawn(self, z: Float[Tensor, "b t h v"], points: Points, x: Stream) -> Stream:
         harmonics = self.config.harmonics
         here = [self._apart(points)]
+        if harmonics == 1 and self.group == TORUS:  # the same in one pass
+            step = self.step.expand(self.heads, self.elements)
+            weighed = (step, None) if self.lag is None else (step * self.lag[0].cos(), step * self.lag[0].sin())
+            return kuramoto.pull(x.reshape(here[0].shape[:-1]), here[0], self._apart(z), *weighed).flatten(2)
         if harmonics > 1:
             here = kuramoto.powers(here[0], harmonics)
         means = map(self._apart, _pieces(z, harmonics))
@@ -315,15 +324,10 @@ class SynchronyMechanism(Mechanism):
         return sum(pulls[1:], pulls[0]).flatten(2)
 
     def _pull(self, m: int, at: Tensor, mean: Tensor) -> Float[Tensor, "b t h e size"]:
-        """What a harmonic adds; the first is the coupling itself."""
-        step, lag = self.step.expand(self.heads, self.elements), None if self.lag is None else self.lag[m]
-        if self.amplitude is not None and m > 0:
-            step = step * self.amplitude[m - 1]
-        if self.group == TORUS:
-            along, across = (step, None) if lag is None else (step * lag.cos(), step * lag.sin())
-            return kuramoto.pull(at, mean, along, across).unsqueeze(-1)
-        if lag is not None:
-            mean = self.group.multiply(self.group.turn(lag).to(mean.dtype).expand_as(mean), mean)
+        """What a harmonic adds, on any group; the first is the coupling itself."""
+        step = self.step if self.amplitude is None or m == 0 else self.step * self.amplitude[m - 1]
+        if self.lag is not None:
+            mean = self.group.multiply(self.group.turn(self.lag[m]).to(mean.dtype).expand_as(mean), mean)
         return self.group.tangent(at, mean) * step.unsqueeze(-1)
 
     def _apart(self, points: Points) -> Float[Tensor, "b t h e a"]:
@@ -334,8 +338,10 @@ class SynchronyMechanism(Mechanism):
 
 
 class _Call(NamedTuple):
+    x: Stream
+    """What was given, without what stood at padding."""
     points: Points
-    """In the batch's form."""
+    """Its points, in the batch's form too."""
     rows: Rows
     last: tuple[Tensor, ...]
 

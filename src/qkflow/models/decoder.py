@@ -22,7 +22,7 @@ from qkflow.layout import Layout
 from qkflow.mechanisms.base import Cost, Mechanism, Pace
 from qkflow.mechanisms.registry import mechanism
 from qkflow.models.blocks import Block, PhaseBlock, RMSNorm
-from qkflow.ops.groups import Group, near_identity
+from qkflow.ops.groups import TORUS, Group, near_identity
 from qkflow.state import State
 
 Tokens = Int[Tensor, "b t"]
@@ -138,13 +138,21 @@ class Decoder(nn.Module):
         self, tokens: Tokens, state: DecoderState | None = None, layout: Layout | None = None
     ) -> tuple[Logits, DecoderState]:
         """Scores of the token after each, and what to carry on with."""
-        x = self.embedding(tokens)
+        x = self.embed(tokens)
         past: Sequence[State | None] = [None] * len(self.blocks) if state is None else state.layers
         states = []
         for block, before in zip(self.blocks, past, strict=True):
             x, after = block(x, before, layout)
             states.append(after)
         return self.logits(self.norm(x)), DecoderState(tuple(states))
+
+    def embed(self, tokens: Tokens) -> Float[Tensor, "b t d"]:
+        """The stream before the first block; training may take the elements of a phase stream off their group."""
+        x = self.embedding(tokens)
+        if self.group is None or self.group == TORUS:
+            return x
+        elements = x.unflatten(-1, (-1, self.group.size))
+        return self.group.retract(elements, torch.zeros_like(elements)).flatten(-2)
 
     def logits(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... vocabulary"]:
         """Scores of every token, from the normalised stream, or from the points of a phase stream."""

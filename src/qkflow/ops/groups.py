@@ -25,7 +25,7 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
-from qkflow.errors import UsageError, unknown
+from qkflow.errors import NotFiniteError, UsageError, unknown
 from qkflow.ops import kuramoto
 
 Coordinates = Float[Tensor, "*n size"]
@@ -324,30 +324,45 @@ class _Polar(torch.autograd.Function):
     r"""The rotation nearest to a matrix  M = U \Sigma V^\top,  R = U V^\top,  with signs such that det R = 1.
 
     dR = U ((U^\top dM V - V^\top dM^\top U)_{ij} / (\sigma_i + \sigma_j)) V^\top,  its own adjoint; torch's derivative
-    of U and V apart divides by \sigma_i - \sigma_j, which is zero on the group itself.
+    of U and V apart divides by \sigma_i - \sigma_j, which is zero on the group itself. To be differentiated once more
+    it is  R X  with  X P + P X = R^\top dM - dM^\top R,  P = R^\top M.
     """
 
     @staticmethod
     def forward(ctx: Any, m: Tensor) -> Tensor:
         wide = m.float() if m.dtype in (torch.bfloat16, torch.float16) else m
-        u, s, vh = torch.linalg.svd(wide)
+        try:
+            u, s, vh = torch.linalg.svd(wide)
+        except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
+            raise NotFiniteError("rotations must be finite numbers, got some that are not") from error
         flip = torch.ones_like(s)
         flip[..., -1] = (torch.linalg.det(u) * torch.linalg.det(vh)).sign()
         u, s = u * flip.unsqueeze(-2), s * flip
-        ctx.save_for_backward(u, s, vh)
+        ctx.save_for_backward(m, u, s, vh)
         return _times(u, vh).to(m.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        u, s, vh = ctx.saved_tensors
+        m, u, s, vh = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _polar_backward(m, grads[0])
         seen = _times(_times(u.mT, grads[0].to(u.dtype)), vh.mT)
         apart = (s.unsqueeze(-1) + s.unsqueeze(-2)).abs().clamp_min(torch.finfo(s.dtype).tiny)
         return _times(_times(u, (seen - seen.mT) / apart), vh).to(grads[0].dtype)
 
 
+def _polar_backward(m: Tensor, grad: Tensor) -> Tensor:
+    r = _Polar.apply(m)
+    p, seen, one = _times(r.mT, m), _times(r.mT, grad), torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
+    both = torch.einsum("...ik,jl->...ijkl", p, one) + torch.einsum("ik,...jl->...ijkl", one, p)
+    x = torch.linalg.solve(both.flatten(-4, -3).flatten(-2), (seen - seen.mT).flatten(-2))
+    return _times(r, x.unflatten(-1, m.shape[-2:]))
+
+
 def _unit(x: Tensor) -> Tensor:
-    """At unit length; zeros stay."""
-    return F.normalize(x, dim=-1, eps=torch.finfo(x.dtype).tiny)
+    """At unit length; zeros stay, and what is too short for its length to be a number stays shorter than that."""
+    tiny = torch.finfo(x.dtype).tiny
+    return F.normalize(x, dim=-1, eps=tiny if x.dtype == torch.float16 else tiny**0.5)
 
 
 def _times(a: Tensor, b: Tensor) -> Tensor:
@@ -393,7 +408,8 @@ def check(tried: Group) -> None:
     except UsageError:
         raise
     except Exception as error:  # whatever someone's group throws
-        raise UsageError(f"group {tried.name!r} fails: {type(error).__name__}: {error}") from error
+        first = (str(error).splitlines() or [""])[0]
+        raise UsageError(f"group {tried.name!r} fails: {type(error).__name__}: {first}") from error
     if broken:
         raise UsageError(f"group {tried.name!r} breaks its protocol: {broken}")
 
@@ -401,6 +417,13 @@ def check(tried: Group) -> None:
 _PROMISED = tuple(name for name in vars(Group) if not name.startswith("_"))
 _NEAR = 1e-5
 """How near an equation must come to being one: random elements are made in float32."""
+_SHORT = 1e-4
+
+
+def _moved(tried: Group, x: Tensor, change: Tensor) -> Tensor:
+    """How elements begin to move in space when their coordinates change."""
+    ahead, behind = (tried.points(tried.retract(x, s * change)) for s in (_SHORT, -_SHORT))
+    return (ahead - behind) / (2 * _SHORT)
 
 
 def _broken(tried: Group, coordinates: list[Tensor]) -> str | None:
@@ -409,6 +432,8 @@ def _broken(tried: Group, coordinates: list[Tensor]) -> str | None:
     if x.shape != (3, tried.size):
         return f"random(3) must be {[3, tried.size]}, got {[*x.shape]}"
     g, h, c = map(tried.points, coordinates)
+    if g.shape != (3, tried.ambient):
+        return f"points(x) must be finite numbers of shape {[3, tried.ambient]}, got {[*g.shape]}"
     zero, away, sum_ = torch.zeros_like(x), 0.1 * torch.ones(3, tried.dim, dtype=x.dtype), g + 0.5 * h
     shapes = {
         "points(x)": (g, (3, tried.ambient)),
@@ -425,6 +450,7 @@ def _broken(tried: Group, coordinates: list[Tensor]) -> str | None:
         if got.shape != torch.Size(want) or not bool(got.isfinite().all()):
             return f"{what} must be finite numbers of shape {[*want]}, got {[*got.shape]}"
     mean, one = shapes["mean(g, weights)"][0], tried.points(tried.identity().to(x))
+    left, motion = sum_ - _moved(tried, x, tried.tangent(g, sum_)), _moved(tried, x, tried.push(g, away))
     equations = {
         "similarity must not change when both are translated": (
             tried.similarity(tried.multiply(c, g), tried.multiply(c, h)),
@@ -438,6 +464,7 @@ def _broken(tried: Group, coordinates: list[Tensor]) -> str | None:
         ),
         "an element must be drawn to itself by nothing": (tried.tangent(g, g), zero),
         "no change must be no change": (tried.points(tried.retract(x, zero)), g),
+        "what draws an element must be the part along the group": ((left * motion).sum(-1), zero.sum(-1)),
         "the identity must change nothing": (tried.multiply(one.expand_as(g), g), g),
         "turns must add up": (tried.multiply(*tried.turn(x.new_tensor([0.1, 0.2]))), tried.turn(x.new_tensor(0.3))),
         "an element must be at no distance from itself": (tried.distance(g, g), zero.sum(-1)),

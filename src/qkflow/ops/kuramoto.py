@@ -114,38 +114,42 @@ def powers(points: Points, count: int) -> list[Points]:
     return made
 
 
-def pull(
-    points: Points, mean: Points, along: Float[Tensor, "h j"], across: Float[Tensor, "h j"] | None = None
-) -> Angles:
+def pull(theta: Angles, points: Points, mean: Points, along: Weights, across: Weights | None = None) -> Angles:
     r"""Equation (4) times a step, and with a lag \alpha besides:  along = \eta \cos \alpha,  across = \eta \sin \alpha.
 
         along (\cos \theta \, S - \sin \theta \, C) + across (\cos \theta \, C + \sin \theta \, S)
 
-    >>> pull(torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[0.3, 0.4]]]), torch.tensor([[2.0]])).tolist()
+    `points` are those of `theta`, which is where the gradient goes: it is half as wide.
+
+    >>> theta = torch.zeros(1, 1)
+    >>> pull(theta, points(theta), torch.tensor([[[0.3, 0.4]]]), torch.tensor([[2.0]])).tolist()
     [[0.800000011920929]]
     """
-    if points.shape == mean.shape and circle.fits(points, mean, along, across):
+    if points.shape == mean.shape and circle.fits(points, theta, mean, along, across):
         if torch.is_grad_enabled():
-            return _Pull.apply(points, mean, along, across)
+            return _Pull.apply(theta, points, mean, along, across)
         return circle.pull(points, mean, along, across)
     return _pulled(points, mean, along, across)
 
 
 def delay(
+    theta: Float[Tensor, "n t h j"],
     points: Float[Tensor, "n t h j 2"],
     by: Float[Tensor, "*n t h j 2"] | None,
     firsts: tuple[Float[Tensor, "n 1 h j 2"] | None, ...],
 ) -> tuple[Float[Tensor, "n t h j 2"], ...]:
     """Points one token late: turned, as keys, and as they are if there are two `firsts`, what stands before the first.
 
-    >>> points = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]]).view(1, 3, 1, 1, 2)
-    >>> delay(points, None, (None,))[0].flatten(1).tolist()
-    [[0.0, 0.0, 1.0, 0.0, 0.0, 1.0]]
+    `points` are those of `theta`, which is where the gradient goes.
+
+    >>> theta = torch.tensor([0.0, torch.pi / 2, 1.0]).view(1, 3, 1, 1)
+    >>> delay(theta, points(theta), None, (None,))[0].flatten(1).round(decimals=6).tolist()
+    [[0.0, 0.0, 1.0, 0.0, -0.0, 1.0]]
     """
     shared = by is None or by.ndim == 4
-    if shared and circle.fits(points, by, *firsts):
+    if shared and circle.fits(points, theta, by, *firsts):
         first_key, first_late = (*firsts, None)[:2]
-        return _Delay.apply(points, by, first_key, first_late, len(firsts) > 1)
+        return _Delay.apply(theta, points, by, first_key, first_late, len(firsts) > 1)
     return _late(points, by, firsts)
 
 
@@ -163,37 +167,49 @@ class _Points(torch.autograd.Function):
 
 class _Pull(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, points: Tensor, mean: Tensor, along: Tensor, across: Tensor | None) -> Tensor:
-        ctx.save_for_backward(points, mean, along, across)
+    def forward(ctx: Any, theta: Tensor, points: Tensor, mean: Tensor, along: Tensor, across: Tensor | None) -> Tensor:
+        ctx.save_for_backward(theta, points, mean, along, across)
         return circle.pull(points, mean, along, across)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        theta, points, mean, along, across = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            return circle.pull_backward(grads[0], *ctx.saved_tensors)
-        points, mean, along, across = ctx.saved_tensors  # someone will differentiate once more
-        needed = [x for x in ctx.saved_tensors if x is not None]
-        made = torch.autograd.grad(_pulled(points, mean, along, across), needed, grads[0], create_graph=True)
-        return made if across is not None else (*made, None)
+            gtheta, *rest = circle.pull_backward(grads[0], points, mean, along, across)
+            return gtheta, None, *rest
+        made = _pulled(_Points.apply(theta), mean, along, across)  # someone will differentiate once more
+        needed = [needs and i != 1 for i, needs in enumerate(ctx.needs_input_grad)]  # the points have none of their own
+        given = [x for x, needs in zip(ctx.saved_tensors, needed, strict=True) if needs]
+        found = iter(torch.autograd.grad(made, given, grads[0], create_graph=True))
+        return tuple(next(found) if needs else None for needs in needed)
 
 
 class _Delay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, points: Tensor, by: Tensor | None, first_key: Tensor | None, first_late: Tensor | None, both: bool
+        ctx: Any,
+        theta: Tensor,
+        points: Tensor,
+        by: Tensor | None,
+        first_key: Tensor | None,
+        first_late: Tensor | None,
+        both: bool,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(by)
+        ctx.save_for_backward(theta, points, by)
         ctx.first = first_key is not None, first_late is not None
         key, late = circle.delay(points, by, first_key, first_late, both)
         return (key,) if late is None else (key, late)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (by,), (gkey, *glate) = ctx.saved_tensors, grads
-        back = _early if torch.is_grad_enabled() else circle.delay_backward  # or someone will differentiate once more
-        gpoints = back(gkey, glate[0] if glate else None, by)
+        (theta, points, by), (gkey, *glate) = ctx.saved_tensors, grads
+        late = glate[0] if glate else None
+        if torch.is_grad_enabled():  # someone will differentiate once more
+            gtheta = tangent(_Points.apply(theta), _early(gkey, late, by))
+        else:
+            gtheta = circle.delay_backward(gkey, late, points, by)
         firsts = [g[:, :1] if was else None for g, was in zip(grads, ctx.first, strict=False)]
-        return gpoints, None, *firsts, *[None] * (3 - len(firsts))
+        return gtheta, None, None, *firsts, *[None] * (3 - len(firsts))
 
 
 def _late(points: Tensor, by: Tensor | None, firsts: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:

@@ -28,7 +28,7 @@ SPECS = (
 
 
 def layer(spec: str, *, step: float = 0.3) -> SynchronyMechanism:
-    made = mechanism(spec)(72, 2, 0, 1).double()
+    made = mechanism(spec)(72, 4, 0, 1).double()  # of which it takes half
     assert isinstance(made, SynchronyMechanism)
     for name, parameter in made.named_parameters():
         torch.nn.init.normal_(parameter, std=0.3)

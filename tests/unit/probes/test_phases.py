@@ -34,7 +34,7 @@ class Marked(ByteTokenizer):
 
 def model(mechanism: str = "kuramoto", *, layers: int = 2, dropout: float = 0.0) -> Decoder:
     torch.manual_seed(0)
-    shape = DecoderConfig(width=36, layers=layers, heads=2, hidden=24, mechanism=mechanism, dropout=dropout)
+    shape = DecoderConfig(width=36, layers=layers, heads=4, hidden=24, mechanism=mechanism, dropout=dropout)
     made = Decoder(shape).double()
     for block in made.blocks:  # feed-forward networks begin at zero: let every layer matter
         torch.nn.init.normal_(block.feed_forward.output.weight, std=0.3)  # pyright: ignore
@@ -113,7 +113,7 @@ def test_hooks_are_gone_after_a_text_that_is_refused() -> None:
 
 
 def test_an_ordinary_stream_has_no_phases() -> None:
-    shape = DecoderConfig(width=16, layers=2, heads=2, hidden=8, mechanism=("standard", "qdelta"))
+    shape = DecoderConfig(width=16, layers=2, heads=4, hidden=8, mechanism=("standard", "qdelta"))
     assert phases(Decoder(shape), TOKENS) == [None, None]
 
 

@@ -101,23 +101,22 @@ int NAME(pull)(long tokens, long size, int threads, const real *point, const rea
 static inline __attribute__((always_inline)) void pulled(const int both, long size, const real *restrict gy,
                                                          const real *restrict p, const real *restrict m,
                                                          const real *restrict along, const real *restrict across,
-                                                         real *restrict gp, real *restrict gm, real *restrict galong,
+                                                         real *restrict gx, real *restrict gm, real *restrict galong,
                                                          real *restrict gacross) {
     for (long j = 0; j < size; j++) {
         real c = p[2 * j], s = p[2 * j + 1], C = m[2 * j], S = m[2 * j + 1];
-        real a = gy[j] * along[j], b = both ? gy[j] * across[j] : 0;
-        gp[2 * j] = a * S + b * C;
-        gp[2 * j + 1] = b * S - a * C;
+        real a = gy[j] * along[j], b = both ? gy[j] * across[j] : 0, cross = c * S - s * C, dot = c * C + s * S;
+        gx[j] = b * cross - a * dot; /* by the angle itself, around which the point runs */
         gm[2 * j] = b * c - a * s;
         gm[2 * j + 1] = a * c + b * s;
-        galong[j] += gy[j] * (c * S - s * C);
-        if (both) gacross[j] += gy[j] * (c * C + s * S);
+        galong[j] += gy[j] * cross;
+        if (both) gacross[j] += gy[j] * dot;
     }
 }
 
 /* Sums over tokens are kept by task and added up in the order of tasks: bits do not depend on the number of threads. */
 int NAME(pull_backward)(long tokens, long size, int threads, const real *gy, const real *point, const real *mean,
-                        const real *along, const real *across, real *gpoint, real *gmean, real *galong, real *gacross) {
+                        const real *along, const real *across, real *gx, real *gmean, real *galong, real *gacross) {
     long tasks = (tokens + TOKENS - 1) / TOKENS, both = across != NULL;
     real *sums = aligned((tasks ? tasks : 1) * 2 * size);
     if (!sums) return 1;
@@ -127,10 +126,10 @@ int NAME(pull_backward)(long tokens, long size, int threads, const real *gy, con
         for (long t = task * TOKENS; t < tokens && t < (task + 1) * TOKENS; t++) {
             long at = t * size;
             if (both)
-                pulled(1, size, gy + at, point + 2 * at, mean + 2 * at, along, across, gpoint + 2 * at, gmean + 2 * at,
+                pulled(1, size, gy + at, point + 2 * at, mean + 2 * at, along, across, gx + at, gmean + 2 * at,
                        sum, sum + size);
             else
-                pulled(0, size, gy + at, point + 2 * at, mean + 2 * at, along, along, gpoint + 2 * at, gmean + 2 * at,
+                pulled(0, size, gy + at, point + 2 * at, mean + 2 * at, along, along, gx + at, gmean + 2 * at,
                        sum, sum + size);
         }
     }
@@ -179,28 +178,32 @@ int NAME(delay)(long rows, long t, long size, int threads, const real *point, co
     return 0;
 }
 
-/* gpoint; glate may be none. What stands before the first token takes its gradients from those of the first slots. */
-int NAME(delay_backward)(long rows, long t, long size, int threads, const real *gkey, const real *glate, const real *by,
-                         real *gpoint) {
+/* By the angles themselves; glate may be none. What stands before the first token takes its gradients from those of the
+   first slots. */
+int NAME(delay_backward)(long rows, long t, long size, int threads, const real *gkey, const real *glate,
+                         const real *point, const real *by, real *gx) {
     long width = 2 * size;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (long token = 0; token < rows * t; token++) {
         long i = token % t;
-        real *restrict to = gpoint + token * width;
-        const real *restrict g = gkey + (token + 1) * width, *restrict turned = by + i * width;
+        real *restrict to = gx + token * size;
         if (i == t - 1) {
-            memset(to, 0, sizeof(real) * width);
+            memset(to, 0, sizeof(real) * size);
             continue;
         }
-        if (by)
+        const real *restrict g = gkey + (token + 1) * width, *restrict p = point + token * width;
+        if (by) {
+            const real *restrict b = by + i * width;
             for (long j = 0; j < size; j++) {
-                to[2 * j] = g[2 * j] * turned[2 * j] + g[2 * j + 1] * turned[2 * j + 1];
-                to[2 * j + 1] = g[2 * j + 1] * turned[2 * j] - g[2 * j] * turned[2 * j + 1];
+                real C = g[2 * j] * b[2 * j] + g[2 * j + 1] * b[2 * j + 1];
+                real S = g[2 * j + 1] * b[2 * j] - g[2 * j] * b[2 * j + 1];
+                to[j] = p[2 * j] * S - p[2 * j + 1] * C;
             }
-        else
-            memcpy(to, g, sizeof(real) * width);
-        if (glate)
-            for (long j = 0; j < width; j++) to[j] += glate[(token + 1) * width + j];
+        } else
+            for (long j = 0; j < size; j++) to[j] = p[2 * j] * g[2 * j + 1] - p[2 * j + 1] * g[2 * j];
+        if (!glate) continue;
+        g = glate + (token + 1) * width;
+        for (long j = 0; j < size; j++) to[j] += p[2 * j] * g[2 * j + 1] - p[2 * j + 1] * g[2 * j];
     }
     return 0;
 }

@@ -50,9 +50,9 @@ def pull(points: Tensor, mean: Tensor, along: Tensor, across: Tensor | None) -> 
 def pull_backward(
     gy: Tensor, points: Tensor, mean: Tensor, along: Tensor, across: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of the points, the means, and what they are weighed by."""
+    """Gradients of the angles, the means, and what they are weighed by."""
     shape, size = (gy.numel() // along.numel(), along.numel()), along.shape
-    made = [points.new_empty(points.shape), points.new_empty(points.shape), along.new_empty(size)]
+    made = [points.new_empty(gy.shape), points.new_empty(points.shape), along.new_empty(size)]
     gacross = None if across is None else along.new_empty(size)
     if _call("pull_backward", shape, gy, points, mean, along, across, *made, gacross):
         raise MemoryError("the pull's kernel could not get the memory for its sums")
@@ -68,16 +68,16 @@ def delay(
     return key, late
 
 
-def delay_backward(gkey: Tensor, glate: Tensor | None, by: Tensor | None) -> Tensor:
-    """The gradient of the points."""
-    made = gkey.new_empty(gkey.shape)
-    _call("delay_backward", _rows(gkey), gkey, glate, by, made)
+def delay_backward(gkey: Tensor, glate: Tensor | None, points: Tensor, by: Tensor | None) -> Tensor:
+    """The gradient of the angles."""
+    made = points.new_empty(points.shape[:-1])
+    _call("delay_backward", _rows(points), gkey, glate, points, by, made)
     return made
 
 
 def _rows(points: Tensor) -> tuple[int, int, int]:
     rows, t = points.shape[:2]
-    return rows, t, points[0, 0].numel() // 2
+    return rows, t, points.shape[2:].numel() // 2
 
 
 def _call(name: str, shape: tuple[int, ...], *tensors: Tensor | None) -> int:

@@ -1,0 +1,439 @@
+"""Attention on groups against its formulas, written out here pair by pair, and the symmetries that these have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+
+from qkflow.errors import NotFiniteError, UsageError
+from qkflow.layout import Layout
+from qkflow.mechanisms import mechanism
+from qkflow.mechanisms.kuramoto import GroupAttention, GroupConfig, KuramotoAttention, KuramotoConfig
+from qkflow.ops import kuramoto
+from qkflow.ops.groups import SO3, SU2, Group
+from qkflow.ops.groups import group as named
+from qkflow.state import Cache, Delayed
+
+GATES = ["static", "content", "complex", "off"]
+TURN = 2 * math.pi
+B, T, H, J = 2, 5, 2, 3
+
+
+def layer(**options: Any) -> KuramotoAttention:
+    return generic(KuramotoAttention(H * J, H, config=KuramotoConfig(**options)))
+
+
+def on_group(width: int, heads: int, **options: Any) -> GroupAttention:
+    return generic(GroupAttention(width, heads, config=GroupConfig(**options)))
+
+
+def generic(made: Any) -> Any:
+    """Away from its start, where lags and harmonics are zero and gates are one."""
+    made.double()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return made
+
+
+def angles(t: int = T) -> Tensor:
+    return (3 * torch.randn(B, t, H * J, dtype=torch.float64)).requires_grad_()
+
+
+def same(got: Tensor, want: Tensor, *leaves: Tensor, atol: float = 1e-12) -> None:
+    """To 1e-12, and so are the gradients of a random sum."""
+    assert_close(got, want, rtol=0, atol=atol)
+    if leaves:
+        weight = torch.randn_like(want)
+        each = (torch.autograd.grad(y, leaves, weight, retain_graph=True, materialize_grads=True) for y in (got, want))
+        for a, b in zip(*each, strict=True):
+            assert_close(a, b, rtol=0, atol=10 * atol)
+
+
+def gated(made: KuramotoAttention, theta: Tensor) -> Tensor:
+    r"""The query of each token and coordinate as a complex number  \gamma_{tj} e^{i \theta_{tj}}."""
+    points = torch.stack([theta.cos(), theta.sin()], -1).flatten(2)  # [b t (h j 2)]
+    own = torch.polar(torch.ones_like(theta), theta).view(*theta.shape[:2], H, J)
+    match made.config.gate:
+        case "off":
+            return own
+        case "static":
+            assert made.gate is not None
+            return own * F.softplus(made.gate)
+        case "content":
+            assert made.gate_map is not None
+            assert made.gate is not None
+            return own * F.softplus((points @ made.gate_map.weight.T).view_as(own) + made.gate)
+        case "complex":
+            assert made.query is not None
+            asked = (points @ made.query.weight.T).view(*theta.shape[:2], H, J, 2)
+            return torch.complex(asked[..., 0], asked[..., 1])
+
+
+def score(made: KuramotoAttention, theta: Tensor, t: int, u: int) -> Tensor:
+    r"""s_{tu} = \tau \sum_j Re(\gamma_{tj} e^{i \theta_{tj}} e^{-i \theta_{uj}} e^{i \omega_j (t - u)}),  for [b h]."""
+    base = made.config.rotary_base
+    omega = torch.zeros(J).double() if base is None else base ** -(torch.arange(J).double() / J)
+    seen = theta[:, u].view(-1, H, J) - omega * (t - u)
+    return made.temperature.exp() * (gated(made, theta)[:, t] * torch.polar(torch.ones_like(seen), -seen)).real.sum(-1)
+
+
+def attended(made: KuramotoAttention, theta: Tensor) -> list[Tensor]:
+    """For each token its weights [b h t + 1]: of the key of nothing, whose score is 0, and of every token before."""
+    zero = theta.new_zeros(len(theta), H)
+    rows = [[zero, *(score(made, theta, t, u) for u in range(t))] for t in range(theta.shape[1])]
+    return [torch.stack(row, -1).softmax(-1) for row in rows]
+
+
+def as_map(rows: list[Tensor], *, successors: bool) -> Tensor:
+    """Weights of tokens: a key's own, or that of its successor, where the first token succeeds the key of nothing."""
+    first = 0 if successors else 1
+    return torch.stack([F.pad(row[..., first:], (0, len(rows) - row.shape[-1] + first)) for row in rows], 2)
+
+
+def drawn(made: KuramotoAttention, theta: Tensor, map: Tensor) -> Tensor:
+    r"""\eta_j \sum_m a_{mj} \sum_u A_{tu} \sin(m (\theta_{uj} - \theta_{tj}) + \alpha_{mj}),  a_1 = 1."""
+    x = theta.view(*theta.shape[:2], H, J)
+    apart = x[:, None] - x[:, :, None]  # [b t u h j]
+    total = torch.zeros_like(x)
+    for m in range(1, made.config.harmonics + 1):
+        amplitude = 1.0 if m == 1 else made.amplitude[m - 2]  # type: ignore[index]
+        lag = 0.0 if made.lag is None else made.lag[m - 1]
+        total = total + amplitude * torch.einsum("bhtu,btuhj->bthj", map, (m * apart + lag).sin())
+    return (total * made.step).flatten(2)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("base", [10000.0, None])
+def test_weights_and_update_are_those_of_the_formula(gate: str, base: float | None) -> None:
+    made, theta = layer(gate=gate, rotary_base=base), angles()
+    leaves = [theta, *made.parameters()]
+    map = as_map(attended(made, theta), successors=False)
+    same(made.weights(theta), map, theta)
+    same(made(theta)[0], drawn(made, theta, map), *leaves)
+
+
+@pytest.mark.parametrize("gate", ["static", "content", "off"])
+def test_the_score_is_a_sum_of_gated_cosines_where_gates_do_not_turn(gate: str) -> None:
+    """The score above, once more without complex numbers."""
+    made, theta = layer(gate=gate), angles().detach()
+    x, lengths = theta.view(B, T, H, J), gated(made, theta).abs()
+    omega = 10000.0 ** -(torch.arange(J).double() / J)
+    for t in range(T):
+        for u in range(t):
+            cosines = lengths[:, t] * (x[:, t] - x[:, u] + omega * (t - u)).cos()
+            same(score(made, theta, t, u), made.temperature.exp() * cosines.sum(-1))
+
+
+@pytest.mark.parametrize("options", [{}, {"gate": "static", "step": "head"}, {"gate": "off", "step": "fixed"}], ids=str)
+def test_the_update_is_kuramotos_coupling_of_the_map(options: dict[str, Any]) -> None:
+    made, theta = layer(**options), angles()
+    pull = kuramoto.coupling(theta.view(B, T, H, J), made.weights(theta)) * made.step
+    same(made(theta)[0], pull.flatten(2), theta, *made.parameters())
+
+
+@pytest.mark.parametrize("harmonics", [1, 2, 3])
+@pytest.mark.parametrize("gate", ["static", "complex"])
+def test_frustration_couples_to_successors_with_lags_and_harmonics(gate: str, harmonics: int) -> None:
+    made, theta = layer(gate=gate, frustrated=True, harmonics=harmonics), angles()
+    map = as_map(attended(made, theta), successors=True)
+    same(made.weights(theta), map, theta)
+    same(map.sum(-1), torch.ones(B, H, T, dtype=torch.float64))
+    same(made(theta)[0], drawn(made, theta, map), theta, *made.parameters())
+
+
+@pytest.mark.parametrize("frustrated", [False, True])
+def test_a_window_counts_keys_and_the_key_of_nothing_is_one(frustrated: bool) -> None:
+    made, theta = layer(gate="static", frustrated=frustrated, window=3), angles(7)
+    rows = attended(made, theta)
+    for t, row in enumerate(rows):
+        near = row * (torch.arange(t + 1) > t - 3)
+        rows[t] = near / near.sum(-1, keepdim=True)
+    map = as_map(rows, successors=frustrated)
+    same(made.weights(theta), map, theta)
+    same(made(theta)[0], drawn(made, theta, map), theta, *made.parameters())
+
+
+def test_a_token_that_may_see_itself_sees_nothing_else_before_the_second() -> None:
+    made, theta = layer(gate="static", strict=False), angles()
+    scores = torch.full((B, H, T, T), -torch.inf, dtype=torch.float64)
+    for t in range(T):
+        for u in range(t + 1):
+            scores[:, :, t, u] = score(made, theta, t, u)
+    map = scores.softmax(-1)
+    same(made.weights(theta), map, theta)
+    same(made(theta)[0], drawn(made, theta, map), theta, *made.parameters())
+
+
+def test_projected_values_are_no_kuramoto_coupling() -> None:
+    made, theta = layer(values="projected"), angles()
+    pull = kuramoto.coupling(theta.view(B, T, H, J), made.weights(theta)) * made.step
+    assert float((made(theta)[0] - pull.flatten(2)).detach().abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("frustrated", [False, True])
+def test_whole_turns_of_any_angle_are_none(gate: str, frustrated: bool) -> None:
+    made, theta = layer(gate=gate, frustrated=frustrated, harmonics=1 + frustrated), angles(6)
+    around = theta + TURN * torch.randint(-7, 8, theta.shape).double()
+    same(made.weights(around), made.weights(theta), theta, atol=1e-11)
+    same(made(around)[0], made(theta)[0], theta, *made.parameters(), atol=1e-11)
+    with torch.no_grad():
+        (head, state), (_, turned) = made(theta[:, :4]), made(around[:, :4])
+        tail, _ = made(theta[:, 4:], turned)
+        same(torch.cat([head, tail], 1), made(theta)[0], atol=1e-11)
+        same(made(around[:, 4:], state)[0], tail, atol=1e-11)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("frustrated", [False, True])
+def test_a_common_turn_of_each_coordinate_is_seen_only_by_gates_that_read_content(gate: str, frustrated: bool) -> None:
+    made, theta, by = layer(gate=gate, frustrated=frustrated), angles(), torch.randn(H * J, dtype=torch.float64)
+    if gate in ("static", "off"):
+        same(made(theta + by)[0], made(theta)[0], theta, *made.parameters())
+    else:
+        assert float((made(theta + by)[0] - made(theta)[0]).detach().abs().max()) > 1e-3
+
+
+def test_weights_are_the_best_retrieval_with_entropy() -> None:
+    r"""They are the p that maximise  <p, s> + \tau H(p)  for the scores s of unit temperature and  \tau = 1 / \exp."""
+    made, theta = layer(gate="content"), angles().detach()
+    map = made.weights(theta).detach()
+    t, tau = T - 1, (-made.temperature).exp().detach()[:, None]
+    zero = theta.new_zeros(B, H)
+    s = tau * torch.stack([zero, *(score(made, theta, t, u).detach() for u in range(t))], -1)
+    p = torch.cat([1 - map[:, :, t].sum(-1, keepdim=True), map[:, :, t, :t]], -1)
+
+    def worth(p: Tensor) -> Tensor:
+        return (p * s).sum(-1) + tau[:, 0] * torch.special.entr(p).sum(-1)
+
+    slope = s - tau * (p.log() + 1)  # must be the same for every token: nothing is gained by moving weight
+    same(slope, slope.mean(-1, keepdim=True).expand_as(slope), atol=1e-11)
+    others = torch.distributions.Dirichlet(torch.full((t + 1,), 0.5).double()).sample((300, B, H))
+    near = (p + 1e-3 * (others - p)).clamp_min(0)
+    assert bool((worth(others) < worth(p)).all())
+    assert bool((worth(near) <= worth(p)).all())
+
+
+@pytest.mark.parametrize("frustrated", [False, True])
+@pytest.mark.parametrize("gate", GATES)
+def test_the_torus_is_a_case_of_the_general_path(gate: str, frustrated: bool) -> None:
+    special, general = (
+        layer(gate=gate, frustrated=frustrated),
+        GroupAttention(
+            H * J,
+            H,
+            config=GroupConfig(group="torus", gate=gate, frustrated=frustrated),  # type: ignore[arg-type]
+        ).double(),
+    )
+    general.load_state_dict(special.state_dict())
+    theta = angles()
+    (got, got_state), (want, want_state) = general(theta), special(theta)
+    assert torch.equal(got, want)
+    assert torch.equal(general(theta, got_state)[0], special(theta, want_state)[0])
+    leaves = [theta, *special.parameters()], [theta, *general.parameters()]
+    for a, b in zip(torch.autograd.grad(want.sum(), leaves[0]), torch.autograd.grad(got.sum(), leaves[1]), strict=True):
+        assert torch.equal(a, b)
+
+
+def tokens(on: Group, elements: int) -> Tensor:
+    return on.points(on.random(1, 4, elements).double()).flatten(2).requires_grad_()
+
+
+def translated(on: Group, x: Tensor, c: Tensor, side: str) -> Tensor:
+    each = x.unflatten(-1, (-1, on.size))
+    pair = (c.expand_as(each), each) if side == "left" else (each, c.expand_as(each))
+    return on.multiply(*pair).flatten(2)
+
+
+def parted(made: GroupAttention, c: Tensor, side: str) -> float:
+    """How far the update of translated tokens is from the translated update."""
+    on, x = made.group, tokens(made.group, made.heads * made.elements).detach()
+    return float((made(translated(on, x, c, side))[0] - translated(on, made(x)[0], c, side)).detach().abs().max())
+
+
+@pytest.mark.parametrize("name", ["su2", "so3"])
+def test_translated_elements_move_alike(name: str) -> None:
+    """From the right always, with static gates. The drift and the lag turn from the left: from there only without.
+
+    Or by what commutes with turns.
+    """
+    on = named(name)
+    width, c = 2 * 2 * on.size, on.points(on.random(4).double())
+    free = on_group(width, 2, group=name, gate="static", rotary_base=None)
+    assert parted(free, c, "left") < 1e-12
+    assert parted(free, c, "right") < 1e-12
+    turn = on.turn(torch.randn(4, dtype=torch.float64))
+    for options in ({}, {"frustrated": True}, {"frustrated": True, "rotary_base": None}):
+        turning = on_group(width, 2, group=name, gate="static", **options)
+        assert parted(turning, c, "right") < 1e-12
+        assert parted(turning, turn, "left") < 1e-12
+        assert parted(turning, c, "left") > 1e-3
+    reading = on_group(width, 2, group=name, gate="content", rotary_base=None)
+    assert parted(reading, c, "left") > 1e-3
+
+
+@pytest.mark.parametrize(("name", "width", "heads"), [("su2", 8, 2), ("so3", 18, 2)])
+def test_the_update_on_a_group_is_the_pull_of_what_the_map_gathers(name: str, width: int, heads: int) -> None:
+    made = on_group(width, heads, group=name, gate="static")
+    on, x = made.group, tokens(made.group, width // made.group.size)
+    g = on.points(x.unflatten(-1, (heads, -1, on.size)))
+    q = g * (F.softplus(made.gate) * made.temperature.exp()[:, None]).unsqueeze(-1)  # type: ignore[operator]
+    speed = 10000.0 ** -(torch.arange(made.elements).double() / made.elements)
+    zero = x.new_zeros(1, heads)
+    rows = []
+    for t in range(4):
+        by = [on.turn((u - t) * speed).expand_as(g[:, u]) for u in range(t)]
+        seen = [on.similarity(q[:, t], on.multiply(by[u], g[:, u])).sum(-1) for u in range(t)]
+        rows.append(torch.stack([zero, *seen], -1).softmax(-1))
+    map = as_map(rows, successors=False)
+    pull = on.tangent(g, torch.einsum("bhtu,buhea->bthea", map, g)) * made.step.unsqueeze(-1)
+    same(made.weights(x), map, x)
+    same(made(x)[0], pull.flatten(2), x, *made.parameters())
+
+
+@pytest.mark.parametrize(
+    ("spec", "width", "heads"),
+    [
+        ("kuramoto:frustrated=True,harmonics=2,heads=2", 4, 2),
+        ("kuramoto:gate=content,heads=2", 4, 2),
+        ("group:frustrated=True,heads=2", 8, 2),
+        ("group:group=so3", 9, 1),
+    ],
+)
+def test_gradients_are_those_of_differences(spec: str, width: int, heads: int) -> None:
+    made: Any = generic(mechanism(spec)(width, heads, 0, 1))
+    x = torch.randn(1, 3, width, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda *_: made(x)[0], (x, *made.parameters()), fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    "spec", ["kuramoto:heads=2", "kuramoto:frustrated=True,heads=2", "kuramoto:window=3,heads=2", "group:heads=2"]
+)
+def test_the_map_with_a_state_continues_the_whole_map(spec: str) -> None:
+    made: Any = generic(mechanism(spec)(8, 4, 0, 1))
+    x = torch.randn(2, 7, 8, dtype=torch.float64)
+    whole = made.weights(x)
+    for cut in range(1, 7):
+        _, state = made(x[:, :cut])
+        map = made.weights(x[:, cut:], state)
+        same(map, whole[:, :, cut:, -map.shape[-1] :])
+        assert not bool(whole[:, :, cut:, : -map.shape[-1]].any())
+
+
+@pytest.mark.parametrize("spec", ["kuramoto:heads=2", "kuramoto:frustrated=True,heads=2", "group:heads=2"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_map_of_rows_that_differ_names_their_slots_in_order(spec: str, side: Any) -> None:
+    made: Any = generic(mechanism(spec)(8, 4, 0, 1))
+    lengths, counts = [3, 1, 4], [2, 3, 1]
+    x, more = torch.randn(3, 5, 8, dtype=torch.float64), torch.randn(3, 3, 8, dtype=torch.float64)
+    layout, after = Layout.padded(lengths, 5, side=side), Layout.padded(counts, 3, side=side)
+    _, state = made(x, layout=layout)
+    map = made.weights(more, state, after)
+    slots = state.cache.positions
+    assert map.shape == (3, 2, 3, slots.shape[1] + 3)
+    for i, count in enumerate(counts):
+        alone = torch.cat([x[i, layout.valid[i]], more[i, after.valid[i]]])[None]
+        whole, now = made.weights(alone)[0], lengths[i] + torch.arange(count)
+        own = map[i][:, after.valid[i]]
+        held = slots[i] >= 0
+        assert slots[i][held].tolist() == list(range(lengths[i]))
+        same(own[..., : slots.shape[1]][..., held], whole[:, now, : lengths[i]])
+        same(own[..., slots.shape[1] :][..., after.valid[i]], whole[:, now][..., now])
+        assert not bool(own[..., : slots.shape[1]][..., ~held].any())
+        assert not bool(own[..., slots.shape[1] :][..., ~after.valid[i]].any())
+        assert not bool(map[i][:, ~after.valid[i]].any())
+
+
+def test_a_config_may_say_how_many_heads_there_are_whatever_the_model_has() -> None:
+    for spec in ("kuramoto:heads=4", "group:heads=4"):
+        made: Any = mechanism(spec)(16, 2, 0, 1)
+        assert made.heads == 4
+        assert made.weights(torch.randn(1, 3, 16)).shape == (1, 4, 3, 3)
+
+
+def test_paces_and_circuits_name_parameters_and_lags_are_no_part_of_looking() -> None:
+    made = layer(frustrated=True, harmonics=2, gate="content")
+    names = {name for name, _ in made.named_parameters()}
+    circuits = made.circuits()
+    assert {*circuits.qk, *circuits.ov} == names
+    assert {"lag", "amplitude", "step"} <= set(circuits.ov)
+    assert set(made.paces()) == {"gate", "temperature", "step", "lag", "amplitude"}
+    assert not any(pace.decay for pace in made.paces().values())
+    assert set(layer(gate="off", temperature="fixed", step="fixed").paces()) == set()
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "half elements": (lambda: KuramotoAttention(10, 4), "multiple of 4"),
+    "half quaternions": (lambda: GroupAttention(12, 2), "su2 .* multiple of 8"),
+    "half rotations": (lambda: GroupAttention(32, 4, config=GroupConfig(group="so3")), "so3 .* multiple of 36"),
+    "no heads": (lambda: KuramotoAttention(8, 0), "for 0 heads"),
+    "harmonics on su2": (
+        lambda: GroupAttention(8, 2, config=GroupConfig(frustrated=True, harmonics=2)),
+        "harmonics are those of the torus, got 2 on su2",
+    ),
+    "harmonics alone": (lambda: KuramotoConfig(harmonics=2), "frustrated=True"),
+    "no harmonics": (lambda: KuramotoConfig(harmonics=0), "harmonics must be"),
+    "frustration with oneself": (lambda: KuramotoConfig(frustrated=True, strict=False), "needs strict=True"),
+    "no heads by config": (lambda: KuramotoConfig(heads=0), "heads must be at least 1, got 0"),
+    "no window": (lambda: KuramotoConfig(window=0), "window must be at least 1, got 0"),
+    "no sharpness": (lambda: KuramotoConfig(sharpness=0.0), "sharpness must be above 0"),
+    "endless steps": (lambda: KuramotoConfig(step_size=math.inf), "step_size must be a finite number"),
+    "an unknown group": (lambda: GroupConfig(group="su5"), "unknown group 'su5'"),
+    "two groups": (lambda: GroupAttention(9, 1, config=GroupConfig(group="so3"), on=SO3), "by name or as itself"),
+    "no tokens": (lambda: layer()(torch.zeros(1, 0, 6).double()), "at least one token"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused(what: str) -> None:
+    make, message = REFUSED[what]
+    with pytest.raises(UsageError, match=message) as raised:
+        make()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_group_of_your_own_takes_the_place_of_ours() -> None:
+    mine = replace(SU2, name="mine")
+    made = GroupAttention(8, 2, on=mine).double()
+    assert made.group is mine
+    other = GroupAttention(8, 2).double()
+    other.load_state_dict(made.state_dict())
+    x = torch.randn(1, 4, 8, dtype=torch.float64)
+    assert torch.equal(made(x)[0], other(x)[0])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_angles_that_are_not_finite_are_refused_but_padding_may_hold_anything(bad: float) -> None:
+    made, theta = layer(), angles().detach()
+    want = made(theta[1:, :3])[0]
+    theta[1, 3:] = bad
+    with pytest.raises(NotFiniteError, match="phases must be finite"):
+        made(theta)
+    same(made(theta, layout=Layout.padded([T, 3], T))[0][1:, :3], want)
+
+
+def test_a_state_that_is_not_its_own_is_refused() -> None:
+    made, theta = layer(), angles().detach()
+    _, state = made(theta)
+    assert isinstance(state, Delayed)
+    for wrong in (
+        Cache.start((theta,)),
+        KuramotoAttention(8, 2).double()(torch.zeros(B, 3, 8).double())[1],
+        layer(frustrated=True)(theta)[1],
+        layer(frustrated=True, harmonics=2)(theta)[1],
+        on_group(8, 2)(torch.randn(B, 3, 8).double())[1],
+    ):
+        with pytest.raises(UsageError, match="another mechanism"):
+            made(theta, wrong)
+    with pytest.raises(UsageError, match=r"holds 2 rows, the input 1: select\(\)"):
+        made(theta[:1], state)
+    assert made(theta[:1], state.select(torch.tensor([1])))[0].shape == (1, T, H * J)

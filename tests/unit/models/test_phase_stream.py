@@ -1,0 +1,229 @@
+"""A decoder whose stream is one of phases: the contracts of every other, and what only it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
+
+from qkflow.data import CorpusConfig
+from qkflow.errors import UsageError
+from qkflow.layout import Layout
+from qkflow.mechanisms import StandardAttention
+from qkflow.models import Decoder, DecoderConfig, matched, parameters, size
+from qkflow.models.blocks import PhaseBlock
+from qkflow.models.generation import Sampling, generate
+from qkflow.training.config import TrainConfig
+from qkflow.training.optimizer import build_optimizer
+
+STREAMS = ["kuramoto", "kuramoto:frustrated=True,harmonics=2", "group", "group:group=so3,frustrated=True"]
+every = pytest.mark.parametrize("spec", STREAMS)
+MODES = [torch.enable_grad, torch.inference_mode]
+
+
+def model(spec: str = "kuramoto", *, tied: bool | None = None, dropout: float = 0.0) -> Decoder:
+    width = 18 if "so3" in spec else 16
+    made = Decoder(
+        DecoderConfig(
+            width=width, layers=2, heads=4, hidden=12, vocabulary=13, mechanism=spec, tied=tied, dropout=dropout
+        )
+    ).double()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return made
+
+
+def tokens(b: int, t: int) -> Tensor:
+    return torch.randint(0, 13, (b, t))
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    assert_close(got, want, rtol=0, atol=1e-11)
+
+
+def same_gradients(decoder: Decoder, got: Tensor, want: Tensor) -> None:
+    weight, leaves = torch.randn_like(want), [*decoder.parameters()]
+    close(got, want)
+    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (got, want)), strict=True):
+        close(a, b)
+
+
+@every
+@pytest.mark.parametrize("mode", MODES)
+def test_token_by_token_gives_the_scores_of_the_whole(spec: str, mode: Callable[[], Any]) -> None:
+    decoder, x = model(spec), tokens(2, 9)
+    with mode():
+        state, steps = None, []
+        for token in x.split(1, 1):
+            logits, state = decoder(token, state)
+            steps.append(logits)
+        close(torch.cat(steps, 1), decoder(x)[0])
+
+
+@every
+def test_gradients_pass_through_the_state(spec: str) -> None:
+    decoder, x = model(spec), tokens(2, 6)
+    head, state = decoder(x[:, :3])
+    same_gradients(decoder, torch.cat([head, decoder(x[:, 3:], state)[0]], 1), decoder(x)[0])
+
+
+@every
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_no_score_and_no_gradient(spec: str, side: Any) -> None:
+    decoder, x, more = model(spec), tokens(3, 7), tokens(3, 2)
+    layout = Layout.padded([4, 1, 6], 7, side=side)
+    logits, state = decoder(x, layout=layout)
+    alone = [decoder(x[i, layout.valid[i]][None]) for i in range(3)]
+    close(decoder(more, state)[0], torch.cat([decoder(more[i : i + 1], alone[i][1])[0] for i in range(3)]))
+    same_gradients(decoder, logits[layout.valid], torch.cat([y[0] for y, _ in alone]))
+
+
+@every
+def test_packed_documents_do_not_see_each_other(spec: str) -> None:
+    decoder, x = model(spec), tokens(1, 8)
+    packed, state = decoder(x, layout=Layout.packed([0, 3, 4, 8]))
+    same_gradients(decoder, packed, torch.cat([decoder(piece)[0] for piece in x.split([3, 1, 4], 1)], 1))
+    assert state.length.tolist() == [3, 1, 4]
+
+
+def test_generation_goes_on_as_the_whole_would() -> None:
+    decoder = model()
+    prompts = [[1, 2, 3], [4]]
+    for prompt, row in zip(
+        prompts, generate(decoder, prompts, tokens=5, sampling=Sampling(temperature=0.0)), strict=True
+    ):
+        for new in row:
+            assert int(decoder(torch.tensor([prompt]))[0][0, -1].argmax()) == new
+            prompt.append(new)
+
+
+@pytest.mark.parametrize("tied", [None, True, False])
+@every
+def test_declared_cost_is_what_torch_counts(spec: str, tied: bool | None) -> None:
+    decoder = model(spec, tied=tied)
+    cost, x = decoder.cost(10), tokens(1, 10)
+    assert cost.parameters == sum(p.numel() for p in decoder.parameters())
+    with torch.no_grad(), nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as ops:
+        decoder(x)
+    assert cost.linear_flops + cost.pair_flops * 100 == ops.get_total_flops()
+    assert decoder(x)[1].nbytes == cost.state_bytes
+
+
+def test_a_head_of_its_own_reads_points_unless_it_is_the_embeddings() -> None:
+    own, tied = model(), model(tied=True)
+    assert own.head is not None
+    assert own.head.weight.shape == (13, 32)
+    assert tied.head is None
+    x = torch.randn(3, 32, dtype=torch.float64)
+    angles = tied.embedding.weight
+    points = torch.stack([angles.cos(), angles.sin()], -1).flatten(1)
+    close(tied.logits(x), x @ points.T)
+    close(own.logits(x), x @ own.head.weight.T)
+
+
+@every
+def test_only_points_are_read_of_the_stream(spec: str) -> None:
+    """So whole turns of an embedding, or another length of it, change no score."""
+    decoder, x = model(spec), tokens(2, 5)
+    want = decoder(x)[0]
+    with torch.no_grad():
+        weight = decoder.embedding.weight
+        if spec.startswith("kuramoto"):
+            weight.add_(2 * torch.pi * torch.randint(-3, 4, weight.shape).double())
+        else:
+            each = weight.unflatten(1, (-1, decoder.group.size))  # type: ignore[union-attr]
+            each.mul_(0.5 + torch.rand(*each.shape[:2], 1, dtype=torch.float64))
+    close(decoder(x)[0], want)
+
+
+def test_a_block_synchronises_and_then_moves_each_token_by_itself() -> None:
+    block = cast(PhaseBlock, model().blocks[0])
+    theta = torch.randn(2, 5, 16, dtype=torch.float64)
+    middle = theta + block.mechanism(theta)[0]
+    moved = block.feed_forward(torch.stack([middle.cos(), middle.sin()], -1).flatten(2))
+    close(block(theta)[0], middle + moved)
+
+
+@pytest.mark.parametrize("spec", ["group", "group:group=so3"])
+def test_the_stream_of_a_group_stays_on_it(spec: str) -> None:
+    decoder = model(spec)
+    x = decoder.embedding(tokens(2, 5))
+    for block in decoder.blocks:
+        x, _ = block(x)
+        close(decoder.norm(x), x)
+
+
+def test_dropout_drops_in_training_only() -> None:
+    decoder, x = model(dropout=0.5), tokens(2, 5)
+    assert not torch.equal(decoder.train()(x)[0], decoder(x)[0])
+    assert torch.equal(decoder.eval()(x)[0], decoder(x)[0])
+
+
+@pytest.mark.parametrize("name", ["1m", "5m"])
+@pytest.mark.parametrize("spec", ["kuramoto", "kuramoto:frustrated=True"])
+def test_presets_match_the_baseline_in_parameters(spec: str, name: str) -> None:
+    baseline = parameters(size(name))
+    assert parameters(matched(size(name, mechanism=spec), baseline)) == pytest.approx(baseline, rel=0.005)
+
+
+@every
+def test_paces_name_parameters_and_the_optimiser_keeps_to_them(spec: str) -> None:
+    decoder = model(spec)
+    paces, named = decoder.paces(), dict(decoder.named_parameters())
+    assert set(paces) <= set(named)
+    assert not paces["embedding.weight"].decay
+    config = TrainConfig(corpus=CorpusConfig(), model=decoder.config, steps=10, weight_decay=0.1)
+    groups = build_optimizer(decoder, config).param_groups
+    by = {id(p): group for group in groups for p in group["params"]}
+    assert set(by) == {id(p) for p in named.values()}
+    for name, pace in paces.items():
+        assert by[id(named[name])]["rate"] == pace.rate
+        if not pace.decay:
+            assert by[id(named[name])]["weight_decay"] == 0
+    assert by[id(named["blocks.0.feed_forward.up.weight"])]["weight_decay"] == 0.1
+
+
+@every
+def test_it_learns(spec: str) -> None:
+    decoder = model(spec)
+    x = torch.arange(24).remainder(7).view(1, 24)
+    optimizer = torch.optim.Adam(decoder.parameters(), lr=0.02)
+    losses = []
+    for _ in range(15):
+        loss = F.cross_entropy(decoder(x[:, :-1])[0][0], x[0, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("mixed", "reads"),
+    [
+        (("kuramoto", "standard"), "elements of torus, one an ordinary stream"),
+        (("standard", "group"), "an ordinary stream, one elements of su2"),
+        (("kuramoto", "group"), "elements of torus, one elements of su2"),
+    ],
+)
+def test_streams_do_not_mix(mixed: tuple[str, str], reads: str) -> None:
+    with pytest.raises(UsageError, match=f"cannot share a stack: one reads {reads}"):
+        Decoder(DecoderConfig(width=16, layers=2, heads=2, hidden=8, mechanism=mixed))
+
+
+def test_mechanisms_of_one_group_share_a_stack() -> None:
+    mixed = ("kuramoto", "kuramoto:frustrated=True", "group:group=torus")
+    decoder = Decoder(DecoderConfig(width=16, layers=3, heads=2, hidden=8, vocabulary=13, mechanism=mixed))
+    assert decoder(tokens(1, 4))[0].shape == (1, 4, 13)
+
+
+def test_a_block_of_phases_needs_a_group() -> None:
+    with pytest.raises(UsageError, match="StandardAttention has no group"):
+        PhaseBlock(StandardAttention(16, 2), 16, 8)

@@ -1,0 +1,266 @@
+"""Phases on circles: the pull is Kuramoto's by definition, it goes down an energy, and a whole turn is no turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.testing import assert_close
+
+from qkflow.errors import NotFiniteError, UsageError
+from qkflow.ops import kuramoto
+from qkflow.ops.native import circle
+
+TURN = 2 * math.pi
+ANGLES = st.floats(-20, 20)
+
+
+@pytest.fixture(params=["native", "torch"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels in C, where they can be built, and what graphs and other devices do instead."""
+    if request.param == "torch":
+        monkeypatch.setattr(circle, "fits", lambda *tensors: False)
+    return request.param
+
+
+def phases(*shape: int) -> Tensor:
+    return (3 * torch.randn(*shape, dtype=torch.float64)).requires_grad_()
+
+
+def weights(b: int, h: int, t: int) -> Tensor:
+    """A map of no special form: neither causal nor symmetric nor of rows that sum to one."""
+    return torch.rand(b, h, t, t, dtype=torch.float64, requires_grad=True)
+
+
+def same(got: Tensor, want: Tensor, *leaves: Tensor) -> None:
+    """To 1e-12, and so are the gradients of a random sum."""
+    assert_close(got, want, rtol=0, atol=1e-12)
+    if leaves:
+        weight = torch.randn_like(want)
+        grads = [torch.autograd.grad(y, leaves, weight, retain_graph=True) for y in (got, want)]
+        assert_close(*grads, rtol=0, atol=1e-12)
+
+
+def test_the_coupling_is_the_sum_of_sines_pair_by_pair() -> None:
+    theta, map = phases(2, 3, 2, 2).detach(), weights(2, 2, 3).detach()
+    got = kuramoto.coupling(theta, map)
+    for b, t, h, j in product(range(2), range(3), range(2), range(2)):
+        sines = [
+            float(map[b, h, t, u]) * math.sin(float(theta[b, u, h, j]) - float(theta[b, t, h, j])) for u in range(3)
+        ]
+        assert float(got[b, t, h, j]) == pytest.approx(sum(sines), abs=1e-12)
+
+
+def test_the_pull_along_the_circular_mean_is_the_coupling(form: str) -> None:
+    theta, map = phases(2, 5, 3, 4), weights(2, 3, 5)
+    points = kuramoto.points(theta)
+    mean = torch.einsum("bhtu,buhjc->bthjc", map, points)
+    same(kuramoto.tangent(points, mean), kuramoto.coupling(theta, map), theta, map)
+
+
+def test_the_pull_of_turned_harmonics_is_that_of_lagging_sines(form: str) -> None:
+    theta, map, lag = phases(2, 4, 1, 3), weights(2, 1, 4), phases(3)
+    apart = theta[:, None] - theta[:, :, None]
+    for m, points in enumerate(kuramoto.powers(kuramoto.points(theta), 3), 1):
+        mean = torch.einsum("bhtu,buhjc->bthjc", map, points)
+        got = kuramoto.tangent(points, kuramoto.turned(mean, kuramoto.points(lag).expand_as(mean)))
+        want = torch.einsum("bhtu,btuhj->bthj", map, (m * apart + lag).sin())
+        same(got, want, theta, map, lag)
+
+
+@pytest.mark.parametrize("lagging", [False, True])
+def test_a_pull_by_steps_and_lags_is_that_of_lagging_sines(lagging: bool, form: str) -> None:
+    theta, map, step, lag = phases(2, 4, 2, 3), weights(2, 2, 4), phases(2, 3), phases(2, 3)
+    points, apart = kuramoto.points(theta), theta[:, None] - theta[:, :, None]
+    mean = torch.einsum("bhtu,buhjc->bthjc", map, points)
+    along, across = (step * lag.cos(), step * lag.sin()) if lagging else (step, None)
+    want = step * torch.einsum("bhtu,btuhj->bthj", map, (apart + (lag if lagging else 0)).sin())
+    same(kuramoto.pull(theta, points, mean, along, across), want, theta, map, step, *[lag] * lagging)
+    with torch.no_grad():
+        same(kuramoto.pull(theta, points, mean, along, across), want)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("drifting", ["not", "alike", "each row"])
+def test_late_points_are_those_of_the_token_before(drifting: str, count: int, form: str) -> None:
+    theta, firsts = phases(2, 5, 2, 3), [phases(2, 1, 2, 3, 2), phases(2, 1, 2, 3, 2)]
+    points = kuramoto.points(theta)
+    by = {"not": None, "alike": phases(5, 2, 3), "each row": phases(2, 5, 2, 3)}[drifting]
+    by = None if by is None else kuramoto.points(by.detach())
+    keys = points if by is None else torch.view_as_real(torch.view_as_complex(points) * torch.view_as_complex(by))
+    wants = [torch.cat([first, x[:, :-1]], 1) for first, x in zip(firsts, (keys, points), strict=True)]
+    gots = kuramoto.delay(theta, points, by, tuple(firsts[:count]))
+    assert len(gots) == count
+    for got, want, first in zip(gots, wants, firsts, strict=False):
+        same(got, want, theta, first)
+    together = [torch.cat([x.flatten() for x in each[:count]]) for each in (gots, wants)]
+    same(*together, theta, *firsts[:count])
+    nothing = kuramoto.delay(theta, points, by, (None,) * count)
+    assert not any(bool(x[:, 0].any()) for x in nothing)
+    assert all(torch.equal(x[:, 1:], y[:, 1:]) for x, y in zip(nothing, gots, strict=True))
+
+
+def test_points_are_cosines_and_sines_and_powers_those_of_multiples(form: str) -> None:
+    theta = phases(3, 4)
+    same(kuramoto.points(theta), torch.stack([theta.cos(), theta.sin()], -1), theta)
+    for m, points in enumerate(kuramoto.powers(kuramoto.points(theta), 4), 1):
+        same(points, kuramoto.points(m * theta), theta)
+    with torch.no_grad():
+        same(kuramoto.points(theta), torch.stack([theta.cos(), theta.sin()], -1))
+
+
+@pytest.mark.parametrize("widest", [4.0, 1e3, 1.9e4, 2.1e4, 1e7, 1e30])
+def test_points_keep_the_digits_of_single_precision_however_far_angles_go(widest: float, form: str) -> None:
+    theta = (widest * (2 * torch.rand(5000) - 1)).requires_grad_()
+    far = theta.detach().double()
+    truth, points = torch.stack([far.cos(), far.sin()], -1), kuramoto.points(theta)
+    assert float((points.detach() - truth).abs().max()) < 3e-7
+    (slope,) = torch.autograd.grad(points[:, 1].sum(), theta)
+    assert float((slope - truth[:, 0]).abs().max()) < 3e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_points_of_short_numbers_are_exact_but_for_their_own_rounding(dtype: torch.dtype) -> None:
+    theta = (30 * torch.randn(100)).to(dtype)
+    assert kuramoto.points(theta).dtype == dtype
+    assert_close(kuramoto.points(theta), kuramoto.points(theta.double()).to(dtype), rtol=0, atol=4e-3)
+
+
+def test_angles_of_any_stride_have_their_own_points(form: str) -> None:
+    theta = phases(4, 6)
+    views: list[Callable[[Tensor], Tensor]] = [lambda x: x.mT, lambda x: x[:, ::2], lambda x: x[:1].expand(3, 6)]
+    for view in views:
+        got = kuramoto.points(view(theta))
+        same(got, torch.stack([view(theta).cos(), view(theta).sin()], -1), theta)
+        mean = got.flip(0)
+        same(kuramoto.tangent(got, mean), got[..., 0] * mean[..., 1] - got[..., 1] * mean[..., 0], theta)
+    assert kuramoto.points(theta[:0]).shape == (0, 6, 2)
+
+
+@given(theta=st.lists(ANGLES, min_size=1, max_size=5), turns=st.integers(-51, 51))
+@settings(deadline=None, max_examples=25)
+def test_whole_turns_are_none(theta: list[float], turns: int) -> None:
+    here = torch.tensor(theta, dtype=torch.float64)
+    same(kuramoto.points(here + TURN * turns), kuramoto.points(here))
+
+
+def test_a_common_turn_changes_no_coupling_and_no_energy() -> None:
+    theta, map, by = phases(2, 4, 2, 3), weights(2, 2, 4), phases(2, 3)
+    same(kuramoto.coupling(theta + by, map), kuramoto.coupling(theta, map), theta, map)
+    same(kuramoto.energy(theta + by, map), kuramoto.energy(theta, map), theta, map)
+
+
+def test_the_coupling_descends_the_energy_of_its_row_for_any_map() -> None:
+    theta, map = phases(2, 4, 2, 3), weights(2, 2, 4)
+    energy, pull = kuramoto.energy(theta, map), kuramoto.coupling(theta, map)
+    for b, t, h in product(range(2), range(4), range(2)):
+        (slope,) = torch.autograd.grad(energy[b, t, h], theta, retain_graph=True)
+        same(-slope[b, t, h], pull[b, t, h])
+
+
+def test_a_symmetric_coupling_descends_half_of_the_whole_energy() -> None:
+    theta, map = phases(2, 4, 2, 3), weights(2, 2, 4)
+    map = (map + map.mT).detach()
+    (slope,) = torch.autograd.grad(kuramoto.energy(theta, map).sum() / 2, theta)
+    same(-slope, kuramoto.coupling(theta, map))
+
+
+def test_a_causal_coupling_descends_no_energy_at_all() -> None:
+    """The derivative of a gradient is symmetric."""
+    theta, map = phases(1, 4, 1, 1), weights(1, 1, 4).detach()
+
+    def skew(map: Tensor) -> float:
+        slopes = torch.autograd.functional.jacobian(lambda x: kuramoto.coupling(x, map).flatten(), theta).view(4, 4)
+        return float((slopes - slopes.mT).abs().max())  # type: ignore[union-attr]
+
+    assert skew(map + map.mT) < 1e-12
+    assert skew(map.tril()) > 0.1
+
+
+@given(theta=st.lists(st.floats(-4, 4), min_size=1, max_size=12), step=st.floats(0, 1))
+@settings(deadline=None, max_examples=25)
+def test_uniform_coupling_never_lowers_the_order(theta: list[float], step: float) -> None:
+    here = torch.tensor(theta, dtype=torch.float64).view(1, -1, 1, 1)
+    uniform = torch.full((1, 1, len(theta), len(theta)), 1 / len(theta), dtype=torch.float64)
+    for _ in range(4):
+        before = kuramoto.order(here[:, :, 0])
+        here = here + step * kuramoto.coupling(here, uniform)
+        assert float(kuramoto.order(here[:, :, 0]) - before) > -1e-12
+
+
+def test_too_long_a_step_of_uniform_coupling_lowers_the_order() -> None:
+    """So that the test above says something: near agreement, steps above 2 leap to the other side and beyond."""
+    theta = torch.tensor([-0.3, 0.3], dtype=torch.float64).view(1, 2, 1, 1)
+    uniform = torch.full((1, 1, 2, 2), 0.5, dtype=torch.float64)
+    after = theta + 3 * kuramoto.coupling(theta, uniform)
+    assert float(kuramoto.order(after[:, :, 0])) < float(kuramoto.order(theta[:, :, 0]))
+
+
+def test_the_order_is_the_length_of_the_mean_point_of_each_coordinate() -> None:
+    theta = phases(2, 5, 3)
+    want = torch.polar(torch.ones_like(theta), theta).mean(-2).abs()
+    same(kuramoto.order(theta), want, theta)
+
+
+def test_first_and_second_derivatives_are_those_of_differences(form: str) -> None:
+    theta, points, mean = phases(3), phases(3, 2), phases(3, 2)
+    for check in (gradcheck, gradgradcheck):
+        assert check(kuramoto.points, theta)
+        assert check(kuramoto.tangent, (points, mean))
+        assert check(kuramoto.turned, (points, mean))
+        assert check(lambda x, m: kuramoto.tangent(kuramoto.points(x), m), (theta, mean))
+
+
+def pulled(theta: Tensor, mean: Tensor, along: Tensor, across: Tensor | None = None) -> Tensor:
+    return kuramoto.pull(theta, kuramoto.points(theta), mean, along, across)
+
+
+def delayed(theta: Tensor, by: Tensor, first: Tensor) -> tuple[Tensor, ...]:
+    return kuramoto.delay(theta, kuramoto.points(theta), by, (first, first))
+
+
+def test_first_and_second_derivatives_of_pulls_and_delays_are_those_of_differences(form: str) -> None:
+    theta, mean, along, across = phases(2, 1, 2), phases(2, 1, 2, 2), phases(1, 2), phases(1, 2)
+    late, by, first = phases(1, 3, 1, 1), phases(3, 1, 1, 2).detach(), phases(1, 1, 1, 1, 2)
+    for check in (gradcheck, gradgradcheck):
+        assert check(pulled, (theta, mean, along, across))
+        assert check(pulled, (theta, mean, along))
+        assert check(lambda x, f: delayed(x, by, f), (late, first))
+    for fixed in ((theta, mean, along.detach(), across), (theta.detach(), mean, along, None)):
+        assert gradgradcheck(pulled, fixed)
+
+
+def test_a_gradient_that_will_be_differentiated_again_is_the_same(form: str) -> None:
+    """It is made by another path: kernels have no derivative of their own."""
+    theta, mean, along, across = phases(2, 1, 2), phases(2, 1, 2, 2), phases(1, 2), phases(1, 2)
+    late, by, first = phases(1, 3, 1, 1), kuramoto.points(phases(3, 1, 1).detach()), phases(1, 1, 1, 1, 2)
+    for y, leaves in (
+        (kuramoto.points(theta), (theta,)),
+        (pulled(theta, mean, along, across), (theta, mean, along, across)),
+        (torch.cat(delayed(late, by, first)), (late, first)),
+    ):
+        weight = torch.randn_like(y)
+        plain = torch.autograd.grad(y, leaves, weight, retain_graph=True)
+        assert_close(torch.autograd.grad(y, leaves, weight, create_graph=True), plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_angles_that_are_not_finite_are_refused(
+    bad: float, dtype: torch.dtype, mode: Callable[[], Any], form: str
+) -> None:
+    theta = torch.zeros(2000, dtype=dtype)
+    theta[1234] = bad
+    with mode(), pytest.raises(NotFiniteError, match="phases must be finite") as raised:
+        kuramoto.points(theta)
+    assert isinstance(raised.value, UsageError)
+    assert "\n" not in str(raised.value)
