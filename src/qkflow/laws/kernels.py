@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qkflow.ops import coupled, native
+from qkflow.ops import coupled, kuramoto, native
 from qkflow.ops.delta import delta_rule
 from qkflow.ops.reversible import alternate_fast
+from qkflow.ops.rotary import turns
 from qkflow.ops.short_conv import short_conv
 
 Precision = Literal["float32", "float64"]
@@ -177,6 +178,32 @@ def _moved_fast(q: Tensor, k: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Te
     return alternate_fast(q, k, (w1, b1, w2, b2), dt, coupled.drifts("leapfrog", _STEPS), "silu")
 
 
+def _phases(g: torch.Generator) -> Sequence[Tensor]:
+    b, t, h, j = 2, 35, 2, 12
+    theta = 3 * _noise(g, 1, 1, h, j) + _noise(g, b, t, h, j)
+    first = torch.polar(torch.ones(b, 1, h, j, dtype=torch.float64), _noise(g, b, 1, h, j))
+    return theta, _noise(g, b, t, h, j, 2), _noise(g, h, j), _noise(g, h, j), torch.view_as_real(first)
+
+
+def _drawn(theta: Tensor, mean: Tensor, along: Tensor, across: Tensor, first: Tensor) -> tuple[Tensor, ...]:
+    points = kuramoto.points(theta)
+    pull = kuramoto.pull(theta, points, mean, along, across)
+    return points, pull, *kuramoto.delay(theta, points, _drift(points), (first, first))
+
+
+def _drawn_truth(theta: Tensor, mean: Tensor, along: Tensor, across: Tensor, first: Tensor) -> tuple[Tensor, ...]:
+    point, towards = torch.polar(torch.ones_like(theta), theta), torch.view_as_complex(mean)
+    pull, by = towards * point.conj(), torch.view_as_complex(_drift(first).contiguous())
+    late = [torch.cat([torch.view_as_complex(first), x[:, :-1]], 1) for x in (point * by, point)]
+    return torch.view_as_real(point), along * pull.imag + across * pull.real, *map(torch.view_as_real, late)
+
+
+def _drift(like: Tensor) -> Tensor:
+    """Turns of 35 positions, two heads and twelve coordinates."""
+    by = turns(0, 35, heads=2, width=24, base=100.0, like=like)
+    return torch.view_as_real(by) if by.is_complex() else by
+
+
 _STEPS = 3
 _TRUTH = _delta("reference")
 _TRIALS = (
@@ -191,6 +218,7 @@ _TRIALS = (
     ),
     _Trial(kernel="delta rule, chunked", native=False, fast=_delta("chunked"), truth=_TRUTH, case=_memory),
     _Trial(kernel="short convolution", native=True, fast=lambda *x: (short_conv(*x),), truth=_convolved, case=_windows),
+    _Trial(kernel="phases", native=True, fast=_drawn, truth=_drawn_truth, case=_phases),
     _Trial(kernel="coupling", native=True, fast=_moved_fast, truth=_moved, case=_pairs(35)),
     _Trial(
         kernel="coupling, decoding",
