@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qkflow.errors import UsageError
-from qkflow.mechanisms.synchrony import SynchronyConfig, SynchronyMechanism
+from qkflow.mechanisms.synchrony import SynchronyMechanism
+from qkflow.mechanisms.synchrony_config import SynchronyConfig
 from qkflow.ops.groups import TORUS, Group, check, group
 
 

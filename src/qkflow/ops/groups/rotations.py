@@ -1,0 +1,155 @@
+"""SO(n): rotations of n dimensions, and the one that is nearest to a matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from qkflow.errors import NotFiniteError, UsageError
+from qkflow.ops import kuramoto
+from qkflow.ops.groups.protocol import Algebra, Coordinates, Elements, Embedded
+
+
+@dataclass(frozen=True)
+class Rotations(Embedded):
+    """SO(n), as matrices, row by row.
+
+    >>> SO3.points(torch.eye(3).flatten() * 2).tolist() == torch.eye(3).flatten().tolist()
+    True
+    """
+
+    n: int = 3
+
+    def __post_init__(self) -> None:
+        if self.n < 2:
+            raise UsageError(f"rotations need a space of at least 2 dimensions, got {self.n}")
+
+    @property
+    def name(self) -> str:
+        """So and the number of dimensions."""
+        return f"so{self.n}"
+
+    @property
+    def size(self) -> int:
+        """The entries of the matrix."""
+        return self.n**2
+
+    @property
+    def ambient(self) -> int:
+        """The entries of the matrix."""
+        return self.n**2
+
+    @property
+    def dim(self) -> int:
+        """Planes to turn in."""
+        return self.n * (self.n - 1) // 2
+
+    def points(self, x: Coordinates) -> Elements:
+        """The nearest rotation."""
+        return _Polar.apply(self._matrix(x)).flatten(-2)
+
+    def mean(self, g: Float[Tensor, "*n s ambient"], weights: Float[Tensor, "*n s"]) -> Elements:
+        """The rotation nearest to the sum."""
+        return self.points(einsum(weights, g, "... s, ... s a -> ... a"))
+
+    def tangent(self, g: Elements, m: Elements) -> Coordinates:
+        """`g` times the skew part of  g^T m."""
+        g, seen = self._matrix(g), _times(self._matrix(g).mT, self._matrix(m))
+        return _times(g, (seen - seen.mT) / 2).flatten(-2)
+
+    def push(self, g: Elements, a: Algebra) -> Coordinates:
+        """`g` times the skew matrix of `a`."""
+        rows, columns = torch.triu_indices(self.n, self.n, 1, device=a.device).unbind(0)
+        place = F.one_hot(rows * self.n + columns, self.n**2) - F.one_hot(columns * self.n + rows, self.n**2)
+        skew = (a.unsqueeze(-1) * place.to(a.dtype)).sum(-2)
+        return self.multiply(g, skew)
+
+    def retract(self, x: Coordinates, change: Coordinates) -> Coordinates:
+        """The rotation nearest to the sum."""
+        return self.points(x + change)
+
+    def multiply(self, g: Elements, h: Elements) -> Elements:
+        """The product of matrices."""
+        return _times(self._matrix(g), self._matrix(h)).flatten(-2)
+
+    def turn(self, angle: Float[Tensor, "*n"]) -> Elements:
+        """Turns in the planes of the first two axes, of the next two, and so on."""
+        cos, sin = kuramoto.points(angle).unbind(-1)
+        one, nothing, planes = torch.ones_like(cos), torch.zeros_like(cos), self.n // 2
+        rows = []
+        for row in range(self.n):
+            entries = [nothing] * self.n
+            entries[row] = cos if row < 2 * planes else one
+            if row < 2 * planes:
+                entries[row ^ 1] = -sin if row % 2 == 0 else sin
+            rows += entries
+        return torch.stack(rows, -1)
+
+    def identity(self) -> Coordinates:
+        """The unit matrix."""
+        return torch.eye(self.n).flatten()
+
+    def random(self, *shape: int, generator: torch.Generator | None = None) -> Coordinates:
+        """The polar part of normal matrices is even."""
+        return self.points(torch.randn(*shape, self.n**2, generator=generator))
+
+    def distance(self, g: Elements, h: Elements) -> Float[Tensor, "*n"]:
+        """The root of the squared angles, one a plane, that turn one into the other."""
+        angles = torch.linalg.eigvals(_times(self._matrix(g).mT, self._matrix(h))).angle()
+        return (angles.square().sum(-1) / 2).sqrt()
+
+    def _matrix(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.n, self.n))
+
+
+class _Polar(torch.autograd.Function):
+    r"""The rotation nearest to a matrix  M = U \Sigma V^\top,  R = U V^\top,  with signs such that det R = 1.
+
+    dR = U ((U^\top dM V - V^\top dM^\top U)_{ij} / (\sigma_i + \sigma_j)) V^\top,  its own adjoint; torch's derivative
+    of U and V apart divides by \sigma_i - \sigma_j, which is zero on the group itself. To be differentiated once more
+    it is  R X  with  X P + P X = R^\top dM - dM^\top R,  P = R^\top M.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, m: Tensor) -> Tensor:
+        wide = m.float() if m.dtype in (torch.bfloat16, torch.float16) else m
+        try:
+            u, s, vh = torch.linalg.svd(wide)
+        except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
+            raise NotFiniteError("rotations must be finite numbers, got some that are not") from error
+        flip = torch.ones_like(s)
+        flip[..., -1] = (torch.linalg.det(u) * torch.linalg.det(vh)).sign()
+        u, s = u * flip.unsqueeze(-2), s * flip
+        ctx.save_for_backward(m, u, s, vh)
+        return _times(u, vh).to(m.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        m, u, s, vh = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _polar_backward(m, grads[0])
+        seen = _times(_times(u.mT, grads[0].to(u.dtype)), vh.mT)
+        apart = (s.unsqueeze(-1) + s.unsqueeze(-2)).abs().clamp_min(torch.finfo(s.dtype).tiny)
+        return _times(_times(u, (seen - seen.mT) / apart), vh).to(grads[0].dtype)
+
+
+def _polar_backward(m: Tensor, grad: Tensor) -> Tensor:
+    r = _Polar.apply(m)
+    p, seen, one = _times(r.mT, m), _times(r.mT, grad), torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
+    both = torch.einsum("...ik,jl->...ijkl", p, one) + torch.einsum("ik,...jl->...ijkl", one, p)
+    x = torch.linalg.solve(both.flatten(-4, -3).flatten(-2), (seen - seen.mT).flatten(-2))
+    return _times(r, x.unflatten(-1, m.shape[-2:]))
+
+
+def _times(a: Tensor, b: Tensor) -> Tensor:
+    """The product of many small matrices: for these a sum is faster than a call for each."""
+    return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
+
+
+SO3 = Rotations(3)
