@@ -112,9 +112,12 @@ class Decoder(nn.Module):
         self.config = config
         factories = [mechanism(spec) for spec in config.mechanisms]
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        mixers = [factory(config.width, config.heads, i, config.layers) for i, factory in enumerate(factories)]
+        self.blocks = nn.ModuleList(
+            self._block(factory(config.width, config.heads, layer, config.layers))
+            for layer, factory in enumerate(factories)
+        )
+        mixers = [cast(Mechanism, block.mechanism) for block in self.blocks]
         self.group = _stream(mixers, config.mechanisms)
-        self.blocks = nn.ModuleList(self._block(mixer) for mixer in mixers)
         for factory, mixer in zip(factories, mixers, strict=True):
             if mixer is not (first := mixers[factories.index(factory)]):
                 mixer.tie(first)
