@@ -125,7 +125,8 @@ def pull(theta: Angles, points: Points, mean: Points, along: Weights, across: We
     >>> pull(theta, points(theta), torch.tensor([[[0.3, 0.4]]]), torch.tensor([[2.0]])).tolist()
     [[0.800000011920929]]
     """
-    if points.shape == mean.shape and circle.fits(points, theta, mean, along, across):
+    weighed = all(x is None or x.shape == points.shape[-3:-1] for x in (along, across))
+    if weighed and points.shape == mean.shape and circle.fits(points, theta, mean, along, across):
         if torch.is_grad_enabled():
             return _Pull.apply(theta, points, mean, along, across)
         return circle.pull(points, mean, along, across)
@@ -146,8 +147,9 @@ def delay(
     >>> delay(theta, points(theta), None, (None,))[0].flatten(1).round(decimals=6).tolist()
     [[0.0, 0.0, 1.0, 0.0, -0.0, 1.0]]
     """
-    shared = by is None or by.ndim == 4
-    if shared and circle.fits(points, theta, by, *firsts):
+    one = (len(points), 1, *points.shape[2:])
+    whole = (by is None or by.shape == points.shape[1:]) and all(x is None or x.shape == one for x in firsts)
+    if whole and circle.fits(points, theta, by, *firsts):  # by pointer, nothing is broadcast
         first_key, first_late = (*firsts, None)[:2]
         return _Delay.apply(theta, points, by, first_key, first_late, len(firsts) > 1)
     return _late(points, by, firsts)

@@ -136,7 +136,7 @@ def phases(model: Decoder, tokens: Sequence[int] | Int[Tensor, " t"]) -> list[Ph
     >>> model = Decoder(DecoderConfig(width=32, layers=2, heads=4, hidden=64, mechanism="kuramoto"))
     >>> first, second = phases(model, [72, 105, 33])
     >>> first.order().shape, first.locking("after").shape, second.before is not None
-    (torch.Size([4, 8]), torch.Size([4, 3, 3]), True)
+    (torch.Size([2, 16]), torch.Size([2, 3, 3]), True)
     """
     left: list[Stream] = []
 

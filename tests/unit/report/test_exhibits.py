@@ -101,7 +101,7 @@ def test_a_page_shows_phases_of_a_model_with_the_names_of_its_tokens(synthetic: 
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert [len(figures) for figures in data["exhibits"]] == [1, 1, 2, 2]
     order, _, cells, wheels = data["exhibits"]
-    assert len(order[0]["data"]) == 4  # heads
+    assert len(order[0]["data"]) == 2  # heads, half as many as the model says
     assert cells[1]["data"][0]["x"][:3] == ["d (1)", "e (2)", "f (3)"]
     seen = look(
         load_run(runs["kuramoto"]).model, json.loads((tmp_path / "corpus.json").read_text())["excerpts"][0]["tokens"]
