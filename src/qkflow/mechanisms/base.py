@@ -157,6 +157,12 @@ def projection(inputs: int, outputs: int) -> nn.Linear:
     return linear
 
 
+def bare(linear: nn.Linear) -> bool:
+    """Whether a projection is its matrix and nothing else: no subclass, bias or hook that someone put there."""
+    hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
+    return type(linear) is nn.Linear and linear.bias is None and not hooks
+
+
 @runtime_checkable  # so that run-time type checks can look at it
 class Factory(Protocol):
     """Something that makes a mechanism for one layer of a stack; layers count from 0."""

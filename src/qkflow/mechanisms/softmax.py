@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Mechanism, Stream, projection
+from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Mechanism, Stream, bare, projection
 from qkflow.mechanisms.coupling import Coupling, CouplingConfig
 from qkflow.mechanisms.sight import Rows, by_token, in_reach, opened
 from qkflow.ops.norm import rms_norm
@@ -55,12 +55,6 @@ class HeadShape(NamedTuple):
     values: int
     value_width: int
     outputs: int
-
-
-def _bare(linear: nn.Linear) -> bool:
-    """Whether a projection is its matrix and nothing else: no subclass, bias or hook that someone put there."""
-    hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
-    return type(linear) is nn.Linear and linear.bias is None and not hooks
 
 
 class SoftmaxMechanism(Mechanism):
@@ -164,7 +158,7 @@ class SoftmaxMechanism(Mechanism):
         if self.coupling is None:
             return self._split(self.query, x, self.shape.queries), k
         lead = self.coupling.lead() if torch.is_grad_enabled() and self.shape.queries == self.shape.keys else None
-        if lead is None or not (_bare(self.query) and _bare(self.key)):
+        if lead is None or not (bare(self.query) and bare(self.key)):
             return self.couple(self._split(self.query, x, self.shape.queries), k)
         q = torch.nn.functional.linear(x, torch.addcmul(self.query.weight, self.key.weight, lead))
         return self.couple(q.view(k.shape), k, drifted=True)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Mechanism, Pace, Stream, projection
+from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Mechanism, Pace, Stream, bare, projection
 from qkflow.mechanisms.observed_phases import phase_exhibits
 from qkflow.mechanisms.sight import Rows, by_token, in_reach, opened
 from qkflow.mechanisms.synchrony_config import SynchronyConfig
@@ -99,7 +99,7 @@ class SynchronyMechanism(Mechanism):
         return self._drawn(z, call.points, call.x), Delayed(call.rows.cache.trim(), call.last)
 
     def weights(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> Float[Tensor, "b h t s"]:
-        """The exact map. Rows sum to one less what a token leaves to the key of zeros, which draws it nowhere."""
+        """The exact map. Rows sum to one, less what a token leaves to a key of zeros that has no value."""
         if isinstance(state, Delayed):
             state = Delayed(_unbounded(state.cache), state.last)
         rows = self._call(x, state, layout).rows
@@ -118,7 +118,7 @@ class SynchronyMechanism(Mechanism):
         return self._drawn(z, self.points(x), x)
 
     def cost(self, t: int) -> Cost:
-        """Maps of points, and a product for the score and one for each harmonic of the value of every pair."""
+        """Maps of points, and for each harmonic of every pair a product for the score and one for the value."""
         window, points = min(t, self.config.window or t), self.elements * self.group.ambient
         maps = [part.weight.numel() for part in (self.query, self.gate_map, self.value) if part is not None]
         cached = self.heads * points * (1 + self.config.harmonics)
@@ -210,7 +210,7 @@ class SynchronyMechanism(Mechanism):
     def _asked(self, points: Points) -> Points:
         """Queries: the points, gated, and as sharp as each head wants to look."""
         sharp = self.temperature.exp()
-        if self.query is not None and points.shape[1] == 1:  # one token is less than a matrix, a batch is more
+        if self.query is not None and not (points.shape[1] > 1 and bare(self.query)):  # a matrix is less than a batch
             return self.query(points.flatten(2)).view(points.shape) * sharp[:, None]
         if self.query is not None:
             own = self.query.weight.unflatten(0, (self.heads, -1)) * sharp[:, None, None]

@@ -16,7 +16,7 @@ class SynchronyConfig:
     heads: int | None = None
     """Heads; `None` is half as many as the model says, whose points are twice as wide as its stream."""
     gate: Literal["complex", "content", "static", "off"] = "complex"
-    """What weighs the similarity of each coordinate: see above."""
+    """What weighs the similarity of each coordinate: see there."""
     temperature: Literal["learned", "fixed"] = "learned"
     """Whether each head learns how sharply it looks."""
     sharpness: float = 1.5
@@ -44,6 +44,8 @@ class SynchronyConfig:
                 raise UsageError(f"{name} must be a finite number, got {value}")
         if self.heads is not None and self.heads < 1:
             raise UsageError(f"heads must be at least 1, got {self.heads}")
+        if self.rotary_base is not None and not 0 < self.rotary_base < math.inf:
+            raise UsageError(f"rotary_base must be a finite number above 0, or None, got {self.rotary_base}")
         if self.sharpness <= 0:
             raise UsageError(f"sharpness must be above 0, got {self.sharpness}")
         if self.window is not None and self.window < 1:

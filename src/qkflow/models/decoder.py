@@ -177,7 +177,10 @@ class Decoder(nn.Module):
         """What the head compares the stream with: rows of its own, or the tokens' embeddings."""
         if self.head is not None:
             return self.head.weight
-        return self.embedding.weight if self.group is None else cast(_Read, self.norm)(self.embedding.weight)
+        if self.group is None:
+            return self.embedding.weight
+        points = cast(_Read, self.norm)(self.embedding.weight)
+        return points * points.shape[-1] ** -0.5  # else a token would begin sure of itself: its likeness is the width
 
     def cost(self, t: int) -> Cost:
         """What one sequence of `t` tokens costs: the blocks' mechanisms, their feed-forward networks, and the head."""
@@ -247,4 +250,4 @@ _PHASE_MATRICES = 2.0
 _PHASES = 20.0
 """How many times as fast the tokens' phases learn: angles live on a scale of radians, matrices do not."""
 _PHASE_SPREAD = 1.0
-"""How far from each other the phases of tokens begin, in radians."""
+"""How far the phases of tokens begin from 0, in radians: a standard deviation."""

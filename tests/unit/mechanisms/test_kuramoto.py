@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
@@ -386,6 +386,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no heads by config": (lambda: KuramotoConfig(heads=0), "heads must be at least 1, got 0"),
     "no window": (lambda: KuramotoConfig(window=0), "window must be at least 1, got 0"),
     "no sharpness": (lambda: KuramotoConfig(sharpness=0.0), "sharpness must be above 0"),
+    "no base": (lambda: KuramotoConfig(rotary_base=0.0), "rotary_base must be a finite number above 0"),
     "endless steps": (lambda: KuramotoConfig(step_size=math.inf), "step_size must be a finite number"),
     "an unknown group": (lambda: GroupConfig(group="su5"), "unknown group 'su5'"),
     "two groups": (lambda: GroupAttention(9, 1, config=GroupConfig(group="so3"), on=SO3), "by name or as itself"),
@@ -437,3 +438,14 @@ def test_a_state_that_is_not_its_own_is_refused() -> None:
     with pytest.raises(UsageError, match=r"holds 2 rows, the input 1: select\(\)"):
         made(theta[:1], state)
     assert made(theta[:1], state.select(torch.tensor([1])))[0].shape == (1, T, H * J)
+
+
+def test_a_bias_and_a_hook_on_the_query_are_heard_however_many_tokens_come() -> None:
+    made, heard, theta = layer(), [], angles(3)
+    assert made.query is not None
+    made.query.bias = nn.Parameter(torch.ones(2 * H * J, dtype=torch.float64))
+    made.query.register_forward_hook(lambda *_: heard.append("query"))
+    whole, _ = made(theta)
+    assert heard == ["query"]
+    _, state = made(theta[:, :2])
+    same(made(theta[:, 2:], state)[0], whole[:, 2:])

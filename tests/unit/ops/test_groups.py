@@ -365,3 +365,14 @@ def test_rotations_can_be_differentiated_twice_on_the_group_too(on_the_group: bo
     x = torch.randn(2, 9, dtype=torch.float64)
     x = SO3.points(x) if on_the_group else x
     assert torch.autograd.gradgradcheck(SO3.points, x.requires_grad_())
+
+
+def test_padding_on_rotations_has_a_second_derivative() -> None:
+    x = SO3.random(2).double()
+    x[1] = 0
+    x.requires_grad_()
+    points = SO3.points(x) * torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    (first,) = torch.autograd.grad(points.pow(3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    assert bool(second.isfinite().all())
+    assert not bool(second[1].any())

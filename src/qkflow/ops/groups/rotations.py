@@ -143,7 +143,9 @@ def _polar_backward(m: Tensor, grad: Tensor) -> Tensor:
     r = _Polar.apply(m)
     p, seen, one = _times(r.mT, m), _times(r.mT, grad), torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
     both = torch.einsum("...ik,jl->...ijkl", p, one) + torch.einsum("ik,...jl->...ijkl", one, p)
-    x = torch.linalg.solve(both.flatten(-4, -3).flatten(-2), (seen - seen.mT).flatten(-2))
+    both = both.flatten(-4, -3).flatten(-2)
+    both = both + torch.finfo(m.dtype).tiny * torch.eye(both.shape[-1], dtype=m.dtype, device=m.device)  # for padding
+    x = torch.linalg.solve(both, (seen - seen.mT).flatten(-2))
     return _times(r, x.unflatten(-1, m.shape[-2:]))
 
 
