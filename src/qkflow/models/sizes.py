@@ -68,6 +68,6 @@ def matched(config: DecoderConfig, target: int) -> DecoderConfig:
     if hidden < 1:
         raise UsageError(
             f"{config.mechanism} at width {config.width} has {one} parameters before its feed-forward network: "
-            f"{target} cannot be matched; choose a larger size"
+            f"{target} cannot be matched; choose a larger size, or a smaller vocabulary"
         )
     return replace(config, hidden=hidden)
