@@ -14,13 +14,11 @@ at once: buffers of C count, leftovers of the allocator do not.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +33,7 @@ from qkflow import Decoder, size
 from qkflow.ops.delta import choose, delta_rule
 
 from peers import hf_gated_delta_rule
-from side_by_side import arguments, quartiles, race
+from side_by_side import Line, arguments, quartiles, race, tell
 
 WIDTH = 64
 Rule = Callable[..., Tensor]
@@ -53,30 +51,6 @@ class Shape(NamedTuple):
 
 
 MANY, LONG = Shape(4, 8, 1024), Shape(1, 4, 8192)
-
-
-@dataclass(frozen=True)
-class Line:
-    """One figure beside its goal."""
-
-    where: str
-    what: str
-    figure: float
-    quartiles: tuple[float, float] | None = None
-    goal: float | None = None
-    """To reach or to pass; where `less`, not to pass."""
-    less: bool = False
-    ours: float | None = None
-    peer: float | None = None
-    unit: str = "ms"
-    control: float | None = None
-    """Quartile distance of a matmul's time over its median: 0.05 is a quiet machine, 0.5 a busy one."""
-
-    @property
-    def reached(self) -> bool | None:
-        if self.goal is None:
-            return None
-        return self.figure <= self.goal if self.less else self.figure >= self.goal
 
 
 def delta(*given: Tensor, backend: str | None = None) -> Tensor:
@@ -263,23 +237,6 @@ def decode(model: Decoder, token: Tensor, state: object, tokens: int) -> Callabl
     return do
 
 
-def told(table: Sequence[Line]) -> None:
-    print(f"{'':44} figure  (quartiles)        goal  met     ours     peer           control")
-    where = ""
-    for line in table:
-        if line.where != where:
-            where = line.where
-            print(where)
-        spread = "" if line.quartiles is None else f"({line.quartiles[0]:.2f} to {line.quartiles[1]:.2f})"
-        goal = "" if line.goal is None else f"{'<=' if line.less else '>='} {line.goal:g}"
-        met = {None: "", True: "yes", False: "NO"}[line.reached]
-        control = "" if line.control is None else f"±{line.control:.0%}"
-        print(
-            f"  {line.what:42} {line.figure:6.3g}  {spread:16} {goal:>6}  {met:3}"
-            f" {line.ours:8.4g} {line.peer:8.4g} {line.unit:7} {control}"
-        )
-
-
 if __name__ == "__main__":
     args = arguments(__doc__ or "")
     torch.set_num_threads(args.threads or 2)
@@ -293,7 +250,4 @@ if __name__ == "__main__":
     table += growth(2 if args.quick else 7)
     table += decoding(3 * rounds)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, backend {choose(torch.device('cpu'))}\n")
-    told(table)
-    if args.json is not None:
-        lines = [asdict(line) | {"reached": line.reached} for line in table]
-        args.json.write_text(json.dumps(lines, indent=2) + "\n")
+    tell(table, args.json)

@@ -20,13 +20,11 @@ median of the rounds, with quartiles.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -42,7 +40,7 @@ from qkflow.models import DecoderState, matched, parameters
 from qkflow.training import TrainConfig
 from qkflow.training.optimizer import build_optimizer
 
-from side_by_side import arguments, quartiles, race
+from side_by_side import Line, arguments, quartiles, race, tell
 
 ARMS = ("kuramoto", "kuramoto:frustrated=True")
 BATCH, CONTEXT = 32, 256
@@ -50,26 +48,6 @@ GOAL = 1.15
 TWICE = 2.05
 """Torch's fused attention works in larger blocks from length 768 on, which tells at 1,024 over 512."""
 Work = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Line:
-    """One figure, not to pass its goal."""
-
-    where: str
-    what: str
-    figure: float
-    quartiles: tuple[float, float] | None
-    goal: float | None
-    ours: float
-    peer: float
-    unit: str
-    control: float | None = None
-    """Quartile distance of a matmul's time over its median: 0.05 is a quiet machine, 0.5 a busy one."""
-
-    @property
-    def reached(self) -> bool | None:
-        return None if self.goal is None else self.figure <= self.goal
 
 
 class Shape(NamedTuple):
@@ -112,7 +90,7 @@ def against(
         low, ratio, high = quartiles([a / b for a, b in zip(*(times[name] for name in names), strict=True)])
         ours, peer = (statistics.median(times[name]) for name in names)
         told = (1e3 * ours, 1e3 * peer, "ms") if tokens is None else (tokens / ours, tokens / peer, "tokens/s")
-        found.append(Line(where, what, ratio, (low, high), goal, *told, control=(third - first) / middle))
+        found.append(Line(where, what, ratio, (low, high), goal, True, *told, control=(third - first) / middle))
     return found
 
 
@@ -204,10 +182,10 @@ def memory(lengths: Sequence[int]) -> list[Line]:
         for i, length in enumerate(lengths[1:], 1):
             less, more = (peak / 1e6 for peak in peaks[i - 1 : i + 1])
             what = f"{spec}, {length:,} over {lengths[i - 1]:,}"
-            found.append(Line(where, what, more / less, None, TWICE, more, less, "MB"))
+            found.append(Line(where, what, more / less, None, TWICE, True, more, less, "MB"))
         most, square = peaks[-1] / 1e6, 4 * lengths[-1] ** 2 / 1e6
         what = f"{spec}, over one matrix of {lengths[-1]:,} squared"
-        found.append(Line(where, what, most / square, None, 1, most, square, "MB"))
+        found.append(Line(where, what, most / square, None, 1, True, most, square, "MB"))
     return found
 
 
@@ -256,23 +234,6 @@ def decode(model: Decoder, token: Tensor, state: DecoderState, tokens: int) -> W
     return do
 
 
-def tell(table: Sequence[Line]) -> None:
-    print(f"{'':60} figure  (quartiles)        goal  met     ours     peer           control")
-    where = ""
-    for line in table:
-        if line.where != where:
-            where = line.where
-            print(where)
-        spread = "" if line.quartiles is None else f"({line.quartiles[0]:.2f} to {line.quartiles[1]:.2f})"
-        goal = "" if line.goal is None else f"<= {line.goal:g}"
-        met = {None: "", True: "yes", False: "NO"}[line.reached]
-        control = "" if line.control is None else f"±{line.control:.0%}"
-        print(
-            f"  {line.what:58} {line.figure:6.3g}  {spread:16} {goal:>7}  {met:3}"
-            f" {line.ours:8.4g} {line.peer:8.4g} {line.unit:9} {control}"
-        )
-
-
 if __name__ == "__main__":
     args = arguments(__doc__ or "")
     torch.set_num_threads(args.threads or 2)
@@ -285,7 +246,4 @@ if __name__ == "__main__":
     table += memory((2048, 4096, 8192) if args.quick else (512, 1024, 2048, 4096, 8192))
     table += decoding(5 * rounds)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")
-    tell(table)
-    if args.json is not None:
-        lines = [asdict(line) | {"reached": line.reached} for line in table]
-        args.json.write_text(json.dumps(lines, indent=2) + "\n")
+    tell(table, args.json)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,6 +34,30 @@ class Row:
     """Median, in the unit that `unit` names."""
     peer: float
     unit: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure beside its goal."""
+
+    where: str
+    what: str
+    figure: float
+    quartiles: tuple[float, float] | None = None
+    goal: float | None = None
+    """To reach or to pass; where `less`, not to pass."""
+    less: bool = False
+    ours: float = math.nan
+    peer: float = math.nan
+    unit: str = "ms"
+    control: float | None = None
+    """Quartile distance of a matmul's time over its median: 0.05 is a quiet machine, 0.5 a busy one."""
+
+    @property
+    def reached(self) -> bool | None:
+        if self.goal is None:
+            return None
+        return self.figure <= self.goal if self.less else self.figure >= self.goal
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -102,3 +127,25 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, middle, high
+
+
+def tell(table: Sequence[Line], path: Path | None = None) -> None:
+    """Print figures beside their goals, and write them to a file where one is given."""
+    wide = max(len(line.what) for line in table)
+    print(f"{'':{wide + 2}} figure  (quartiles)        goal  met     ours     peer           control")
+    where = ""
+    for line in table:
+        if line.where != where:
+            where = line.where
+            print(where)
+        spread = "" if line.quartiles is None else f"({line.quartiles[0]:.2f} to {line.quartiles[1]:.2f})"
+        goal = "" if line.goal is None else f"{'<=' if line.less else '>='} {line.goal:g}"
+        met = {None: "", True: "yes", False: "NO"}[line.reached]
+        control = "" if line.control is None else f"±{line.control:.0%}"
+        print(
+            f"  {line.what:{wide}} {line.figure:6.3g}  {spread:16} {goal:>7}  {met:3}"
+            f" {line.ours:8.4g} {line.peer:8.4g} {line.unit:9} {control}"
+        )
+    if path is not None:
+        lines = [asdict(line) | {"reached": line.reached} for line in table]
+        path.write_text(json.dumps(lines, indent=2) + "\n")

@@ -77,3 +77,17 @@ def by_token(scores: Float[Tensor, "n h span slots"], rows: Rows, layout: Layout
     here = scores.gather(3, own) * together[:, :, None]
     before = scores[..., :past] * layout.valid[:, :, None, None]
     return rearrange(torch.cat([before, here], -1), "b t h s -> b h t s")
+
+
+def one_late(x: Float[Tensor, "n t h p"], last: Float[Tensor, "n 1 c"]) -> Float[Tensor, "n t h p"]:
+    """Tokens one step late: each where the next one was, behind the last of a call before."""
+    return torch.cat([last.view(len(x), 1, *x.shape[2:]).to(x.dtype), x[:, :-1]], 1)
+
+
+def one_early(scores: Float[Tensor, "n h t s"], cache: Cache) -> Float[Tensor, "n h t s"]:
+    """The weights of slots as those of tokens: token p lies in the slot of position p + 1, and nothing in the first."""
+    if cache.table is None:
+        return torch.nn.functional.pad(scores[..., 1:], (0, 1))
+    position = cache.positions
+    place = (position[:, :, None] == position[:, None, :] + 1) & (position >= 0)[:, None, :]  # [n slot token]
+    return torch.einsum("nhts,nsu->nhtu", scores, place.to(scores.dtype))

@@ -23,6 +23,7 @@ successor (https://arxiv.org/abs/2606.18694) the delay, the lag and the harmonic
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -34,7 +35,7 @@ from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Mechanism, Pace, Stream, bare, projection
 from qkflow.mechanisms.observed_phases import phase_exhibits
-from qkflow.mechanisms.sight import Rows, by_token, in_reach, opened
+from qkflow.mechanisms.sight import Rows, by_token, in_reach, one_early, one_late, opened
 from qkflow.mechanisms.synchrony_config import SynchronyConfig
 from qkflow.ops import kuramoto
 from qkflow.ops.groups import TORUS, Group
@@ -101,12 +102,12 @@ class SynchronyMechanism(Mechanism):
     def weights(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> Float[Tensor, "b h t s"]:
         """The exact map. Rows sum to one, less what a token leaves to a key of zeros that has no value."""
         if isinstance(state, Delayed):
-            state = Delayed(_unbounded(state.cache), state.last)
+            state = replace(state, cache=replace(state.cache, window=None))  # a column for every slot
         rows = self._call(x, state, layout).rows
         scores = attention_map(rows.q, rows.k, causal=rows.causal, mask=rows.mask, scale=1.0)
         scores = F.pad(scores, (rows.first, 0))
         if self.config.strict and not self.config.frustrated:
-            scores = _early(scores, rows.cache)
+            scores = one_early(scores, rows.cache)
         return by_token(scores, rows, layout)
 
     def values(self, x: Stream) -> Float[Tensor, "b s h v"]:
@@ -183,7 +184,7 @@ class SynchronyMechanism(Mechanism):
         k = self._drift(k, offset)
         late = self._late((k, v))
         last = tuple(tail_after(x.flatten(2), 2, w, lengths) for x, w in zip(late, past.last, strict=True))
-        slots = [_behind(x, w) for x, w in zip(late, past.last, strict=True)]
+        slots = [one_late(x, w) for x, w in zip(late, past.last, strict=True)]
         k, v = (*slots, *(k, v)[len(slots) :])
         return k, v, last
 
@@ -221,7 +222,7 @@ class SynchronyMechanism(Mechanism):
             gates = gates * F.softplus(seen + self.gate)
         elif self.gate is not None:
             gates = gates * F.softplus(self.gate)
-        return self._by_element(points, gates)
+        return (self._apart(points) * gates.unsqueeze(-1)).flatten(-2)
 
     def _passed_on(self, points: Points) -> Float[Tensor, "b t h v"]:
         v = points if self.value is None else self.value(points.flatten(2)).view(points.shape)
@@ -280,9 +281,6 @@ class SynchronyMechanism(Mechanism):
     def _apart(self, points: Points) -> Float[Tensor, "b t h e a"]:
         return points.unflatten(-1, (self.elements, self.group.ambient))
 
-    def _by_element(self, points: Points, factors: Tensor) -> Points:
-        return (self._apart(points) * factors.unsqueeze(-1)).flatten(-2)
-
 
 class _Call(NamedTuple):
     x: Stream
@@ -301,22 +299,3 @@ _FAST = 30.0
 
 def _pieces(x: Tensor, count: int) -> tuple[Tensor, ...]:
     return (x,) if count == 1 else x.chunk(count, -1)  # which would copy on the way back
-
-
-def _behind(x: Float[Tensor, "n t h p"], last: Float[Tensor, "n 1 c"]) -> Float[Tensor, "n t h p"]:
-    """One step late."""
-    return torch.cat([last.view(len(x), 1, *x.shape[2:]).to(x.dtype), x[:, :-1]], 1)
-
-
-def _early(scores: Float[Tensor, "n h t s"], cache: Cache) -> Float[Tensor, "n h t s"]:
-    """The weights of slots as those of tokens: token p lies in the slot of position p + 1, and nothing in the first."""
-    if cache.table is None:
-        return F.pad(scores[..., 1:], (0, 1))
-    position = cache.positions
-    place = (position[:, :, None] == position[:, None, :] + 1) & (position >= 0)[:, None, :]  # [n slot token]
-    return torch.einsum("nhts,nsu->nhtu", scores, place.to(scores.dtype))
-
-
-def _unbounded(cache: Cache) -> Cache:
-    """With a column for every slot: none may be given up on the way."""
-    return Cache(cache.buffers, cache.used, cache.seen, None, cache.table, cache.lengths)

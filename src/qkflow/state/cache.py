@@ -1,56 +1,16 @@
-"""What a mechanism carries from one call to the next.
-
-A `State` is a value: a call returns a new one, and the one it was given still says what it said. It knows how many
-tokens it has seen of each row, moves between devices, can be detached, selected by row (beams) and measured in bytes.
-
-`Cache` is the state of mechanisms that keep every past token. With gradients on it is functional: new tensors at each
-call. In inference it writes behind the tokens it holds, in a buffer that doubles when it is full, so that nothing is
-copied for each new token. Older states on the same buffer keep what they see, because nobody writes where they look: a
-state whose next place is taken already (it was continued once before) copies itself first. Under a sliding window a
-full buffer keeps what can still be seen and forgets the rest.
-
-`Delayed` is a cache whose tokens are seen one step late, so that the last one still waits outside.
-
-`Memory` is the state of mechanisms that keep a summary of fixed size. It is functional always.
-"""
+"""Every past token, in buffers that grow without copying the past."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from qkflow.errors import UsageError
-
-
-class State(ABC):
-    """What every carried memory can do. Rows are the sequences of the batch: for packed input, one a segment."""
-
-    @property
-    @abstractmethod
-    def length(self) -> Int[Tensor, " b"]:
-        """Tokens seen so far of each row."""
-
-    @abstractmethod
-    def select(self, rows: Int[Tensor, " n"]) -> State:
-        """The state of the given rows, in that order, repeated where asked for: copies, never shared memory."""
-
-    @abstractmethod
-    def detach(self) -> State:
-        """The same values, cut from the graph that made them."""
-
-    @abstractmethod
-    def to(self, device: torch.device | str) -> State:
-        """The same state on another device."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of what the state holds."""
+from qkflow.state.base import State
 
 
 @dataclass(eq=False)
@@ -235,99 +195,3 @@ class Cache(State):
         rows = torch.arange(len(slot), device=slot.device)[:, None]
         buffers = tuple(x[rows, slot] for x in self.tensors)
         return replace(self, buffers=buffers, used=count, table=table, extent=_Extent(0))
-
-
-@dataclass(frozen=True, eq=False)
-class Delayed(State):
-    """A cache of tokens that are seen one step late: the last token of each row waits beside it.
-
-    >>> Delayed(Cache.start([torch.zeros(2, 0, 4)]), (torch.zeros(2, 1, 4),)).length.tolist()
-    [0, 0]
-    """
-
-    cache: Cache
-    """What can be seen; its slots are as many as the tokens, the first of which holds what came before all of them."""
-    last: tuple[Float[Tensor, "n 1 _"], ...]
-    """What the next slot will hold."""
-
-    @property
-    def length(self) -> Int[Tensor, " n"]:
-        """Tokens seen so far of each row."""
-        return self.cache.length
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the cache and of what waits."""
-        return self.cache.nbytes + sum(x.nbytes for x in self.last)
-
-    def select(self, rows: Int[Tensor, " m"]) -> Delayed:
-        """The rows asked for, copied."""
-        return Delayed(self.cache.select(rows), tuple(x[rows.to(x.device)] for x in self.last))
-
-    def detach(self) -> Delayed:
-        """The same values, cut from the graph that made them."""
-        return Delayed(self.cache.detach(), tuple(x.detach() for x in self.last))
-
-    def to(self, device: torch.device | str) -> Delayed:
-        """The same state on another device."""
-        return Delayed(self.cache.to(device), tuple(x.to(device) for x in self.last))
-
-
-@dataclass(frozen=True, eq=False)
-class Memory(State):
-    """A matrix for each row and head, and the last few tokens that a short convolution still reads.
-
-    >>> Memory(torch.zeros(2, 4, 16, 8), (torch.zeros(2, 3, 32),), seen=5).length.tolist()
-    [5, 5]
-    """
-
-    matrix: Float[Tensor, "n h v k"]
-    """What has been written."""
-    tails: tuple[Float[Tensor, "n w _"], ...]
-    """The last tokens of each stream that is convolved, the latest last; zeros before the first token."""
-    seen: int
-    """Tokens seen, while all rows are alike."""
-    lengths: Int[Tensor, " n"] | None = None
-    """Tokens seen of each row; `None` while all rows are alike."""
-
-    @property
-    def length(self) -> Int[Tensor, " n"]:
-        """Tokens seen so far of each row."""
-        if self.lengths is not None:
-            return self.lengths
-        return torch.full((len(self.matrix),), self.seen, dtype=torch.long, device=self.matrix.device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrices and the tails: the same however many tokens were seen."""
-        return self.matrix.nbytes + sum(tail.nbytes for tail in self.tails)
-
-    @staticmethod
-    def after(
-        past: Memory | None,
-        matrix: Float[Tensor, "n h v k"],
-        tails: tuple[Float[Tensor, "n w _"], ...],
-        t: int,
-        lengths: Int[Tensor, " n"] | None = None,
-    ) -> Memory:
-        """What is held `t` tokens after `past`, or after none; row i had `lengths[i]` of them (all, if not given)."""
-        seen = 0 if past is None else past.seen
-        if past is not None and (past.lengths is not None or lengths is not None):
-            lengths = past.length + (t if lengths is None else lengths)
-        return Memory(matrix, tails, seen + t, lengths)
-
-    def select(self, rows: Int[Tensor, " m"]) -> Memory:
-        """The rows asked for, copied."""
-        return self._map(lambda x: x[rows.to(x.device)])
-
-    def detach(self) -> Memory:
-        """The same values, cut from the graph that made them."""
-        return self._map(Tensor.detach)
-
-    def to(self, device: torch.device | str) -> Memory:
-        """The same memory on another device."""
-        return self._map(lambda x: x.to(device))
-
-    def _map(self, f: Callable[[Tensor], Tensor]) -> Memory:
-        lengths = None if self.lengths is None else f(self.lengths)
-        return Memory(f(self.matrix), tuple(map(f, self.tails)), self.seen, lengths)
