@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkflow import Decoder, mechanism, size
+from qkflow import Decoder, KuramotoConfig, mechanism, size
 from qkflow.data import CorpusConfig
 from qkflow.mechanisms.synchrony import SynchronyMechanism
 from qkflow.models import DecoderState, matched, parameters
@@ -62,7 +62,8 @@ class Shape(NamedTuple):
 
     @property
     def heads(self) -> int:
-        return size(self.size).heads
+        """Those that a phase model of this size has, half of standard attention's: its peer here has the same."""
+        return KuramotoConfig().heads_of(size(self.size).heads)
 
     @property
     def points(self) -> int:
