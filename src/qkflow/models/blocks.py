@@ -64,11 +64,8 @@ class Block(nn.Module):
     def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
         """The stream after this block, and the mechanism's state."""
         mixed, after = self.mechanism(self.mechanism_norm(x), state, layout)
-        x = x + self._drop(mixed)
-        return x + self._drop(self.feed_forward(self.feed_forward_norm(x))), after
-
-    def _drop(self, x: Stream) -> Stream:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+        x = x + _dropped(self, mixed)
+        return x + _dropped(self, self.feed_forward(self.feed_forward_norm(x))), after
 
 
 class PhaseBlock(nn.Module):
@@ -90,9 +87,9 @@ class PhaseBlock(nn.Module):
     def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
         """The stream after this block, and the mechanism's state."""
         change, after = self.mechanism(x, state, layout)
-        x = self._moved(self._elements(x), self._elements(self._drop(change)))
+        x = self._moved(self._elements(x), self._elements(_dropped(self, change)))
         points = self.group.points(self._elements(x))
-        motion = self._drop(self.feed_forward(points.flatten(-2)))
+        motion = _dropped(self, self.feed_forward(points.flatten(-2)))
         return self._moved(
             self._elements(x), self.group.push(points, motion.unflatten(-1, (-1, self.group.dim)))
         ), after
@@ -103,5 +100,6 @@ class PhaseBlock(nn.Module):
     def _moved(self, x: Float[Tensor, "b t e size"], change: Float[Tensor, "b t e size"]) -> Stream:
         return self.group.retract(x, change).flatten(-2)
 
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+def _dropped(block: Block | PhaseBlock, x: Stream) -> Stream:
+    return F.dropout(x, block.dropout, block.training) if block.dropout else x
