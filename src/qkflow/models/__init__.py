@@ -1,18 +1,24 @@
 """Models made of mechanisms."""
 
 from qkflow.models.blocks import Block, RMSNorm, SwiGLU
-from qkflow.models.decoder import Decoder, DecoderConfig, DecoderState
+from qkflow.models.classifier import Classifier, ClassifierConfig
+from qkflow.models.decoder import Decoder, DecoderConfig
 from qkflow.models.generation import Sampling, generate, stream
 from qkflow.models.sizes import SIZES, matched, parameters, size
+from qkflow.models.stack import DecoderState, Stack, StackConfig
 
 __all__ = [
     "SIZES",
     "Block",
+    "Classifier",
+    "ClassifierConfig",
     "Decoder",
     "DecoderConfig",
     "DecoderState",
     "RMSNorm",
     "Sampling",
+    "Stack",
+    "StackConfig",
     "SwiGLU",
     "generate",
     "matched",

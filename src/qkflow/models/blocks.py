@@ -49,22 +49,37 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """A mechanism and a feed-forward network, each normalised before and added after."""
+    """A mechanism and a feed-forward network, each normalised before and added after.
+
+    Without a `hidden` width there is no feed-forward network, and without `norm` nothing is normalised: the smallest
+    models of attention are like that.
+    """
 
     def __init__(
-        self, mechanism: Mechanism, width: int, hidden: int, *, dropout: float = 0.0, eps: float = 1e-5
+        self,
+        mechanism: Mechanism,
+        width: int,
+        hidden: int,
+        *,
+        dropout: float = 0.0,
+        eps: float = 1e-5,
+        norm: bool = True,
     ) -> None:
         super().__init__()
-        self.mechanism_norm = RMSNorm(width, eps)
+        self.mechanism_norm = RMSNorm(width, eps) if norm else nn.Identity()
         self.mechanism = mechanism
-        self.feed_forward_norm = RMSNorm(width, eps)
-        self.feed_forward = SwiGLU(width, hidden)
+        self.feed_forward: SwiGLU | None = None
+        if hidden:
+            self.feed_forward_norm = RMSNorm(width, eps) if norm else nn.Identity()
+            self.feed_forward = SwiGLU(width, hidden)
         self.dropout = dropout
 
     def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
         """The stream after this block, and the mechanism's state."""
         mixed, after = self.mechanism(self.mechanism_norm(x), state, layout)
         x = x + _dropped(self, mixed)
+        if self.feed_forward is None:
+            return x, after
         return x + _dropped(self, self.feed_forward(self.feed_forward_norm(x))), after
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.mechanisms.base import Exhibit, Mechanism, Stream
-from qkflow.models import Decoder
+from qkflow.models import Stack
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,10 +29,10 @@ class Look:
     """What its mechanism has to show of its own."""
 
 
-def maps(model: Decoder, tokens: Sequence[int] | Int[Tensor, " t"]) -> list[Float[Tensor, "h t s"]]:
+def maps(model: Stack, tokens: Sequence[int] | Int[Tensor, " t"]) -> list[Float[Tensor, "h t s"]]:
     """The attention map of each layer on one text. Layers of a hybrid stack may differ in their heads.
 
-    >>> from qkflow.models import DecoderConfig
+    >>> from qkflow.models import Decoder, DecoderConfig
     >>> mixed = DecoderConfig(width=32, layers=2, heads=4, hidden=64, mechanism=("standard", "differential"))
     >>> [tuple(layer.shape) for layer in maps(Decoder(mixed), [72, 105, 33])]
     [(4, 3, 3), (2, 3, 3)]
@@ -40,10 +40,10 @@ def maps(model: Decoder, tokens: Sequence[int] | Int[Tensor, " t"]) -> list[Floa
     return [layer.weights for layer in look(model, tokens)]
 
 
-def look(model: Decoder, tokens: Sequence[int] | Int[Tensor, " t"]) -> list[Look]:
+def look(model: Stack, tokens: Sequence[int] | Int[Tensor, " t"]) -> list[Look]:
     """The map and the exhibits of each layer on one text.
 
-    >>> from qkflow.models import DecoderConfig
+    >>> from qkflow.models import Decoder, DecoderConfig
     >>> model = Decoder(DecoderConfig(width=32, layers=2, heads=4, hidden=64, mechanism="differential"))
     >>> [exhibit.series for exhibit in look(model, [72, 105])[0].exhibits]
     [('learned', 'published start')]
@@ -55,15 +55,15 @@ def look(model: Decoder, tokens: Sequence[int] | Int[Tensor, " t"]) -> list[Look
         ]
 
 
-def read_inputs(model: Decoder, tokens: Sequence[int] | Int[Tensor, " t"]) -> list[tuple[Mechanism, Stream]]:
+def read_inputs(model: Stack, tokens: Sequence[int] | Int[Tensor, " t"]) -> list[tuple[Mechanism, Stream]]:
     """Every mechanism with what it is given when the model reads one text, without dropout."""
-    ids, known = torch.as_tensor(tokens, dtype=torch.int64), model.config.vocabulary
+    ids, known = torch.as_tensor(tokens, dtype=torch.int64), model.vocabulary
     if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= known:
         raise UsageError(
             f"a look needs one row of at least one token from 0 to {known - 1}, got the shape {list(ids.shape)}"
             f"{f' from {int(ids.min())} to {int(ids.max())}' if ids.numel() else ''}: use the model's tokenizer"
         )
-    mechanisms = [cast(Mechanism, block.mechanism) for block in model.blocks]
+    mechanisms = model.mechanisms
     seen: list[Stream] = []
 
     def keep(_: nn.Module, given: tuple[Any, ...]) -> None:
