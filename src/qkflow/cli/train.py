@@ -18,6 +18,7 @@ from qkflow.configs import from_dict, to_dict
 from qkflow.data import CorpusConfig, open_corpus
 from qkflow.errors import UsageError, unknown
 from qkflow.models import SIZES, DecoderConfig, size
+from qkflow.study.arm import parse_arm
 from qkflow.training import TrainConfig, read_metrics, steps_for_budget, train
 
 _DEFAULT_BUDGET = "2m"
@@ -33,6 +34,7 @@ class Train:
       qkflow train                               two minutes on Python's own library
       qkflow train my.txt --size 5m --budget 1h  as many steps as an hour allows
       qkflow train enwik8 --mechanism differential --steps 2000 --out runs/diff
+      qkflow train my.txt --qk-ratio 20          queries and keys learn faster
       qkflow train --resume runs/diff            after Ctrl-C, a crash, a power cut
     """
 
@@ -52,6 +54,10 @@ class Train:
     """Windows a step."""
     lr: Annotated[float | None, flag("RATE", "0.003")] = None
     """Highest learning rate."""
+    qk_ratio: Annotated[float | None, flag("R", "1")] = None
+    """How many times as fast queries and keys learn; --mechanism standard:r=20 says the same."""
+    qk_growth: Annotated[float | None, flag("R")] = None
+    """What that ratio grows to by the end, on a straight line."""
     seed: Annotated[int | None, flag("N", "0")] = None
     """Initialisation."""
     data_seed: Annotated[int | None, flag("N", "0")] = None
@@ -111,7 +117,8 @@ class Train:
             data_dir=self.data_dir,
         )
         model = _table(settings, "model")
-        shape = given(size=self.size, mechanism=self.mechanism)
+        spec, ratio = (None, {}) if self.mechanism is None else self._arm(self.mechanism)
+        shape = given(size=self.size, mechanism=spec)
         named = model.pop("size", "1m")
         if "size" in shape:  # a size that is asked for by name is whole: the file's shape makes way for it
             named = shape.pop("size")
@@ -127,11 +134,14 @@ class Train:
             context=self.context,
             batch=self.batch,
             lr=self.lr,
+            qk_ratio=self.qk_ratio,
+            qk_growth=self.qk_growth,
             seed=self.seed,
             data_seed=self.data_seed,
             device=self.device,
             compile=self.compile or None,
         )
+        flags |= ratio
         timed = self.steps is None and (self.budget is not None or "steps" not in settings)
         config = from_dict(
             TrainConfig,
@@ -145,10 +155,21 @@ class Train:
         console.print(f"budget  {budget}: {steps:,} steps on this machine", highlight=False)
         return replace(config, steps=steps, warmup=None if config.warmup is None else min(config.warmup, steps))
 
+    def _arm(self, name: str) -> tuple[str, dict[str, float | None]]:
+        """The mechanism, and the ratio that may be written with it: the flags have to leave it alone then."""
+        spec, ratio = parse_arm(name)
+        if ratio.plain:
+            return spec, {}
+        if self.qk_ratio is not None or self.qk_growth is not None:
+            raise UsageError(f"--mechanism {name} has a ratio already: leave out --qk-ratio and --qk-growth")
+        return spec, {"qk_ratio": ratio.start, "qk_growth": ratio.end}
+
     def _folder(self, config: TrainConfig) -> Path:
         if self.out is not None:
             return self.out
         stem = "-".join(dict.fromkeys(config.model.mechanisms))
+        if not config.ratio.plain:
+            stem += f"-r={config.qk_ratio:g}" + ("" if config.qk_growth is None else f"-growth={config.qk_growth:g}")
         return new_folder(re.sub(r"[^\w.=-]+", "_", stem) + f"-seed{config.seed}")
 
 

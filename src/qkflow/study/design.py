@@ -22,6 +22,7 @@ from qkflow.configs import from_dict, to_dict
 from qkflow.errors import UsageError
 from qkflow.files import write_json
 from qkflow.models import DecoderConfig
+from qkflow.study.arm import parse_arm
 from qkflow.study.request import Request
 from qkflow.training import TrainConfig
 from qkflow.training.run import read_json
@@ -42,7 +43,7 @@ class Arm:
     """One arm, matched to the baseline."""
 
     name: str
-    """As it was asked for, e.g. `differential:window=64`."""
+    """As it was asked for, e.g. `differential:window=64` or `standard:r=20`."""
     folder: str
     """The name as a folder's."""
     model: DecoderConfig
@@ -92,7 +93,7 @@ class Design:
     seeds: int
     """Runs of each arm: run i has seed i for its start and, as every arm's run i, seed i for its data."""
     base: TrainConfig
-    """What all runs share; model, steps, evaluations, seeds and learning rate are set for each (`jobs`)."""
+    """What all runs share; model, steps, evaluations, seeds and learning rates are set for each (`jobs`)."""
     jobs: int
     """Runs at a time."""
     look: int
@@ -160,7 +161,9 @@ def _tuning(design: Design, arm: Arm, rate: float) -> Job:
         kind="tuning",
         folder=Path("tuning", arm.folder, f"lr-{rate!r}"),
         steps=arm.tuning_steps,
-        config=configured(design.base, arm.model, arm.tuning_steps, TUNING_SEED, rate, evaluations=TUNING_EVALUATIONS),
+        config=configured(
+            design.base, arm.name, arm.model, arm.tuning_steps, TUNING_SEED, rate, evaluations=TUNING_EVALUATIONS
+        ),
     )
 
 
@@ -171,16 +174,33 @@ def _main(design: Design, arm: Arm, seed: int, rate: float | None) -> Job:
         kind="main",
         folder=Path("runs", arm.folder, f"seed-{seed}"),
         steps=arm.steps,
-        config=None if rate is None else configured(design.base, arm.model, arm.steps, seed, rate),
+        config=None if rate is None else configured(design.base, arm.name, arm.model, arm.steps, seed, rate),
     )
 
 
 def configured(
-    base: TrainConfig, model: DecoderConfig, steps: int, seed: int, rate: float, *, evaluations: int = EVALUATIONS
+    base: TrainConfig,
+    arm: str,
+    model: DecoderConfig,
+    steps: int,
+    seed: int,
+    rate: float,
+    *,
+    evaluations: int = EVALUATIONS,
 ) -> TrainConfig:
-    """The config of one run."""
-    every = steps // evaluations
-    return replace(base, model=model, steps=steps, evaluate_every=every, seed=seed, data_seed=seed, lr=rate)
+    """The config of one run of an arm, whose name says how fast its queries and keys learn."""
+    _, ratio = parse_arm(arm)
+    return replace(
+        base,
+        model=model,
+        steps=steps,
+        evaluate_every=steps // evaluations,
+        seed=seed,
+        data_seed=seed,
+        lr=rate,
+        qk_ratio=ratio.start,
+        qk_growth=ratio.end,
+    )
 
 
 def folder_names(names: Sequence[str]) -> tuple[str, ...]:

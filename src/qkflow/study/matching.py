@@ -10,6 +10,7 @@ import torch
 from qkflow.errors import UsageError
 from qkflow.mechanisms import mechanism
 from qkflow.models import Decoder, DecoderConfig, matched, parameters, size
+from qkflow.study.arm import parse_arm
 from qkflow.study.design import EVALUATIONS
 from qkflow.study.request import Match, Request
 
@@ -68,18 +69,22 @@ def shape(request: Request, size_name: str, vocabulary: int) -> Shape:
     if base.vocabulary < vocabulary:
         base = replace(base, vocabulary=vocabulary)
     refuse_twins(request.arms)
-    target = parameters(replace(base, mechanism=request.baseline))
+    specs = [parse_arm(name)[0] for name in request.arms]
+    target = parameters(replace(base, mechanism=specs[0]))
     return Shape(
         size=size_name,
         context=context,
         batch=batch,
-        arms=tuple(_arm(name, replace(base, mechanism=name), target, context) for name in request.arms),
+        arms=tuple(
+            _arm(name, replace(base, mechanism=spec), target, context)
+            for name, spec in zip(request.arms, specs, strict=True)
+        ),
     )
 
 
 def refuse_twins(arms: Sequence[str]) -> None:
-    """Raise where a name is unknown, or two specs make the same mechanism."""
-    made = [mechanism(arm) for arm in arms]
+    """Raise where a name is unknown, or two arms are the same mechanism with the same ratio."""
+    made = [(mechanism(spec), ratio) for spec, ratio in map(parse_arm, arms)]
     for number, one in enumerate(made):
         if one in made[:number]:
             twin = arms[made.index(one)]

@@ -106,6 +106,7 @@ def base_config(
             device=device,
             threads=threads,
         ),
+        shape.arms[0].name,
         shape.arms[0].model,
         steps,
         0,
@@ -130,7 +131,7 @@ def measured(
     why = ""
     need = Need(threads=base.threads or 1, gpus=int(base.device == "cuda"))
     for arm in shape.arms:
-        config = configured(base, arm.model, base.steps, 0, base.lr)
+        config = configured(base, arm.name, arm.model, base.steps, 0, base.lr)
         calls = [
             done for done in engine.work(measure_speed, [(config, seconds)] * jobs, at_once=jobs, need=need) if done
         ]

@@ -26,7 +26,7 @@ class Request:
     corpus: CorpusConfig
     """The text, and how it becomes tokens."""
     arms: tuple[str, ...]
-    """Mechanisms, as in `differential:window=64`; the first is the baseline."""
+    """Mechanisms, as in `differential:window=64` or `standard:r=20`; the first is the baseline."""
     match: Match = "tokens"
     """What the arms share besides parameters: training tokens, FLOPs, or measured seconds of training."""
     budget: float | None = None

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from qkflow.circuits import Ratio
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
 from qkflow.models import DecoderConfig
@@ -51,6 +52,10 @@ class TrainConfig:
     """AdamW's epsilon."""
     weight_decay: float = 0.1
     """AdamW's weight decay, on matrices only."""
+    qk_ratio: float = 1.0
+    """How many times as fast as everything else queries and keys learn."""
+    qk_growth: float | None = None
+    """What that ratio grows to by the end, on a straight line; None: it stays."""
     clip: float | None = 1.0
     """The largest norm of the gradient; longer ones are scaled down to it. None: not clipped."""
 
@@ -104,7 +109,7 @@ class TrainConfig:
             raise UsageError("compile needs crossing: documents cut every batch anew, and each would be compiled again")
         if self.stride is not None and self.stride > self.context:
             raise UsageError(f"stride {self.stride} is longer than the context {self.context}: make it at most that")
-        for name in ("lr", "eps", "clip", "checkpoint_minutes"):
+        for name in ("lr", "eps", "clip", "checkpoint_minutes", "qk_ratio", "qk_growth"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UsageError(f"{name} must be a finite number above 0, got {value}")
@@ -115,6 +120,11 @@ class TrainConfig:
             raise UsageError(f"betas must lie in [0, 1), got {self.betas}")
         if not 0 <= self.weight_decay < math.inf:
             raise UsageError(f"weight_decay must be a finite number, at least 0, got {self.weight_decay}")
+
+    @property
+    def ratio(self) -> Ratio:
+        """The learning rate of queries and keys, as a multiple of everything else's."""
+        return Ratio(start=self.qk_ratio, end=self.qk_growth)
 
     @property
     def tokens(self) -> int:

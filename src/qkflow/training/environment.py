@@ -21,13 +21,21 @@ _PACKAGES = ("qkflow", "torch", "numpy", "safetensors", "tokenizers")
 
 def environment(corpus: Corpus, device: torch.device, command: Sequence[str]) -> dict[str, Any]:
     """The present process and its machine, JSON-ready."""
+    what = {"command": list(command), "corpus": {"name": corpus.name, "digest": corpus.digest}}
+    return what | platform_record(device)
+
+
+def platform_record(device: torch.device | None = None) -> dict[str, Any]:
+    """The machine and the versions, JSON-ready.
+
+    >>> platform_record()["device"]
+    'cpu'
+    """
     return {
-        "command": list(command),
-        "corpus": {"name": corpus.name, "digest": corpus.digest},
         "cores": os.cpu_count(),
         "cpu": _cpu(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": _device(device),
         "kernels": "native" if native.ready() else "torch",
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),
@@ -67,6 +75,12 @@ def pick_device(name: str) -> torch.device:
             f"device {name!r} is not available on this machine: use 'cpu', or 'auto' to take what there is"
         )
     return torch.device(name)
+
+
+def _device(device: torch.device | None) -> str:
+    if device is None:
+        return "cpu"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _version(package: str) -> str | None:

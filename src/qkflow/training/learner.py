@@ -78,9 +78,9 @@ class Learner:
             raise self._diverged(parts, mean)
         if config.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), config.clip, norm)
-        lr = config.lr * multiplier(config, self.step)
+        lr, ratio = config.lr * multiplier(config, self.step), config.ratio.at(self.step, config.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr * group["rate"]
+            group["lr"] = lr * group["rate"] * (ratio if group["circuit"] == "qk" else 1.0)
         self.optimizer.step()
         self.step += 1
         return {
@@ -88,6 +88,7 @@ class Learner:
             "step": self.step,
             "loss": mean,
             "lr": lr,
+            **({} if ratio == 1 else {"qk_ratio": ratio}),
             "grad_norm": length,
             "tokens": self.step * config.batch * config.context,
             "batch": f"{zlib.crc32(tokens.tobytes()):08x}",

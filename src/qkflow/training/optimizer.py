@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from qkflow.errors import CheckpointError
+from qkflow.circuits import Circuit, find_circuits
+from qkflow.errors import CheckpointError, UsageError
 from qkflow.mechanisms.base import Pace
-from qkflow.models import Decoder
+from qkflow.models import Stack
 from qkflow.training.config import TrainConfig
 
 _FUSED = ("cpu", "cuda", "mps")
@@ -21,7 +22,8 @@ _PARTS = ("step", "exp_avg", "exp_avg_sq")
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW over every trainable parameter once (tied ones too); norms, gains and biases are not decayed.
 
-    A model may give parameters a pace of their own; a group's `rate` is a factor on the schedule's learning rate.
+    A model may give parameters a pace of their own; a group's `rate` is a factor on the schedule's learning rate. Where
+    the config gives queries and keys a ratio, they have groups of their own, whose `circuit` is "qk".
 
     >>> from qkflow.data import CorpusConfig
     >>> from qkflow.models import size
@@ -30,20 +32,36 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     [0.0]
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    paces = model.paces() if isinstance(model, Decoder) else {}
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    paces = model.paces() if isinstance(model, Stack) else {}
+    quick = set() if config.ratio.plain else _queries_and_keys(model)
+    groups: dict[tuple[float, float, Circuit], list[nn.Parameter]] = {}
     for name, parameter in named.items():
         pace = paces.get(name, Pace())
         decayed = pace.decay and parameter.ndim >= 2 and not name.endswith(_VECTORS)
-        groups.setdefault((pace.rate, config.weight_decay if decayed else 0.0), []).append(parameter)
+        circuit = "qk" if name in quick else "rest"
+        groups.setdefault((pace.rate, config.weight_decay if decayed else 0.0, circuit), []).append(parameter)
     parameters = list(named.values())
     return torch.optim.AdamW(
-        [{"params": some, "rate": rate, "weight_decay": decay} for (rate, decay), some in groups.items()],
+        [
+            {"params": some, "rate": rate, "weight_decay": decay, "circuit": circuit}
+            for (rate, decay, circuit), some in groups.items()
+        ],
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
         fused=all(parameter.device.type in _FUSED and parameter.is_floating_point() for parameter in parameters),
     )
+
+
+def _queries_and_keys(model: nn.Module) -> set[str]:
+    """The parameters that a ratio is for; a model that has none, or only parts of some, is refused."""
+    parts = find_circuits(model).qk
+    if not parts or not all(part.whole for part in parts):
+        raise UsageError(
+            f"a ratio is for queries and keys with parameters of their own, and {type(model).__name__} has none: "
+            "leave qk_ratio at 1, and qk_growth out"
+        )
+    return {part.name for part in parts}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

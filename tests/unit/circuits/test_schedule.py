@@ -1,0 +1,72 @@
+"""A ratio along training, alone and on top of a schedule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from qkflow.circuits import Ratio, circuit_groups, circuit_lambdas
+from qkflow.errors import UsageError
+
+ratios = st.floats(0.01, 100.0)
+
+
+@given(start=ratios, end=ratios, step=st.integers(0, 100))
+@settings(deadline=None, max_examples=25)
+def test_a_ratio_goes_on_a_straight_line_from_start_to_end(start: float, end: float, step: int) -> None:
+    assert Ratio(start=start, end=end).at(step, 100) == pytest.approx(start + (end - start) * step / 100)
+    assert Ratio(start=start, end=end).at(0, 100) == start
+    assert Ratio(start=start, end=end).at(250, 100) == pytest.approx(end)
+    assert Ratio(start=start).at(step, 100) == start
+
+
+def test_the_published_growth_is_a_ratio_that_begins_at_one() -> None:
+    assert [Ratio(end=40.0).at(step, 4) for step in range(5)] == [1 + 39 * step / 4 for step in range(5)]
+
+
+@pytest.mark.parametrize("bad", [0.0, -2.0, math.inf, math.nan])
+def test_ratios_that_are_none_are_refused(bad: float) -> None:
+    with pytest.raises(UsageError, match="r must be a finite number above 0"):
+        Ratio(start=bad)
+    with pytest.raises(UsageError, match="growth must be a finite number above 0"):
+        Ratio(end=bad)
+    with pytest.raises(UsageError, match="steps must be at least 1, got 0"):
+        Ratio(end=2.0).at(0, 0)
+
+
+def test_only_one_from_beginning_to_end_is_plain() -> None:
+    assert Ratio().plain
+    assert Ratio(end=1.0).plain
+    assert not Ratio(end=2.0).plain
+    assert not Ratio(start=2.0, end=1.0).plain
+
+
+@pytest.mark.parametrize("given_r", [1.0, 8.0])
+def test_the_schedules_ratio_takes_the_place_of_the_groups_and_leaves_the_others_to_the_base(given_r: float) -> None:
+    model = nn.TransformerEncoderLayer(8, 2, dim_feedforward=8)
+    groups = circuit_groups(model, 0.1, r=given_r)
+    optimizer = torch.optim.SGD(groups)
+
+    def base(step: int) -> float:
+        return 1 / (step + 2)
+
+    def r(step: int) -> float:
+        return 3.0 * (step + 1)
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, circuit_lambdas(optimizer.param_groups, r, base))
+    for step in range(4):
+        for group in optimizer.param_groups:
+            ratio = r(step) if group["circuit"] == "qk" else 1.0
+            assert group["lr"] == pytest.approx(0.1 * base(step) * ratio)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_groups_of_others_follow_the_base() -> None:
+    first, second = circuit_lambdas([{"params": []}, {"circuit": "qk"}], lambda step: 5.0)
+    assert (first(3), second(3)) == (1.0, 5.0)

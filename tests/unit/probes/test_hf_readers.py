@@ -1,0 +1,110 @@
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from qkflow.errors import UsageError
+from qkflow.probes.readers import Reading, reader
+
+TOKENS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 1, 0, 0]])
+LENGTHS = torch.tensor([5, 3])
+SHAPE = {
+    "vocab_size": 20,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_labels": 3,
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def hf(kind: str, *, attention: str = "eager", pad: int | None = 0) -> Any:
+    import transformers
+
+    name = next(name for name in ("Llama", "Bert", "GPT2", "T5") if kind.startswith(name))
+    config = getattr(transformers, f"{name}Config")(**SHAPE, pad_token_id=pad, bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(0)
+    made = getattr(transformers, kind)._from_config(config, attn_implementation=attention).double()
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return made
+
+
+def parts(reading: Reading) -> list[torch.Tensor]:
+    assert reading.maps is not None
+    return [reading.logits, *reading.maps]
+
+
+KINDS = ["LlamaForCausalLM", "LlamaForSequenceClassification", "BertForSequenceClassification", "GPT2LMHeadModel"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_is_read_in_a_batch_as_it_is_alone(kind: str) -> None:
+    model = hf(kind).train()
+    read = reader(model)
+    together, alone = read.read(TOKENS, LENGTHS, maps=True), read.read(TOKENS[1:, :3], LENGTHS[1:], maps=True)
+    logits, *maps = parts(together)
+    own, *own_maps = parts(alone)
+    assert_close(logits[1], own[0], rtol=1e-10, atol=1e-10)
+    for layer, other in zip(maps, own_maps, strict=True):
+        assert_close(layer[1, :, :3, :3], other[0], rtol=1e-10, atol=1e-10)
+        assert layer[1, :, 3:].abs().max() == 0
+    assert_close(read.saliency(TOKENS, LENGTHS)[1, :3], read.saliency(TOKENS[1:, :3], LENGTHS[1:])[0])
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+def test_a_language_model_answers_with_the_token_after_the_last(kind: str) -> None:
+    model = hf(kind).eval()
+    with torch.no_grad():
+        want = model(TOKENS[1:, :3]).logits[0, -1]
+    got = reader(model).read(TOKENS, LENGTHS, maps=True)
+    assert_close(got.logits[1], want)
+    assert got.asked is not None
+    assert got.asked.tolist() == [4, 2]
+
+
+def test_an_encoder_is_asked_at_its_first_token_unless_told() -> None:
+    model = hf("BertForSequenceClassification")
+    for asks, places in ((None, [0, 0]), ("first", [0, 0]), ("last", [4, 2])):
+        asked = reader(model, asks=asks).read(TOKENS, LENGTHS, maps=True).asked
+        assert asked is not None
+        assert asked.tolist() == places
+
+
+def test_saliency_is_the_gradient_times_the_embedding() -> None:
+    model = hf("LlamaForCausalLM").eval()
+    x = model.get_input_embeddings()(TOKENS[:1]).detach().requires_grad_()
+    scores = model(inputs_embeds=x).logits[0, -1]
+    (gradient,) = torch.autograd.grad(scores[scores.argmax()], x)
+    assert_close(reader(model).saliency(TOKENS, LENGTHS)[0], (gradient * x).sum(-1).abs()[0].detach())
+
+
+def test_a_model_that_returns_no_attentions_is_refused_with_what_to_do() -> None:
+    model = hf("LlamaForCausalLM", attention="sdpa")
+    reader(model).read(TOKENS, LENGTHS)  # needs none
+    with pytest.raises(UsageError, match="load it with attn_implementation='eager'"):
+        reader(model).read(TOKENS, LENGTHS, maps=True)
+
+
+@pytest.mark.parametrize(("pad", "message"), [(None, "none is set: set model.config.pad"), (1, "a text ends with it")])
+def test_a_causal_classifier_that_would_answer_elsewhere_is_refused(pad: int | None, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        reader(hf("LlamaForSequenceClassification", pad=pad)).read(TOKENS, LENGTHS)
+
+
+def test_a_model_with_an_encoder_and_a_decoder_is_refused() -> None:
+    with pytest.raises(UsageError, match="has an encoder and a decoder"):
+        reader(hf("T5ForConditionalGeneration"))

@@ -1,0 +1,164 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from qkflow.errors import UsageError
+from qkflow.layout import Layout
+from qkflow.models import Classifier, ClassifierConfig, Decoder, DecoderConfig
+from qkflow.models.one_layer import OneLayer, OneLayerConfig
+from qkflow.probes.readers import Reader, reader
+
+TOKENS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 1, 0, 0], [2, 0, 0, 0, 0]])
+LENGTHS = torch.tensor([5, 3, 1])
+
+
+def classifier(mechanism: str = "standard", *, dropout: float = 0.0) -> Classifier:
+    torch.manual_seed(0)
+    shape = ClassifierConfig(
+        width=16, layers=2, heads=2, hidden=8, vocabulary=12, classes=3, mechanism=mechanism, dropout=dropout
+    )
+    return Classifier(shape).double()
+
+
+def decoder() -> Decoder:
+    torch.manual_seed(0)
+    made = Decoder(DecoderConfig(width=16, layers=2, heads=2, hidden=8, vocabulary=12)).double()
+    for parameter in made.parameters():  # blocks begin at zero: let every layer matter
+        nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def one_layer() -> OneLayer:
+    torch.manual_seed(0)
+    made = OneLayer(OneLayerConfig(vocabulary=12)).double()
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)
+    return made
+
+
+MODELS = [classifier, decoder, one_layer]
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_a_reader_gives_what_the_model_answers_at_the_last_token(make: type) -> None:
+    model = make()
+    got = reader(model).read(TOKENS, LENGTHS).logits
+    if isinstance(model, Decoder):
+        assert_close(got, model(TOKENS, layout=Layout.padded(LENGTHS, 5))[0][range(3), LENGTHS - 1])
+    else:
+        assert_close(got, model(TOKENS, Layout.padded(LENGTHS, 5)))
+
+
+@pytest.mark.parametrize("mechanism", ["standard:window=2", "differential", "gated-deltanet", "qdelta", "kuramoto"])
+def test_a_text_is_read_in_a_batch_as_it_is_alone(mechanism: str) -> None:
+    read = reader(classifier(mechanism))
+    together = read.read(TOKENS, LENGTHS, maps=True)
+    assert together.maps is not None
+    for row, length in enumerate(LENGTHS.tolist()):
+        alone = read.read(TOKENS[row, None, :length], LENGTHS[row, None], maps=True)
+        assert alone.maps is not None
+        assert_close(together.logits[row], alone.logits[0], rtol=1e-10, atol=1e-10)
+        for layer, own in zip(together.maps, alone.maps, strict=True):
+            assert_close(layer[row, :, :length, :length], own[0], rtol=1e-10, atol=1e-10)
+            assert layer[row, :, length:].abs().sum() == layer[row, :, :, length:].abs().sum() == 0
+
+
+def test_maps_are_the_weights_of_each_block_on_its_own_input() -> None:
+    model = classifier()
+    got = reader(model).read(TOKENS, LENGTHS, maps=True).maps
+    assert got is not None
+    x, layout = model.embed(TOKENS), Layout.padded(LENGTHS, 5)
+    for block, layer in zip(model.blocks, got, strict=True):
+        assert_close(layer, block.mechanism.weights(block.mechanism_norm(x), layout=layout))  # pyright: ignore
+        x = block(x, None, layout)[0]
+
+
+def test_only_the_last_token_of_the_one_layer_model_asks() -> None:
+    model = one_layer()
+    (got,) = reader(model).read(TOKENS, LENGTHS, maps=True).maps or ()
+    weights = model.weights(TOKENS, Layout.padded(LENGTHS, 5))
+    assert_close(got[range(3), 0, LENGTHS - 1], weights)
+    assert_close(got[0, 0, :4], torch.eye(5, dtype=torch.float64)[:4])
+    assert got[1, 0, 3:].abs().max() == 0
+
+
+@pytest.mark.parametrize("make", [classifier, decoder])
+def test_saliency_is_the_slope_of_the_answers_score_along_each_embedding(make: type) -> None:
+    model, step = make(), 1e-5
+    read = reader(model)
+    got, best = read.saliency(TOKENS, LENGTHS), read.read(TOKENS, LENGTHS).logits.argmax(-1)
+    for row, length in ((0, 5), (1, 3)):
+        for place in range(length):
+            scores = []
+            for by in (1 - step, 1 + step):
+                hook = model.embedding.register_forward_hook(lambda _, __, x, p=place, b=by: _stretched(x, p, b))
+                scores.append(read.read(TOKENS[row, None, :length], LENGTHS[row, None]).logits[0, best[row]])
+                hook.remove()
+            assert_close(got[row, place], (scores[1] - scores[0]).abs() / (2 * step), rtol=1e-6, atol=1e-8)
+    assert got[1, 3:].abs().max() == 0
+
+
+def _stretched(x: Tensor, place: int, by: float) -> Tensor:
+    x = x.clone()
+    x[:, place] *= by
+    return x
+
+
+def test_saliency_of_one_hot_tokens_is_the_gradient_at_their_own_entry() -> None:
+    model = one_layer()
+    x = model.embed(TOKENS[:1]).requires_grad_()
+    logits = model.read(x)
+    (gradient,) = torch.autograd.grad(logits[0, logits[0].argmax()], x)
+    assert_close(reader(model).saliency(TOKENS, LENGTHS)[0], gradient[0, range(5), TOKENS[0]].abs())
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_reading_leaves_a_model_as_it_was(make: type) -> None:
+    model = make().train()
+    parts = list(model.modules())
+    parts[-1].eval()  # someone froze it
+    modes, before = [part.training for part in parts], {name: x.clone() for name, x in model.state_dict().items()}
+    read = reader(model)
+    with torch.no_grad():
+        assert read.saliency(TOKENS, LENGTHS).requires_grad is False
+    got = read.read(TOKENS, LENGTHS, maps=True)
+    assert not got.logits.requires_grad
+    assert [part.training for part in parts] == modes
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert_close(dict(model.state_dict()), before)
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+
+
+def test_nothing_is_dropped_while_reading() -> None:
+    read = reader(classifier(dropout=0.5).train())
+    assert_close(read.read(TOKENS, LENGTHS).logits, read.read(TOKENS, LENGTHS).logits)
+
+
+def test_every_reader_is_one() -> None:
+    for make in MODELS:
+        assert isinstance(reader(make()), Reader)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "message"),
+    [
+        ([[3, 12]], [2], "from 0 to 11, got 3 to 12: use the vocabulary"),
+        ([[3, -1]], [2], "from 0 to 11, got -1 to 3"),
+        ([[3, 4]], [3], r"from 1 to 2 for each of 1 rows, got \[3\]"),
+        ([[3, 4]], [0], r"from 1 to 2 for each of 1 rows, got \[0\]"),
+    ],
+)
+@pytest.mark.parametrize("make", MODELS)
+def test_texts_that_a_model_cannot_read_are_refused(
+    make: type, tokens: list[list[int]], lengths: list[int], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        reader(make()).read(torch.tensor(tokens), torch.tensor(lengths))
+
+
+def test_models_that_cannot_be_read_are_refused_with_what_to_do() -> None:
+    with pytest.raises(UsageError, match=r"got Linear: write a class with read\(\) and saliency\(\)"):
+        reader(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="a Classifier answers at the last token"):
+        reader(classifier(), asks="first")

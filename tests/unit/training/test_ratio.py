@@ -1,0 +1,117 @@
+"""Queries and keys with a rate of their own in a training run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qkflow.errors import UsageError
+from qkflow.models import Decoder
+from qkflow.ops import native
+from qkflow.training import read_metrics, train
+from qkflow.training.learner import Learner
+from qkflow.training.optimizer import build_optimizer
+from qkflow.training.run import read_config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    native.prepare()  # from the suite's own cache, where they may be built already
+
+
+def learner(config: Any, corpus: Any) -> Learner:
+    made = Learner(config, corpus, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in made.model.parameters():  # at the start, nothing passes the branches
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return made
+
+
+def after(config: Any, corpus: Any, steps: int) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    made = learner(config, corpus)
+    records = [made.learn(lambda: False) for _ in range(steps)]
+    return records, made.model.state_dict()
+
+
+def test_queries_and_keys_alone_go_r_times_as_far(configure: Any, corpus: Any) -> None:
+    start = learner(configure(), corpus).model.state_dict()
+    _, plain = after(configure(weight_decay=0.0), corpus, 1)
+    records, quick = after(configure(weight_decay=0.0, qk_ratio=20.0), corpus, 1)
+    assert records[0]["qk_ratio"] == 20.0
+    for name, before in start.items():
+        ratio = 20.0 if name.endswith(("query.weight", "key.weight")) else 1.0
+        moved = plain[name] - before
+        assert moved.abs().max() > 0
+        torch.testing.assert_close(quick[name] - before, ratio * moved, rtol=1e-3, atol=1e-6)
+
+
+def test_growth_begins_at_the_ratio_with_the_bits_of_a_plain_run_where_that_is_one(configure: Any, corpus: Any) -> None:
+    plain_records, plain = after(configure(), corpus, 1)
+    records, grown = after(configure(qk_growth=9.0), corpus, 1)
+    assert {**plain_records[0], "seconds": 0} == {**records[0], "seconds": 0}
+    assert all(torch.equal(plain[name], grown[name]) for name in plain)
+    records, _ = after(configure(qk_ratio=1.0, qk_growth=9.0), corpus, 4)
+    assert [record.get("qk_ratio") for record in records] == [None, 3.0, 5.0, 7.0]
+    assert all(record["lr"] == configure().lr for record in records[:1])
+
+
+def test_without_a_ratio_the_groups_are_what_they_were(configure: Any) -> None:
+    config = configure(qk_growth=1.0)
+    groups = build_optimizer(Decoder(config.model), config).param_groups
+    assert [(group["weight_decay"], group["circuit"]) for group in groups] == [(0.1, "rest"), (0.0, "rest")]
+
+
+@pytest.mark.parametrize("spec", ["differential", "kuramoto"])
+def test_a_ratio_comes_on_top_of_a_mechanisms_own_paces(configure: Any, spec: str) -> None:
+    config = configure(qk_ratio=3.0, model={"mechanism": spec})
+    model = Decoder(config.model)
+    groups = build_optimizer(model, config).param_groups
+    listed = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(listed) == sorted(map(id, model.parameters()))
+    said = {id(m.get_parameter(name)) for m in model.mechanisms for name in m.circuits().qk}
+    assert {id(p) for group in groups if group["circuit"] == "qk" for p in group["params"]} == said
+    paces, names = model.paces(), {id(p): name for name, p in model.named_parameters()}
+    for group in groups:
+        rates = {paces[names[id(p)]].rate if names[id(p)] in paces else 1.0 for p in group["params"]}
+        assert rates == {group["rate"]}
+
+
+def test_a_model_with_nothing_to_speed_up_is_refused(configure: Any) -> None:
+    with pytest.raises(UsageError, match="no circuits are known in Linear"):
+        build_optimizer(torch.nn.Linear(2, 2), configure(qk_ratio=2.0))
+
+
+def test_a_stopped_run_with_a_growing_ratio_goes_on_to_the_same_bits(
+    configure: Any, begun: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = configure(qk_ratio=2.0, qk_growth=6.0)
+    whole = train(config, tmp_path / "whole")
+    begun(config, tmp_path / "cut", 2)
+    train(None, tmp_path / "cut", resume=True)
+    assert (tmp_path / "cut" / "weights.safetensors").read_bytes() == (
+        whole.folder / "weights.safetensors"
+    ).read_bytes()
+    steps = [record for record in read_metrics(tmp_path / "cut" / "metrics.jsonl") if record["kind"] == "train"]
+    assert [record["qk_ratio"] for record in steps] == [2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_run_from_before_there_were_ratios_is_read(configure: Any, tmp_path: Path) -> None:
+    train(configure(steps=1), tmp_path / "run")
+    file = tmp_path / "run" / "config.json"
+    settings = json.loads(file.read_text())
+    del settings["qk_ratio"], settings["qk_growth"]
+    file.write_text(json.dumps(settings))
+    assert read_config(tmp_path / "run") == configure(steps=1)
+
+
+@pytest.mark.parametrize("name", ["qk_ratio", "qk_growth"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_ratio_that_is_none_is_refused(configure: Any, name: str, value: float) -> None:
+    with pytest.raises(UsageError, match=f"{name} must be a finite number above 0, got"):
+        configure(**{name: value})
