@@ -149,9 +149,24 @@ def test_a_probe_shows_what_passes_in_each_layer_and_says_it_in_words(capsys: py
     Path("run/weights.safetensors").unlink()  # as while it trains: the latest checkpoint is looked into
     capsys.readouterr()
     assert qkflow("probe", "run") == 0
-    shown = capsys.readouterr().out.splitlines()
+    *shown, page = capsys.readouterr().out.splitlines()
+    assert page == f"the page: {Path('run/probe.html').absolute()}"
     assert max(map(len, shown)) <= 80
     assert shown[0] == "step 6 of 6; 16 tokens of held-out text of text"
+    assert shown[1].split() == [
+        "layer",
+        "H:",
+        "last",
+        "H:",
+        "mean",
+        "tokens:",
+        "last",
+        "tokens:",
+        "mean",
+        "strongest",
+        "link",
+    ]
+    shown = shown[shown.index("") :]
     assert shown[2].split()[:2] == ["1", "\N{EN DASH}"]
     assert shown[3].split()[:4] == ["2", "hamiltonian", "0.2", "→"]
     assert "1 of 1 coupled layer" in " ".join(shown)
@@ -164,11 +179,11 @@ def test_a_probe_shows_what_passes_in_each_layer_and_says_it_in_words(capsys: py
     assert f"{layer['energy']['drift']:.2g}" in shown[3]
     assert figures["coupling"]["verdict"] == " ".join(line.strip() for line in shown[4:])
     write("other.txt", "é" * 3000)
-    assert qkflow("probe", "run", "--text", "other.txt", "--tokens", "9", "--json") == 0
+    assert qkflow("probe", "run", "--file", "other.txt", "--tokens", "9", "--json") == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 9
     write("empty.txt", "")
-    assert "empty.txt is empty" in refused(capsys, "probe", "run", "--text", "empty.txt")
-    assert "missing.txt" in refused(capsys, "probe", "run", "--text", "missing.txt")
+    assert "empty.txt is empty" in refused(capsys, "probe", "run", "--file", "empty.txt")
+    assert "missing.txt" in refused(capsys, "probe", "run", "--file", "missing.txt")
 
 
 @pytest.mark.parametrize(
@@ -204,9 +219,9 @@ def test_a_probe_shows_how_stable_delta_memories_are_beside_their_coupling(capsy
     assert qkflow("train", "text.txt", "--config", "hybrid.json", "--out", "run") == 0
     capsys.readouterr()
     assert qkflow("probe", "run") == 0
-    shown = capsys.readouterr().out.splitlines()
+    *shown, _ = capsys.readouterr().out.splitlines()
     assert max(map(len, shown)) <= 80
-    first, second = (number for number, line in enumerate(shown) if line.startswith("layer"))
+    _, first, second = (number for number, line in enumerate(shown) if line.startswith("layer"))
     assert shown[first + 2].split()[:2] == ["2", "hamiltonian"]
     assert shown[second + 1].split() == ["1", *["\N{EN DASH}"] * 7]
     assert qkflow("probe", "run", "--json") == 0
@@ -234,13 +249,31 @@ def test_a_probe_of_a_delta_memory_needs_no_coupling(capsys: pytest.CaptureFixtu
     assert "dynamics" not in shown
 
 
-def test_a_run_with_nothing_to_look_into_is_not_probed(capsys: pytest.CaptureFixture[str]) -> None:
-    error = refused(capsys, "probe", trained())
-    assert "neither a coupling nor a delta memory" in error
-    assert "'standard'" in error
-    assert "`standard+X`" in error
-    assert "hamiltonian" in error
-    assert "`qdelta`" in error
+def test_a_probe_of_any_run_says_how_sharp_attention_is_and_where_it_lies(capsys: pytest.CaptureFixture[str]) -> None:
+    trained()
+    capsys.readouterr()
+    text = "fox <b>x</b> \x1b[31m and more than it reads"
+    assert qkflow("probe", "run", text, "--rationale", "fox", "--out", "page.html") == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert f"note: {1 + len(text) - 16} tokens more are not read." in shown
+    page = Path("page.html").read_text()
+    assert "<b>x</b>" not in page
+    assert "&lt;" in page
+    assert not Path("run/probe.html").exists()
+    assert qkflow("probe", "run", "the", "fox", "--rationale", "fox", "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["text"], figures["tokens"]) == ("the text given", 8)
+    assert figures["rationale"]["places"] == [5, 6, 7]
+    shares = figures["maps"]["pooled"]["average"]
+    assert sum(shares) == pytest.approx(1)
+    assert sum(shares[5:]) == pytest.approx(figures["rationale"]["mass"]["average"])
+    assert len(figures["maps"]["layers"]) == 2
+    assert f"On the words named lies {sum(shares[5:]):.2f} of it" in figures["maps"]["verdict"]
+    assert not Path("run/probe.html").exists()  # a page beside JSON only if it is asked for
+    assert "TEXT is empty" in refused(capsys, "probe", "run", "")
+    assert "give one of them" in refused(capsys, "probe", "run", "a", "--file", "text.txt")
+    assert "'cat'" in refused(capsys, "probe", "run", "the fox", "--rationale", "cat")
 
 
 def test_flags_come_before_the_config_file() -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qkflow.cli import main
 from qkflow.probes import maps
-from qkflow.report import write_report
+from qkflow.report import write_report, write_sharpened
 from qkflow.report.figures import curves, forest, reach, strips
 from qkflow.report.palette import DARK, LIGHT
 from qkflow.study.summary import Summary
@@ -354,3 +355,54 @@ def test_a_study_without_weights_says_so(browser: Any, little: Made) -> None:
         assert "no attention maps" in page.text_content("#attention")
         assert "no run is finished" in page.text_content("#attention .missing")
         assert "provisional" in page.text_content("header")
+
+
+def test_the_page_of_sharper_attention_draws_answers_and_obeys_nobody(
+    browser: Any, synthetic: ModuleType, tmp_path: Path
+) -> None:
+    bad = synthetic.HOSTILE
+    found = synthetic.beside("synthetic_sharpened").study(("r = 1", "r = 20", *bad[:3]), seeds=2, words=bad)
+    path = write_sharpened(replace(found, answer=bad[0], remarks=bad, notes=bad), tmp_path / "sharpen.html")
+    with Shown(browser, path, "phone") as page:
+        page.evaluate("document.querySelectorAll('details').forEach((item) => { item.open = true; })")
+        assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+    with Shown(browser, path, color_scheme="dark") as page:
+        assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+        for name, count in (("path", 15), ("curve", 5), ("strips-mass", 12), ("strips-performance", 12)):
+            assert page.locator(f"#plot-{name} .scatterlayer .trace").count() == count
+        page.get_by_role("button", name="r = 20").click()
+        assert page.locator("#plot-path .scatterlayer .trace").count() == 12
+        assert page.locator("#plot-curve .scatterlayer .trace").count() == 4
+        page.click("#theme")
+        assert page.evaluate("document.getElementById('plot-path').layout.font.color") == LIGHT["soft"]
+        colours = "[...document.querySelectorAll('.coloured .word')].map((w) => getComputedStyle(w).backgroundColor)"
+        assert len(set(page.evaluate(colours))) > 5
+        assert page.evaluate("window.__pwned") is None
+        assert page.locator("img, iframe, object, embed, form").count() == 0
+        assert bad[0] in page.text_content("#examples")
+
+
+def test_the_page_of_a_probe_has_every_head_and_obeys_nobody(
+    browser: Any, synthetic: ModuleType, tmp_path: Path
+) -> None:
+    (run,) = synthetic.folder(tmp_path, ["standard"], layers=2, width=32).values()
+    text = "<script>window.__pwned=1</script> \"quoted\" 'x' \x00\x1b \u202e שלום 😀"
+    assert main(["probe", str(run), text, "--rationale", "quoted"]) == 0
+    with Shown(browser, run / "probe.html", "phone") as page:
+        assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+    with Shown(browser, run / "probe.html") as page:
+        page.fill("#map-layer", "1")
+        page.fill("#map-head", "3")
+        assert "layer 2, head 4 of 4" in layer_text(page)
+        assert page.text_content("#map-second-title") == "mean of the heads, layer 2"
+        tokens = [256, *text.encode()]
+        layer = maps(load_run(run).model, tokens)[1]
+        for side, truth in (("first", layer[3]), ("second", layer.mean(0))):
+            z = np.nan_to_num(np.array(drawn(page, f"map-{side}")[0]["z"], dtype=float))
+            most = max(float(layer[3].max()), float(layer.mean(0).max()))
+            assert abs(np.sign(z) * z**2 * most - truth.numpy()).max() < most / 100
+        assert page.text_content("#map-token-told").startswith(f"{len(tokens)},")
+        assert page.locator(".coloured .because").count() == 3 * len("quoted")
+        assert page.evaluate("window.__pwned") is None
+        assert "<script>window.__pwned=1</script>" in page.text_content(".coloured tbody tr")
+        assert not {"\x00", "\x1b", "\u202e"} & set(page.text_content("body"))

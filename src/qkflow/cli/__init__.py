@@ -17,6 +17,7 @@ from qkflow.cli.generate import Generate
 from qkflow.cli.probe import Probe
 from qkflow.cli.report import Report
 from qkflow.cli.reproduce import Reproduce
+from qkflow.cli.sharpen import Sharpen
 from qkflow.cli.train import Train
 from qkflow.errors import DiskError, DivergenceError, Interrupted, UsageError
 
@@ -24,6 +25,7 @@ __all__ = ["main"]
 
 COMMANDS = {
     "compare": Compare,
+    "sharpen": Sharpen,
     "report": Report,
     "reproduce": Reproduce,
     "train": Train,

@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rich.table import Table
-
 from qkflow.probes import CouplingLook
+from qkflow.report.probed import Part
+from qkflow.report.rows import Table
 from qkflow.report.wording import MISSING, fixed
 
 FAINT = 0.01
 """Below this part of the identity, a dependence is called hardly there."""
+_NOTE = (
+    "|dk'/dq| says how much of a moved key depends on its query, |dq'/dk| the other way round; 1 is the size of the"
+    " identity. Energy drift is how far a pair strays from the energy it began with, where the force has a potential."
+)
+
+
+def part(layers: Sequence[CouplingLook | None]) -> Part:
+    """Everything said of couplings."""
+    return Part(name="coupling", title="Couplings", table=table(layers), verdict=verdict(layers), note=_NOTE)
 
 
 def verdict(layers: Sequence[CouplingLook | None]) -> str:
@@ -45,15 +54,14 @@ def verdict(layers: Sequence[CouplingLook | None]) -> str:
 
 def table(layers: Sequence[CouplingLook | None]) -> Table:
     """A row for each layer."""
-    table = Table("layer", "dynamics", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("dt (start → now)", "|dk'/dq|", "|dq'/dk|", "energy drift"):
-        table.add_column(column, justify="right")
+    columns = ("layer", "dynamics", "dt (start → now)", "|dk'/dq|", "|dq'/dk|", "energy drift")
+    rows = []
     for number, layer in enumerate(layers, start=1):
         if layer is None:
-            table.add_row(f"{number}", *[MISSING] * 5)
+            rows.append((f"{number}", *[MISSING] * 5))
             continue
         dt = MISSING if layer.dt is None else f"{layer.dt_start:g} → {fixed(layer.dt)}"
         sizes = fixed(layer.strength.key_on_query), fixed(layer.strength.query_on_key)
         drift = MISSING if layer.energy is None else f"{layer.energy.drift:.2g}"
-        table.add_row(f"{number}", layer.dynamics, dt, *sizes, drift)
-    return table
+        rows.append((f"{number}", layer.dynamics, dt, *sizes, drift))
+    return Table(caption="What each layer's coupling passes on", columns=columns, rows=tuple(rows), words=(0, 1))

@@ -6,15 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.table import Table
-from rich.text import Text
-
 from qkflow.data import Tokenizer
 from qkflow.probes import Pair, PhaseSummary
+from qkflow.report.probed import Part
+from qkflow.report.rows import Table
 from qkflow.report.wording import MISSING, fixed, short, signed, token_label
 
 NOTICED = 0.005
 """Changes below this are not called changes: it is what the table's digits can show."""
+_NOTE = (
+    "R is the order parameter as a layer finds the tokens, 1 if all are in one phase; locking is how far two tokens are"
+    " in step, on average, before and after the layer; energy is minus the likeness of tokens to what they attend to,"
+    " before and after the layer's attention; then the two different tokens that it leaves most in step."
+)
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,11 @@ class Words:
     """Tables and verdicts, with tokens by their names."""
 
     tokenizer: Tokenizer
+
+    def part(self, layers: Sequence[PhaseSummary | None]) -> Part:
+        """Everything said of phases."""
+        told = self.verdict(layers)
+        return Part(name="phases", title="Phases", table=self.table(layers), verdict=told, note=_NOTE)
 
     def verdict(self, layers: Sequence[PhaseSummary | None]) -> str:
         """In words, whether tokens come into step along the depth, and no more than the figures say."""
@@ -40,25 +49,25 @@ class Words:
 
     def table(self, layers: Sequence[PhaseSummary | None]) -> Table:
         """A row for each layer."""
-        columns = ("R", "heads", "locking", "energy", "most in step")
-        table = Table("layer", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for column in columns:
-            table.add_column(column, justify="right", no_wrap=True)
+        columns = ("layer", "R", "heads", "locking", "energy", "most in step")
+        rows = []
         for number, layer in enumerate(layers, start=1):
             if layer is None:
-                table.add_row(f"{number}", *[MISSING] * len(columns))
+                rows.append((f"{number}", *[MISSING] * (len(columns) - 1)))
                 continue
             heads = [_over(head) for head in layer.order]
             energy = layer.energy
-            table.add_row(
-                f"{number}",
-                fixed(_over(heads), 2),
-                f"{fixed(min(heads), 2)}-{fixed(max(heads), 2)}",
-                _change(layer.locking_before, layer.locking_after),
-                _change(_over(energy.before), _over(energy.after)),
-                Text(self._named(layer.strongest[0])) if layer.strongest else MISSING,  # not markup: text of others
+            rows.append(
+                (
+                    f"{number}",
+                    fixed(_over(heads), 2),
+                    f"{fixed(min(heads), 2)}-{fixed(max(heads), 2)}",
+                    _change(layer.locking_before, layer.locking_after),
+                    _change(_over(energy.before), _over(energy.after)),
+                    self._named(layer.strongest[0]) if layer.strongest else MISSING,
+                )
             )
-        return table
+        return Table(caption="How far tokens are in step", columns=columns, rows=tuple(rows), words=(0, 5))
 
     def _drawn(self, layers: Sequence[PhaseSummary | None]) -> str:
         """The pair that a layer has brought into step the most, if there is one."""

@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rich.table import Table
-
 from qkflow.probes import StabilityLook
+from qkflow.report.probed import Part
+from qkflow.report.rows import Table
 from qkflow.report.wording import MISSING, fixed
 
 ROUNDING = 1e-6
 """A product that exceeds one by no more than this is not said to grow."""
+_NOTE = (
+    "A token's error is multiplied by 1 - beta a, which shrinks it if beta a is in (0, 2); rho is the largest such"
+    " factor. |T| is the most by which a token can stretch a memory, then so many tokens in a row; |S| is the memory's"
+    " size at the end; bound/error is how far the theorem's bound lies above the error, in the median."
+)
+
+
+def part(layers: Sequence[StabilityLook | None]) -> Part:
+    """Everything said of delta memories."""
+    return Part(name="stability", title="Stability", table=table(layers), verdict=verdict(layers), note=_NOTE)
 
 
 def verdict(layers: Sequence[StabilityLook | None]) -> str:
@@ -47,25 +57,25 @@ def table(layers: Sequence[StabilityLook | None]) -> Table:
     """A row for each layer."""
     tokens = max((each.tokens for layer in layers if layer is not None for each in layer.growth), default=0)
     product = f"{tokens} tokens" if tokens else "product"
-    columns = ("beta a: mean", "95 %", "rho", "|T|", product, "|S| end", "bound/error")
-    table = Table("layer", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right")
+    columns = ("layer", "beta a: mean", "95 %", "rho", "|T|", product, "|S| end", "bound/error")
+    rows = []
     for number, layer in enumerate(layers, start=1):
         if layer is None:
-            table.add_row(f"{number}", *[MISSING] * len(columns))
+            rows.append((f"{number}", *[MISSING] * (len(columns) - 1)))
             continue
-        table.add_row(
-            f"{number}",
-            fixed(layer.steps.mean),
-            fixed(layer.steps.quantiles[-1]),
-            fixed(layer.rho),
-            fixed(layer.norm),
-            _brief(layer.growth[-1].most) if layer.growth else MISSING,
-            _brief(layer.memory[-1]),
-            _brief(layer.slack),
+        rows.append(
+            (
+                f"{number}",
+                fixed(layer.steps.mean),
+                fixed(layer.steps.quantiles[-1]),
+                fixed(layer.rho),
+                fixed(layer.norm),
+                _brief(layer.growth[-1].most) if layer.growth else MISSING,
+                _brief(layer.memory[-1]),
+                _brief(layer.slack),
+            )
         )
-    return table
+    return Table(caption="How stable each layer's memory is", columns=columns, rows=tuple(rows))
 
 
 def _brief(value: float) -> str:

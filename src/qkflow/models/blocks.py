@@ -86,7 +86,8 @@ class Block(nn.Module):
 class PhaseBlock(nn.Module):
     """Synchronise, then move each token by itself. Nothing is normalised: only points of the group are ever read.
 
-    On the torus the stream holds angles, and both branches are added; on another group they move its elements.
+    On the torus the stream holds angles, and both branches are added; on another group they move its elements. Without
+    a `hidden` width tokens only synchronise.
     """
 
     def __init__(self, mechanism: Mechanism, width: int, hidden: int, *, dropout: float = 0.0) -> None:
@@ -96,13 +97,17 @@ class PhaseBlock(nn.Module):
         self.group = mechanism.group
         elements = width // self.group.size
         self.mechanism = mechanism
-        self.feed_forward = SwiGLU(elements * self.group.ambient, hidden, elements * self.group.dim)
+        self.feed_forward: SwiGLU | None = None
+        if hidden:
+            self.feed_forward = SwiGLU(elements * self.group.ambient, hidden, elements * self.group.dim)
         self.dropout = dropout
 
     def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
         """The stream after this block, and the mechanism's state."""
         change, after = self.mechanism(x, state, layout)
         x = self._moved(self._elements(x), self._elements(_dropped(self, change)))
+        if self.feed_forward is None:
+            return x, after
         points = self.group.points(self._elements(x))
         motion = _dropped(self, self.feed_forward(points.flatten(-2)))
         return self._moved(

@@ -1,6 +1,6 @@
 r"""The one-layer model of the theory: attention on one-hot tokens, and nothing else (arXiv 2608.06776).
 
-    a = softmax(x_T^\top W_QK x_i / \sqrt{d})        over i = 1 .. T: the last token asks, all are seen, itself too
+    a = softmax(x_T^\top W_QK x_i / \sqrt{d})        over i < T: the last token asks, those before it are seen
     logits = W_OV \sum_i a_i x_i                     no residual, norm, positions or feed-forward network
 
 Each circuit is one matrix (collapsed, C) or a product of two (factorised, F): W_QK = W_Q^T W_K and W_OV = W_O W_V. The
@@ -14,7 +14,8 @@ same functions and learn along different paths, since a product that begins near
 | W_V, W_O | `value`, `output` | `[d d]` | FAFO, CAFO |
 | W_OV     | `ov`     | `[d d]`         | FACO, CACO |
 
-d is the vocabulary. Whether the published model sees its own query is not known to us: that it does is our choice.
+d is the vocabulary. Whether the published model sees its own query we do not know. Ours does not: on the synthetic task
+the query alone decides the label, and a model that sees it learns to look there, the more so the faster W_QK learns.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ class OneLayer(nn.Module):
     """Attention of the last token over one-hot tokens, its circuits whole or factorised.
 
     >>> model = OneLayer(OneLayerConfig(vocabulary=3, form="CACO", start=0.0))
-    >>> tokens = torch.tensor([[0, 2, 2, 1]])
+    >>> tokens = torch.tensor([[0, 2, 2, 0, 1]])
     >>> model(tokens).shape, model.weights(tokens).tolist()
-    (torch.Size([1, 3]), [[0.25, 0.25, 0.25, 0.25]])
+    (torch.Size([1, 3]), [[0.25, 0.25, 0.25, 0.25, 0.0]])
     >>> model.circuits()
     Circuits(qk=('qk',), ov=('ov',))
     """
@@ -81,7 +82,7 @@ class OneLayer(nn.Module):
         return self.read(self.embed(tokens), layout)
 
     def weights(self, tokens: Tokens, layout: Layout | None = None) -> Float[Tensor, "b t"]:
-        """The attention of the last token of each row on each token; 0 on padding."""
+        """The attention of the last token of each row on each token; 0 on itself, and on padding."""
         rows = self.embed(tokens) if layout is None else _rows(self.embed(tokens), layout)
         a = self._attend(rows, layout)
         return a if layout is None else layout.batch(a)
@@ -138,20 +139,17 @@ class OneLayer(nn.Module):
 
     def _attend(self, rows: Float[Tensor, "b t d"], layout: Layout | None) -> Float[Tensor, "b t"]:
         """The last token's attention, in the row form of the layout."""
-        if layout is None:
-            last = rows[:, -1]
-        else:
-            last = rows[torch.arange(len(rows), device=rows.device), layout.lengths.clamp_min(1) - 1]
+        places = torch.arange(rows.shape[1], device=rows.device)
+        asking = places[-1:].expand(len(rows)) if layout is None else layout.lengths - 1
+        last = rows[torch.arange(len(rows), device=rows.device), asking.clamp_min(0)]
         if self.config.form.startswith("FA"):
             asked = F.linear(last, self.get_parameter("query")) @ self.get_parameter("key")
         else:
             asked = last @ self.get_parameter("qk")
         scores = einsum(asked, rows, "b d, b t d -> b t") * self.config.vocabulary**-0.5
-        if layout is None:
-            return scores.softmax(-1)
-        beyond = torch.arange(rows.shape[1], device=rows.device) >= layout.lengths[:, None]
-        # finite, so that a row without any token has no attention, and gradients that are numbers
-        return scores.masked_fill(beyond, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(beyond, 0)
+        unseen = places >= asking[:, None]
+        # finite, so that a row in which nothing is seen has no attention, and gradients that are numbers
+        return scores.masked_fill(unseen, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(unseen, 0)
 
 
 def _rows(x: Float[Tensor, "b t d"], layout: Layout) -> Float[Tensor, "b span d"]:

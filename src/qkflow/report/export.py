@@ -104,8 +104,8 @@ def write_csv(summary: Summary, path: Path) -> tuple[Path, Path]:
         for seed, loss in zip(arm.seeds, arm.bits_per_byte, strict=True)
     ]
     beside = path.with_name(f"{path.stem}-comparisons{path.suffix}")
-    files.write_file(path, _csv(RUNS, runs))
-    files.write_file(beside, _csv(COMPARISONS, [_comparison(summary, item) for item in summary.comparisons]))
+    files.write_file(path, csv_text(RUNS, runs))
+    files.write_file(beside, csv_text(COMPARISONS, [_comparison(summary, item) for item in summary.comparisons]))
     return path, beside
 
 
@@ -141,7 +141,12 @@ def _fields(value: object, names: Iterable[str]) -> list[Any]:
     return [None if value is None else getattr(value, name) for name in names]
 
 
-def _csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def csv_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    r"""A table as CSV, no cell of which a spreadsheet runs.
+
+    >>> csv_text(["arm", "loss"], [["=x", 2.5]])
+    "arm,loss\n'=x,2.5\n"
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)

@@ -6,7 +6,8 @@ Text of others is escaped here, since the script reads a few tags in labels.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -31,7 +32,7 @@ def curves(summary: Summary) -> dict[str, Figure]:
         apart = [differences(arm.curves, summary.arms[0].curves, x) for arm in summary.arms[1:]]
         told = "bits per byte, minus the baseline's"
         figure = _lines(summary, [Band.empty(), *apart], x_title, told, unit="+")
-        figure["layout"]["shapes"] = [_margin(summary, "y"), _line("y")]
+        figure["layout"]["shapes"] = [_margin(summary, "y"), rule("y")]
         made[f"{x}-difference"] = figure
     return made
 
@@ -45,34 +46,53 @@ def forest(summary: Summary) -> Figure:
         traces += _forest_row(len(shown) - 1 - row, arm, item)
     labels = [_label(item.arm, f"  {verdict_of(summary, item.arm).kind}") for _, item in shown]
     layout = _rows(labels, "bits per byte minus the baseline's (left is better)")
-    layout["shapes"] = [_margin(summary, "x"), _line("x")]
+    layout["shapes"] = [_margin(summary, "x"), rule("x")]
     layout["xaxis"]["range"] = usual([summary.margin, -summary.margin, *_extent(shown)], 0.08)
     return {"data": traces, "layout": layout}
 
 
 def strips(summary: Summary) -> Figure:
     """Every run's loss, a row for each arm, the runs of a seed joined."""
-    arms = [(index, arm) for index, arm in enumerate(summary.arms) if arm.seeds]
-    height = {arm.name: len(arms) - 1 - row for row, (_, arm) in enumerate(arms)}
+    arms = [
+        Runs(arm=index, name=arm.name, values=dict(zip(arm.seeds, arm.bits_per_byte, strict=True)), mean=arm.mean)
+        for index, arm in enumerate(summary.arms)
+    ]
+    return seed_strips(arms, "held-out bits per byte (left is better)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """A number of each run of an arm."""
+
+    arm: int
+    """Its place among the arms, which decides its colour."""
+    name: str
+    values: Mapping[int, float]
+    """By seed."""
+    mean: float | None
+
+
+def seed_strips(arms: Sequence[Runs], title: str) -> Figure:
+    """Every run as a mark, a row for each arm that has any, the runs of a seed joined, and the mean."""
+    shown = [runs for runs in arms if runs.values]
+    height = {runs.arm: len(shown) - 1 - row for row, runs in enumerate(shown)}
     traces: list[dict[str, Any]] = []
-    for seed in sorted({seed for _, arm in arms for seed in arm.seeds}):
-        runs = [(dict(zip(arm.seeds, arm.bits_per_byte, strict=True)).get(seed), height[arm.name]) for _, arm in arms]
-        found = [(loss, y) for loss, y in runs if loss is not None]
+    for seed in sorted({seed for runs in shown for seed in runs.values}):
+        found = [(runs.values[seed], height[runs.arm]) for runs in shown if seed in runs.values]
         line = {"color": ink("soft", 0.35), "width": 1}
-        x, y = [loss for loss, _ in found], [y for _, y in found]
-        traces.append({**_quiet("lines"), "x": x, "y": y, "line": line})
-    for index, arm in arms:
-        y = height[arm.name]
-        if arm.mean is not None:
-            tall = {"symbol": "line-ns", "size": 26, "line": {"width": 3, "color": ink(colour(index))}}
-            told = {"text": [f"mean {arm.mean:.4f}"], "hovertemplate": "%{text}<extra></extra>"}
-            traces.append({**_trace(index, "markers"), "x": [arm.mean], "y": [y], "marker": tall, **told})
-        points = {"symbol": marker(index), "size": 9, "color": ink(colour(index), 0.75)}
-        told = [f"seed {seed}: {loss:.4f}" for seed, loss in zip(arm.seeds, arm.bits_per_byte, strict=True)]
-        x = list(arm.bits_per_byte)
-        more = {"marker": points, "text": told, "hovertemplate": "%{text}<extra></extra>"}
-        traces.append({**_trace(index, "markers"), "x": x, "y": [y] * len(x), **more})
-    layout = _rows([_label(arm.name) for _, arm in arms], "held-out bits per byte (left is better)")
+        x, y = [value for value, _ in found], [y for _, y in found]
+        traces.append({**quiet("lines"), "x": x, "y": y, "line": line})
+    for runs in shown:
+        y, hover = height[runs.arm], {"hovertemplate": "%{text}<extra></extra>"}
+        if runs.mean is not None:
+            tall = {"symbol": "line-ns", "size": 26, "line": {"width": 3, "color": ink(colour(runs.arm))}}
+            told = {"text": [f"mean {runs.mean:.4f}"], **hover}
+            traces.append({**trace(runs.arm, "markers"), "x": [runs.mean], "y": [y], "marker": tall, **told})
+        points = {"symbol": marker(runs.arm), "size": 9, "color": ink(colour(runs.arm), 0.75)}
+        told = {"text": [f"seed {seed}: {value:.4f}" for seed, value in runs.values.items()], **hover}
+        x = list(runs.values.values())
+        traces.append({**trace(runs.arm, "markers"), "x": x, "y": [y] * len(x), "marker": points, **told})
+    layout = _rows([_label(runs.name) for runs in shown], title)
     for note in layout["annotations"]:
         note["bgcolor"] = ink("paper", 0.8)  # lines of the seeds pass behind it
     return {"data": traces, "layout": layout}
@@ -95,11 +115,11 @@ def reach(summary: Summary) -> Figure:
             text = [f"{kind}: {reached(value, low, high)}"]
             points = {"symbol": symbol, "size": 11, "color": ink(colour(arm))}
             told = {"text": text, "hovertemplate": "%{text}<extra></extra>"}
-            trace = {**_trace(arm, "markers"), "x": [value], "y": [y + shift], "error_x": bars, "marker": points}
-            traces.append({**trace, **told})
+            made = {**trace(arm, "markers"), "x": [value], "y": [y + shift], "error_x": bars, "marker": points}
+            traces.append({**made, **told})
     layout = _rows([_label(item.arm) for item in shown], "ratio to the baseline's (left is faster)")
     layout["xaxis"] |= {"type": "log", "tickformat": "~g"}
-    layout["shapes"] = [_line("x", at=1.0)]
+    layout["shapes"] = [rule("x", at=1.0)]
     return {"data": traces, "layout": layout}
 
 
@@ -120,12 +140,12 @@ def _lines(summary: Summary, bands: Sequence[Band], x_title: str, y_title: str, 
         outline = {"x": [*band.x, *reversed(band.x)], "y": [*band.high, *reversed(band.low)]}
         fill = {"fill": "toself", "fillcolor": ink(colour(index), 0.13), "line": {"width": 0}}
         if max(band.runs) > 1:
-            shades.append({**_quiet("lines"), **outline, **fill, "meta": {"arm": index}})
+            shades.append({**quiet("lines"), **outline, **fill, "meta": {"arm": index}})
         line = {"color": ink(colour(index)), "width": 2, "dash": dash(index)}
         points = {"symbol": marker(index), "size": 6, "color": ink(colour(index))}
         told = {"name": label(arm.name, 28), "hovertemplate": f"%{{y:{unit}.4f}}"}
         means.append(
-            {**_trace(index, "lines+markers"), "x": band.x, "y": band.mean, "line": line, "marker": points, **told}
+            {**trace(index, "lines+markers"), "x": band.x, "y": band.mean, "line": line, "marker": points, **told}
         )
     layout = {
         "height": 420,
@@ -152,16 +172,18 @@ def _forest_row(y: int, arm: int, item: Comparison) -> list[dict[str, Any]]:
     mean = {"x": [found.mean], "y": [y], "marker": points, "text": told}
     hover = {"hovertemplate": "%{text}<extra></extra>"}
     return [
-        {**_trace(arm, "markers"), **each, **hover},
-        {**_trace(arm, "markers"), **mean, "error_x": _error(found.mean, found.low, found.high, arm), **hover},
+        {**trace(arm, "markers"), **each, **hover},
+        {**trace(arm, "markers"), **mean, "error_x": _error(found.mean, found.low, found.high, arm), **hover},
     ]
 
 
-def _trace(arm: int, mode: str) -> dict[str, Any]:
+def trace(arm: int, mode: str) -> dict[str, Any]:
+    """The beginning of an arm's trace, which a key can hide."""
     return {"type": "scatter", "mode": mode, "meta": {"arm": arm}}
 
 
-def _quiet(mode: str) -> dict[str, Any]:
+def quiet(mode: str) -> dict[str, Any]:
+    """The beginning of a trace that says nothing when pointed at."""
     return {"type": "scatter", "mode": mode, "hoverinfo": "skip"}
 
 
@@ -207,7 +229,8 @@ def _margin(summary: Summary, axis: str) -> dict[str, Any]:
     return {"type": "rect", f"{other}ref": "paper", **ends, **look}
 
 
-def _line(axis: str, at: float = 0.0) -> dict[str, Any]:
+def rule(axis: str, at: float = 0.0) -> dict[str, Any]:
+    """A thin line across the figure at one place of an axis."""
     other = "y" if axis == "x" else "x"
     ends = {f"{axis}0": at, f"{axis}1": at, f"{other}0": 0, f"{other}1": 1}
     return {

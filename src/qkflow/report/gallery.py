@@ -57,7 +57,7 @@ def gather(names: Sequence[str], folder: Path, runs: Mapping[str, Path]) -> Gall
             run = load_run(runs[name])
             layers = [look(run.model, tokens) for tokens in excerpts]
             if layers and not gallery.excerpts:
-                gallery.excerpts.extend(_labels(run.tokenizer, tokens) for tokens in excerpts)
+                gallery.excerpts.extend(labels(run.tokenizer, tokens) for tokens in excerpts)
         except Exception as error:  # a mechanism of the user's may raise anything, and the page must not be lost to it
             gallery.missing.append(f"{name}: its maps cannot be shown ({type(error).__name__}: {error}).")
             continue
@@ -68,6 +68,16 @@ def gather(names: Sequence[str], folder: Path, runs: Mapping[str, Path]) -> Gall
     kept, step = _fitting([maps for _, maps in seen], gallery.missing)
     del gallery.excerpts[kept:]
     gallery.arms.extend(_arm(name, maps[:kept], step) for name, maps in seen)
+    return gallery
+
+
+def alone(name: str, layers: Sequence[Look], labelled: dict[str, Any]) -> Gallery:
+    """One model on one text: every head of it, and beside them the mean of each layer's."""
+    means = [Look(weights=layer.weights.mean(0, keepdim=True), exhibits=()) for layer in layers]
+    gallery = Gallery(excerpts=[labelled])
+    _, step = _fitting([[list(layers)], [means]], gallery.missing)
+    heads, mean = _arm(name, [layers], step), _arm("mean of the heads", [means], step)
+    gallery.arms.extend([heads, {**mean, "pooled": True}])
     return gallery
 
 
@@ -105,10 +115,11 @@ def _excerpts(path: Path, missing: list[str]) -> list[list[int]]:
     return [tokens for tokens in found if tokens]
 
 
-def _labels(tokenizer: Tokenizer, tokens: Sequence[int]) -> dict[str, Any]:
+def labels(tokenizer: Tokenizer, tokens: Sequence[int]) -> dict[str, Any]:
+    """The name of each token, and the places where lines end."""
     pieces = [tokenizer.decode([token]) for token in tokens]
-    labels = [token_label(piece, end=token == tokenizer.end) for piece, token in zip(pieces, tokens, strict=True)]
-    return {"tokens": labels, "breaks": [n for n, piece in enumerate(pieces) if piece.endswith(b"\n")]}
+    names = [token_label(piece, end=token == tokenizer.end) for piece, token in zip(pieces, tokens, strict=True)]
+    return {"tokens": names, "breaks": [n for n, piece in enumerate(pieces) if piece.endswith(b"\n")]}
 
 
 def _notices(run: LoadedRun, name: str, missing: list[str]) -> None:
@@ -129,7 +140,8 @@ def _fitting(arms: Sequence[list[list[Look]]], missing: list[str]) -> tuple[int,
         step += 1
     if kept < excerpts or step > 1:
         layers = "all layers" if step == 1 else f"every {step}th layer" if step > 3 else f"one layer in {step}"
-        missing.append(f"To keep the page small, {kept} of {excerpts} excerpts and {layers} are shown.")
+        texts = "" if excerpts == 1 else f"{kept} of {excerpts} excerpts and "
+        missing.append(f"To keep the page small, {texts}{layers} are shown.")
     return kept, step
 
 

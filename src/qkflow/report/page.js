@@ -7,6 +7,7 @@
   const coarse = matchMedia("(pointer: coarse)").matches;
   const CONFIG = { displayModeBar: false, responsive: true, displaylogo: false, showTips: false };
   const hidden = new Set();
+  const keyed = new Set(all(".keys").flatMap((keys) => keys.dataset.figures.split(" ")));
   const drawn = new Map();
 
   /* The theme: colours are read from the style sheet, so that figures and text always agree. */
@@ -63,7 +64,7 @@
     const place = $("plot-" + name);
     if (!place || !figure) return null;
     drawn.set(name, figure);
-    const traces = fill(figure.data).map((trace) => (name === "curves" && hidden.has(trace.meta && trace.meta.arm) ? { ...trace, visible: false } : trace));
+    const traces = fill(figure.data).map((trace) => (keyed.has(name) && hidden.has(trace.meta && trace.meta.arm) ? { ...trace, visible: false } : trace));
     const own = fill(figure.layout);
     if (own.showlegend && place.clientWidth < 600) own.height += 21 * traces.length;
     if (own.meta && own.meta.square) own.height = Math.min(own.height, place.clientWidth + 90);
@@ -85,7 +86,7 @@
     const arm = Number(button.dataset.arm);
     if (hidden.has(arm)) hidden.delete(arm); else hidden.add(arm);
     button.setAttribute("aria-pressed", String(!hidden.has(arm)));
-    curves();
+    keyed.forEach((name) => draw(name, drawn.get(name)));
   }));
 
   /* What a slider stands at, for eyes and for ears. */
@@ -124,24 +125,26 @@
     slider.disabled = most < 1;
     return Math.min(Number(slider.value), Math.max(0, most));
   };
+  const pick = (what, otherwise) => ($("map-" + what) ? Number($("map-" + what).value) : otherwise);
   const showMaps = () => {
     if (!$("maps") || !data.maps.length) return;
-    const excerpt = Number($("map-excerpt").value);
+    const excerpt = pick("excerpt", 0);
     const { tokens, breaks } = data.excerpts[excerpt];
-    const arms = SIDES.map((side) => data.maps[Number($("map-" + side).value)]);
+    const arms = SIDES.map((side, n) => data.maps[pick(side, n)]);
     const layer = bound($("map-layer"), Math.max(...arms.map((arm) => arm.layers.length)) - 1);
     const stacks = arms.map((arm) => arm.maps[excerpt][Math.min(layer, arm.layers.length - 1)]);
     const head = bound($("map-head"), Math.max(...stacks.map((heads) => heads.length)) - 1);
     const token = bound($("map-token"), tokens.length - 1);
     const heads = stacks.map((own) => Math.min(head, own.length - 1));
     const maps = stacks.map((own, side) => unpack(own[heads[side]]));
-    const most = Math.max(1e-9, ...maps.flat(2).map(Math.abs));
+    const most = maps.flat(2).reduce((found, value) => Math.max(found, Math.abs(value)), 1e-9);
     const negative = maps.flat(2).some((value) => value < -1e-4);
     tell($("map-layer"), $("map-layer-told"), `${arms[0].layers[Math.min(layer, arms[0].layers.length - 1)]} of ${arms[0].depth}`);
     tell($("map-head"), $("map-head-told"), `${head + 1} of ${Math.max(...stacks.map((own) => own.length))}`);
     SIDES.forEach((side, n) => {
       const own = arms[n].layers[Math.min(layer, arms[n].layers.length - 1)];
-      $(`map-${side}-title`).textContent = `${arms[n].name}, layer ${own}, head ${heads[n] + 1} of ${stacks[n].length}`;
+      const which = arms[n].pooled ? "" : `, head ${heads[n] + 1} of ${stacks[n].length}`;
+      $(`map-${side}-title`).textContent = `${arms[n].name}, layer ${own}${which}`;
       drawMap(side, maps[n], tokens, most, token);
     });
     $("scale-low").textContent = negative ? weight(-most) : "0";
@@ -224,7 +227,7 @@
     showToken();
   };
   if ($("maps")) {
-    ["map-first", "map-second", "map-excerpt", "map-layer", "map-head"].forEach((id) => $(id).addEventListener("input", showMaps));
+    ["map-first", "map-second", "map-excerpt", "map-layer", "map-head"].forEach((id) => $(id) && $(id).addEventListener("input", showMaps));
     $("map-token").addEventListener("input", moveToken);
   }
 
@@ -269,7 +272,7 @@
   if ($("maps")) {
     const last = data.excerpts[0].tokens.length - 1;
     $("map-token").max = String(last);
-    $("map-token").value = String(Math.floor(last * 0.6));
+    $("map-token").value = String("token" in data ? data.token : Math.floor(last * 0.6));
   }
   showMaps();
   regions();

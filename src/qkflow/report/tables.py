@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from qkflow.report import rows
+from qkflow.report.rows import Table
 from qkflow.report.wording import brief, count, fixed, interval, percent, probability, short, signed, size, visible
 from qkflow.study.summary import Summary
 
@@ -18,14 +21,14 @@ def terminal(summary: Summary) -> RenderableType:
     """The answer, the verdicts with their figures, the costs, and what a reader must know."""
     parts: list[RenderableType] = [Text()]
     if summary.finished < summary.runs:
-        parts.append(_line(f"unfinished: {summary.finished} of {summary.runs} runs", style="bold yellow"))
+        parts.append(lined(f"unfinished: {summary.finished} of {summary.runs} runs", style="bold yellow"))
     parts.append(_verdicts(summary))
     for verdict in summary.verdicts:
         told = f"{verdict.sentence} {verdict.advice or ''}".strip()
-        parts.append(Padding(_line(told), (0, 0, 0, 2)))
+        parts.append(Padding(lined(told), (0, 0, 0, 2)))
     parts += [Text(), _costs(summary)]
     for text in (*summary.remarks, *(f"{arm.name}: {line}" for arm in summary.arms for line in arm.failures)):
-        parts.append(_line(f"note: {text}"))
+        parts.append(lined(f"note: {text}"))
     return Group(*parts)
 
 
@@ -33,7 +36,7 @@ def _verdicts(summary: Summary) -> RichTable:
     table = _table("arm", "verdict", "bits/byte", "difference (interval)", "p (Holm)")
     baseline = summary.arms[0] if summary.arms else None
     if baseline is not None:
-        table.add_row(_name(baseline.name), Text("baseline"), Text(fixed(baseline.mean)), Text(""), Text(""))
+        table.add_row(named(baseline.name), Text("baseline"), Text(fixed(baseline.mean)), Text(""), Text(""))
     means = {arm.name: arm.mean for arm in summary.arms}
     for comparison in summary.comparisons:
         kind, found = rows.verdict_of(summary, comparison.arm).kind, comparison.difference
@@ -42,7 +45,7 @@ def _verdicts(summary: Summary) -> RichTable:
             ends = "one seed" if found.low is None else interval(found.low, found.high)
             told = f"{signed(found.mean)} ({ends})"
         table.add_row(
-            _name(comparison.arm),
+            named(comparison.arm),
             Text(kind, style=_STYLES[kind]),
             Text(fixed(means.get(comparison.arm))),
             Text(told),
@@ -55,7 +58,7 @@ def _costs(summary: Summary) -> RichTable:
     table = _table("arm", "parameters", "off by", "FLOPs/token", "tokens/s", "peak", "state")
     for arm in summary.arms:
         table.add_row(
-            _name(arm.name),
+            named(arm.name),
             Text(count(arm.parameters)),
             Text(percent(arm.parameters_off)),
             Text(brief(arm.flops_per_token)),
@@ -67,16 +70,35 @@ def _costs(summary: Summary) -> RichTable:
 
 
 def _table(name: str, *figures: str) -> RichTable:
+    return columned(name, *figures, words=("verdict",))
+
+
+def columned(name: str, *figures: str, words: Sequence[str] = (), wrap: Sequence[str] = ()) -> RichTable:
+    """A table without lines: names at the left, figures at the right but for the columns that hold words."""
     table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column(name, overflow="fold", min_width=8)
     for label in figures:
-        table.add_column(label, justify="left" if label == "verdict" else "right", no_wrap=True)
+        table.add_column(label, justify="left" if label in words else "right", no_wrap=label not in wrap)
     return table
 
 
-def _name(name: str) -> Text:
+def rendered(table: Table) -> RichTable:
+    """A table as a terminal shows it: words may wrap, figures do not."""
+    shown = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, column in enumerate(table.columns):
+        words = number in table.words
+        figure = not words and number > 0
+        shown.add_column(Text(visible(column)), justify="right" if figure else "left", no_wrap=figure)
+    for row in table.rows:
+        shown.add_row(*(Text(visible(cell)) for cell in row))  # not markup: text of others
+    return shown
+
+
+def named(name: str) -> Text:
+    """A name that is not too long, with nothing hidden in it."""
     return Text(short(name, 48))
 
 
-def _line(text: str, style: str = "") -> Text:
+def lined(text: str, style: str = "") -> Text:
+    """A line of text with nothing hidden in it."""
     return Text(visible(text), style=style, overflow="fold")

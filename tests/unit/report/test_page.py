@@ -12,7 +12,8 @@ import pytest
 
 from qkflow.report import write_report
 from qkflow.report.gallery import Gallery
-from qkflow.report.page import page, typeset
+from qkflow.report.page import page
+from qkflow.report.shell import typeset
 from qkflow.study.summary import Summary
 
 ARMS = ("standard", "differential", "coupled")

@@ -1,5 +1,6 @@
 """Tasks whose answers rest on words that are known."""
 
 from qkflow.data.tasks.base import Instance, Kind, Task, TaskConfig, TaskName
+from qkflow.data.tasks.open import open_task
 
-__all__ = ["Instance", "Kind", "Task", "TaskConfig", "TaskName"]
+__all__ = ["Instance", "Kind", "Task", "TaskConfig", "TaskName", "open_task"]

@@ -110,8 +110,11 @@ class Task:
             if not instances:
                 raise UsageError(f"{self.name} has no {part} instances: give more data, or allow longer ones")
             for instance in instances:
-                if instance.label >= len(self.classes) or max(instance.tokens) >= len(self.words):
+                words = (*instance.tokens, *instance.answer)
+                if not 0 <= instance.label < len(self.classes) or min(words) < 0 or max(words) >= len(self.words):
                     raise UsageError(f"{self.name}: an instance of {part} has a label or a word that is not known")
+                if self.kind == "generation" and instance.answer[:1] != (instance.label,):
+                    raise UsageError(f"{self.name}: an instance of {part} has an answer that its label does not begin")
         unseen = {one.label for one in (*self.validation, *self.test)} - {one.label for one in self.train}
         if unseen and self.kind == "classification":
             names = ", ".join(repr(self.classes[label]) for label in sorted(unseen))

@@ -1,1 +1,1 @@
-"""Does faster query-key learning sharpen attention on a task? Arms that differ in r, paired runs, metrics that show it."""
+"""Does faster query-key learning sharpen attention on a task? Arms that differ in r, in paired runs."""

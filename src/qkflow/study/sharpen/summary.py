@@ -133,7 +133,7 @@ class Sharpened:
     examples: tuple[Example, ...]
     """Empty where texts may not be shown."""
     published: tuple[tuple[str, float, float, float], ...]
-    """Rows of the paper's table for this task: (arm, performance, AC, comprehensiveness), percent, percent, part of 1."""
+    """The paper's rows for this task: (arm, performance, AC, comprehensiveness), in percent, percent and parts of 1."""
     runs: int
     finished: int
     answer: str

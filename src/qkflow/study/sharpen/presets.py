@@ -1,0 +1,78 @@
+"""The model and the training that each task is studied with. What the paper says is marked; the rest is ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from qkflow.data.tasks import Task, TaskName
+from qkflow.models import ClassifierConfig, DecoderConfig
+from qkflow.models.one_layer import OneLayerConfig
+from qkflow.study.sharpen.request import SharpenRequest
+from qkflow.training.tasks import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """How a task is trained on."""
+
+    optimizer: Literal["adamw", "sgd"]
+    rates: tuple[float, ...]
+    """Learning rates to tune over."""
+    steps: int
+    batch: int
+    momentum: float = 0.0
+    clip: float | None = None
+    published_arm: tuple[float, float] | None = None
+    """How many times as fast the QK circuit and the embeddings learn in the published code; None: not known."""
+    published: tuple[tuple[str, float, float, float], ...] = ()
+    """The paper's rows: arm, performance, AC, comprehensiveness."""
+
+
+PRESETS: dict[TaskName, Preset] = {
+    # Published: one layer of attention alone, gradient descent with momentum .99 at 5e-4.
+    "agreement": Preset(
+        optimizer="sgd",
+        momentum=0.99,
+        rates=(2.5e-4, 5e-4, 1e-3),
+        steps=500,
+        batch=64,
+        published_arm=(100.0, 100.0),
+        published=(("r = 1", 92.43, 41.67, 0.24), ("faster QK", 93.41, 76.85, 0.30)),
+    ),
+    "synthetic": Preset(optimizer="sgd", rates=(1e-2,), steps=2000, batch=32),
+    # Published: one layer, width 64, four heads, a feed-forward network of 256, no norm, AdamW at 5e-5.
+    "hatexplain": Preset(
+        optimizer="adamw",
+        rates=(1e-4, 3e-4, 1e-3),
+        steps=2000,
+        batch=64,
+        published_arm=(30.0, 30.0),
+        published=(("r = 1", 55.74, 0.00, 0.40), ("faster QK", 56.90, 43.50, 0.48)),
+    ),
+    # Published: six layers of width 300, arms that differ in more than r.
+    "squad": Preset(
+        optimizer="adamw",
+        rates=(1e-3, 3e-3),
+        steps=2000,
+        batch=32,
+        clip=1.0,
+        published=(("r = 1", 56.11, 12.65, 0.38), ("faster QK", 56.86, 42.95, 0.53)),
+    ),
+}
+
+
+def model_for(request: SharpenRequest, task: Task) -> ModelConfig:
+    """The model that a task is studied with."""
+    words, mechanism = len(task.words), request.mechanism
+    match request.task.name:
+        case "synthetic":
+            return OneLayerConfig(vocabulary=words, form=request.form)
+        case "squad":
+            return DecoderConfig(width=128, layers=2, heads=4, hidden=344, vocabulary=words, mechanism=mechanism)
+        case "hatexplain":
+            read = ClassifierConfig(width=64, layers=1, heads=4, hidden=168, classes=len(task.classes))
+            return replace(read, vocabulary=words, mechanism=mechanism)
+        case "agreement":
+            read = ClassifierConfig(width=64, layers=1, heads=1, classes=len(task.classes))
+            return replace(read, vocabulary=words, mechanism=mechanism)
