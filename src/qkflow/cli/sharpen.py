@@ -21,6 +21,7 @@ from qkflow.probes.pooling import Pooling
 from qkflow.report.sharpened import write_sharpened
 from qkflow.report.sharpened_export import sharpened_csv, sharpened_json
 from qkflow.report.sharpened_tables import sharpened_terminal
+from qkflow.study.sharpen.presets import preset_for
 from qkflow.study.sharpen.request import SharpenRequest
 from qkflow.study.sharpen.run import run_sharpen
 from qkflow.study.sharpen.summarise import summarise
@@ -49,7 +50,7 @@ class Sharpen:
     """What is to be answered."""
     data: Annotated[str | None, flag("PATH", "the built-in grammar")] = None
     """Its files: Marvin and Linzen's or BLiMP's for agreement, the folder of SQuAD or of HateXplain."""
-    ratios: Annotated[str, flag("R,R,...", "1,5,20")] = "1,5,20"
+    ratios: Annotated[str | None, flag("R,R,...", "those of the task")] = None
     """How many times as fast W_Q and W_K learn, an arm each; the first is the baseline."""
     growth: Annotated[str | None, flag("R,R,...")] = None
     """Further arms, whose r grows from 1 to this over the steps."""
@@ -113,9 +114,10 @@ class Sharpen:
 
     def _request(self) -> SharpenRequest:
         data = None if self.data is None else _absolute(self.data)
+        task = TaskConfig(name=self.task, **given(data=data, train=self.train, test=self.test, longest=self.longest))
         return SharpenRequest(
-            task=TaskConfig(name=self.task, **given(data=data, train=self.train, test=self.test, longest=self.longest)),
-            ratios=_ratios(self.ratios, "--ratios"),
+            task=task,
+            ratios=preset_for(task).ratios if self.ratios is None else _ratios(self.ratios, "--ratios"),
             growths=() if self.growth is None else _ratios(self.growth, "--growth"),
             published=self.published,
             seeds=self.seeds,

@@ -30,11 +30,15 @@ class ClassifierConfig(StackConfig):
     """Whether streams are normalised before they are read; the published models of this size do not."""
     spread: float = 1.0
     """How far tokens begin from zero: the standard deviation of their embeddings."""
+    qk_start: float = 1.0
+    """How large the matrices of queries and keys begin, as a part of the usual: near 0, attention begins even."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.classes < 2:
             raise UsageError(f"a classifier has at least 2 classes, got {self.classes}")
+        if not 0 < self.qk_start <= 1:
+            raise UsageError(f"qk_start must be above 0 and at most 1, got {self.qk_start:g}")
 
 
 class Classifier(Stack):
@@ -51,6 +55,8 @@ class Classifier(Stack):
         self.head = nn.Linear(self.read_width, config.classes, bias=False)
         self.spread_tokens(config.spread)
         nn.init.normal_(self.head.weight, std=self.read_width**-0.5)
+        if config.qk_start < 1:
+            self._quiet(config.qk_start)
 
     def forward(self, tokens: Tokens, layout: Layout | None = None) -> Float[Tensor, "b classes"]:
         """Scores of every class; a batch may be padded, on either side, but not packed."""
@@ -61,3 +67,11 @@ class Classifier(Stack):
             raise UsageError("a classifier reads one text a row, of at least one token: a packed batch has several")
         last = (layout.valid * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).argmax(1)
         return self.head(x[torch.arange(len(x), device=x.device), last])
+
+    @torch.no_grad()
+    def _quiet(self, part: float) -> None:
+        for mixer in self.mechanisms:
+            quick = set(mixer.circuits().qk)
+            for name, parameter in mixer.named_parameters():
+                if name in quick and parameter.ndim == 2:
+                    parameter.mul_(part)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -120,7 +121,7 @@ class Task:
             names = ", ".join(repr(self.classes[label]) for label in sorted(unseen))
             raise UsageError(f"{self.name}: no training instance has the label {names}: give more, or leave it out")
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Changes when anything does that a model trained or tested on it would see."""
         parts = (self.kind, self.words, self.classes, self.train, self.validation, self.test)

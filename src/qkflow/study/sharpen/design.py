@@ -13,7 +13,7 @@ from qkflow.configs import to_dict
 from qkflow.data.tasks import Task
 from qkflow.errors import UsageError
 from qkflow.files import write_json
-from qkflow.study.sharpen.presets import PRESETS, Preset, model_for
+from qkflow.study.sharpen.presets import Preset, model_for, preset_for
 from qkflow.study.sharpen.request import Arm, SharpenRequest, arms
 from qkflow.training.tasks import TaskRunConfig
 
@@ -100,7 +100,7 @@ class SharpenDesign:
 
 def design(request: SharpenRequest, task: Task) -> SharpenDesign:
     """The design that follows from a request and its task."""
-    preset = PRESETS[request.task.name]
+    preset = preset_for(request.task)
     rates = preset.rates if request.rates is None else request.rates
     steps = request.steps or preset.steps
     return SharpenDesign(

@@ -113,7 +113,8 @@ def arms(request: SharpenRequest, *, published: tuple[float, float] | None) -> t
     if request.published:
         if published is None:
             raise UsageError(
-                f"the published arms of {request.task.name} cannot be rebuilt from what is known: leave out --published"
+                f"there is no published arm of {request.task.name} as it is asked for: leave out --published,"
+                " or give --data with Marvin & Linzen's pairs or HateXplain"
             )
         qk, embeddings = published
         told = f"W_Q and W_K {qk:g} times as fast, and embeddings {embeddings:g} times"

@@ -10,13 +10,12 @@ from qkflow.errors import CheckpointError
 from qkflow.study.sharpen.summary import Point
 
 
-def read_json(path: Path) -> Any:
-    """The content of a file in a run's folder."""
+def read_json(path: Path, *, whole: bool = False) -> Any:
+    """The content of a file in a run's folder, which is worth nothing without it; or of a file that is `whole`."""
     try:
-        found = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise damaged(path.parent, error) from error
-    return found
+        raise damaged(path if whole else path.parent, error) from error
 
 
 def read_path(folder: Path) -> tuple[Point, ...]:
@@ -30,7 +29,7 @@ def read_path(folder: Path) -> tuple[Point, ...]:
     return found
 
 
-def damaged(folder: Path, reason: object) -> CheckpointError:
-    """An error about a run that cannot be read."""
+def damaged(path: Path, reason: object) -> CheckpointError:
+    """An error about a run, or a file, that cannot be read."""
     told = " ".join(str(reason).split())
-    return CheckpointError(f"{folder} cannot be read ({told}): delete it, and the same command makes it anew")
+    return CheckpointError(f"{path} cannot be read ({told}): delete it, and the same command makes it anew")

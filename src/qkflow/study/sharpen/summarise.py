@@ -89,7 +89,7 @@ def summarise(study: Path, made: SharpenDesign, task: Task, *, command: Sequence
         answer=answer(task.name, arms, found, LEVEL),
         command=tuple(command),
         design=made.record(),
-        environment=read_json(study / "environment.json"),
+        environment=read_json(study / "environment.json", whole=True),
     )
 
 

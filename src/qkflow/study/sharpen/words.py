@@ -9,11 +9,11 @@ from qkflow.study.sharpen.summary import Change, SharpenedArm
 
 def answer(task: str, arms: Sequence[SharpenedArm], changes: Sequence[Change], level: float) -> str:
     """A sentence for each arm but the first: what it does to attention, and what that costs."""
-    told = [_told(arm, arms[0], changes, level) for arm in arms[1:]]
+    told = [_told(arm, changes, level) for arm in arms[1:]]
     return f"On {task}, against {arms[0].name}: " + "; ".join(told) + "."
 
 
-def _told(arm: SharpenedArm, baseline: SharpenedArm, changes: Sequence[Change], level: float) -> str:
+def _told(arm: SharpenedArm, changes: Sequence[Change], level: float) -> str:
     found = {change.metric: change for change in changes if change.arm == arm.name}
     if "performance" not in found:
         return f"{arm.name} has no finished pair of runs"
@@ -30,11 +30,9 @@ def _told(arm: SharpenedArm, baseline: SharpenedArm, changes: Sequence[Change], 
 
 def _effect(change: Change, level: float, words: tuple[str, str, str]) -> str:
     """What a difference comes to, with its interval in points of a hundred."""
+    points = f"{100 * change.mean:+.1f} points"
+    if change.low is None or change.high is None:
+        return f"one seed cannot tell ({points})"
     decided = change.p_holm is not None and change.p_holm < 1 - level
     word = words[2] if not decided else words[0] if change.mean > 0 else words[1]
-    ends = (
-        "one seed"
-        if change.low is None or change.high is None
-        else f"{100 * change.low:+.1f} to {100 * change.high:+.1f}"
-    )
-    return f"{word} ({100 * change.mean:+.1f} points, {ends})"
+    return f"{word} ({points}, {100 * change.low:+.1f} to {100 * change.high:+.1f})"

@@ -1,0 +1,163 @@
+"""`qkflow sharpen` as a user meets it: through real processes, from a task to a page."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qkflow.cli import main
+from qkflow.cli.sharpen import Watch
+
+SMALL = ["--train", "40", "--test", "12", "--ratios", "1,20", "--steps", "3", "--rates", "1e-3"]
+SENTINEL = "xyzzyword"
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def sharpen(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["qkflow", "sharpen", *flags])
+    return main(["sharpen", *flags])
+
+
+def left(study: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(study)): path.read_bytes() for path in study.rglob("*") if path.is_file()}
+
+
+def test_one_command_answers_and_the_same_again_makes_nothing_new(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*SMALL, "--seeds", "2", "--jobs", "2", "--out", "study"]
+    assert sharpen(monkeypatch, *flags) == 0
+    said = capsys.readouterr().out
+    assert "On agreement (built-in grammar), against r = 1: r = 20" in said.replace("\n", " ")
+    assert "the page: " in said
+    study = Path("study")
+    found = json.loads((study / "results.json").read_text())
+    assert (found["finished"], found["runs"]) == (4, 4)
+    assert {change["arm"] for change in found["changes"]} == {"r = 20"}
+    assert "<html" in (study / "report.html").read_text()
+    assert len((study / "results.csv").read_text().splitlines()) == 5
+    before = left(study)
+    assert sharpen(monkeypatch, *flags) == 0
+    after = left(study)
+    assert [name for name in before if after[name] != before[name] and name != "lock"] == []
+    assert after.keys() == before.keys()
+
+
+def posts(folder: Path) -> None:
+    """Hand-made posts in HateXplain's format, with one word that must not be seen again."""
+    data: dict[str, Any] = {}
+    for number in range(30):
+        label = ("hatespeech", "normal", "offensive")[number % 3]
+        words = [SENTINEL, f"Filler{number % 4}", "posted", SENTINEL]
+        marks = [] if label == "normal" else [[1, 0, 0, 1]] * 3
+        annotators = [{"label": label, "annotator_id": place, "target": ["None"]} for place in range(3)]
+        data[f"{number}_{'gab' if number % 2 else 'twitter'}"] = {
+            "post_id": f"{number}_gab",
+            "post_tokens": words,
+            "annotators": annotators,
+            "rationales": marks,
+        }
+    names = list(data)
+    folder.mkdir()
+    (folder / "dataset.json").write_text(json.dumps(data))
+    (folder / "post_id_divisions.json").write_text(
+        json.dumps({"train": names[:18], "val": names[18:24], "test": names[24:]})
+    )
+
+
+def test_no_word_of_a_task_that_may_not_be_shown_leaves_the_process(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posts(Path("posts"))
+    flags = ["--task", "hatexplain", "--data", "posts", *SMALL[4:], "--seeds", "1", "--out", "study"]
+    assert sharpen(monkeypatch, *flags) == 0
+    assert sharpen(monkeypatch, *flags, "--json") == 0
+    said = "".join(capfd.readouterr())
+    assert "HateXplain" in said
+    for text in (said, *(content.decode("latin-1") for content in left(Path("study")).values())):
+        assert SENTINEL not in text.lower()
+        assert "filler" not in text.lower()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--ratios", "1,x"], "--ratios takes numbers with commas between them, such as 1,5,20: got '1,x'"),
+        (["--ratios", "0,1"], "r must be a finite number above 0, got 0, 1"),
+        (["--ratios", "1,nan"], "r must be a finite number above 0, got 1, nan"),
+        (["--ratios", "1"], "a study compares at least two arms: give --ratios 1,20"),
+        (["--growth", "no"], "--growth takes numbers"),
+        (["--rates", "fast"], "learning rates are numbers"),
+        (["--seeds", "0"], "seeds must be at least 1, got 0"),
+        (["--task", "squad"], "the task squad needs its data: give --data PATH"),
+        (["--task", "hatexplain", "--data", "nowhere"], "nowhere: give --data PATH"),
+        (["--data", "empty.jsonl"], "empty.jsonl is empty"),
+        (["--data", "~nobody-here/x"], "the home of a user that is not there"),
+        (["--mechanism", "standart", "--train", "40", "--test", "8"], "did you mean 'standard'"),
+        (["--form", "CACO"], "forms are for the task synthetic"),
+        (["--task", "synthetic", "--mechanism", "qdelta"], "the one-layer model of the theory"),
+        (["--task", "synthetic", "--published", "--train", "8", "--test", "4"], "leave out --published"),
+        (["--train", "40", "--test", "8", "--out", "empty.jsonl"], "empty.jsonl is a file: choose a folder"),
+        (["--train", "40", "--test", "8", "--out", "."], "holds other things (empty.jsonl) and no study"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_told_on_one_line_and_leave_nothing_behind(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], says: str
+) -> None:
+    Path("empty.jsonl").touch()
+    assert sharpen(monkeypatch, *flags) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert [path.name for path in Path().iterdir() if path.name != "cache"] == ["empty.jsonl"]
+
+
+@pytest.mark.parametrize(("flags", "says"), [(["--task", "agrement"], "agreement"), (["--form", "FAF"], "FAFO")])
+def test_a_name_that_is_not_known_is_answered_with_those_that_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit) as left_with:
+        sharpen(monkeypatch, *flags)
+    assert left_with.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_help_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as left_with:
+        sharpen(monkeypatch, "--help")
+    assert left_with.value.code == 0
+    told = capsys.readouterr().out
+    assert "Find out whether faster query-key learning sharpens attention" in " ".join(told.split())
+    for flag in ("--task", "--data", "--ratios", "--growth", "--published", "--seeds", "--tau", "--pooling", "--out"):
+        assert flag in told
+
+
+def test_ctrl_c_leaves_130_and_says_how_to_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals = iter([signal.SIGINT])  # a second one would end this process at once
+
+    def interrupt(self: Watch, done: int, every: int) -> None:
+        for number in signals:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Watch, "progress", interrupt)  # it is called before the first run, and after each
+    flags = [*SMALL[:6], "--steps", "100000000", "--rates", "1e-3", "--seeds", "1", "--jobs", "1", "--out", "study"]
+    assert sharpen(monkeypatch, *flags) == 130
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "stopped with 0 of 2 runs finished: the same command with --out study goes on from there" in error
+    assert not list(Path("study").glob("runs/*"))

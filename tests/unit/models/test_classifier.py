@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from qkflow.errors import UsageError
+from qkflow.layout import Layout
+from qkflow.models import Classifier, ClassifierConfig
+
+FAMILIES = ["standard", "differential", "qdelta", "kuramoto"]
+SHAPES: list[dict[str, Any]] = [{}, {"hidden": 12, "norm": True, "layers": 2}]
+LENGTHS = [3, 1, 5]
+
+
+def model(mechanism: str = "standard", **changes: Any) -> Classifier:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"width": 8, "layers": 1, "heads": 2, "vocabulary": 11, "classes": 3}
+    return Classifier(ClassifierConfig(mechanism=mechanism, **{**shape, **changes})).double()
+
+
+def texts(lengths: list[int] = LENGTHS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, 11, (length,), generator=generator) for length in lengths]
+
+
+def padded(rows: list[Tensor], t: int, side: str, filler: Tensor) -> tuple[Tensor, Layout]:
+    """The rows in a batch whose padding holds whatever `filler` has there."""
+    batch = filler.clone()
+    for row, text in zip(batch, rows, strict=True):
+        row[slice(len(text)) if side == "right" else slice(t - len(text), t)] = text
+    return batch, Layout.padded([len(text) for text in rows], t, side=side)  # type: ignore[arg-type]
+
+
+def gradients(made: Classifier, logits: Tensor) -> dict[str, Tensor]:
+    made.zero_grad()
+    F.cross_entropy(logits, torch.tensor([0, 1, 2][: len(logits)])).backward()
+    return {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["attention alone", "whole blocks"])
+@pytest.mark.parametrize("mechanism", FAMILIES)
+@given(side=st.sampled_from(["left", "right"]), t=st.integers(5, 8), filling=st.integers(0, 10))
+@settings(deadline=None, max_examples=3)
+def test_padding_changes_neither_scores_nor_gradients(
+    mechanism: str, shape: dict[str, Any], side: str, t: int, filling: int
+) -> None:
+    made, rows = model(mechanism, **shape), texts()
+    alone = torch.cat([made(text[None]) for text in rows])
+    batch = made(*padded(rows, t, side, torch.full((3, t), filling)))
+    assert_close(batch, alone, rtol=1e-9, atol=1e-10)
+    want, got = gradients(made, alone), gradients(made, batch)
+    assert want.keys() == got.keys() == dict(made.named_parameters()).keys()
+    for name, gradient in want.items():
+        assert_close(got[name], gradient, rtol=1e-8, atol=1e-10)
+
+
+def test_the_answer_is_read_at_the_last_token_of_each_row() -> None:
+    made, (tokens, layout) = model(), padded(texts(), 6, "right", torch.zeros(3, 6, dtype=torch.long))
+    stream, _ = made.read(tokens, layout=layout)
+    want = torch.stack([made.head(stream[row, length - 1]) for row, length in enumerate(LENGTHS)])
+    assert_close(made(tokens, layout), want, rtol=0, atol=1e-12)
+    assert not torch.allclose(want[0], made.head(stream[0, -1]))
+
+
+@pytest.mark.parametrize("mechanism", FAMILIES)
+def test_another_row_of_the_batch_changes_nothing(mechanism: str) -> None:
+    made, tokens = model(mechanism), torch.randint(1, 11, (3, 5))
+    before = made(tokens)
+    tokens[1] = torch.randint(1, 11, (5,))
+    after = made(tokens)
+    assert_close(after[[0, 2]], before[[0, 2]], rtol=0, atol=1e-12)
+    assert not torch.allclose(after[1], before[1])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["attention alone", "whole blocks"])
+@pytest.mark.parametrize("mechanism", FAMILIES)
+def test_every_family_learns(mechanism: str, shape: dict[str, Any]) -> None:
+    made, tokens = model(mechanism, **shape), torch.randint(1, 11, (6, 4))
+    labels = tokens[:, -1] % 3
+    before = F.cross_entropy(made(tokens), labels)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.02)
+    before.backward()
+    assert all(p.grad is not None for p in made.parameters())
+    optimizer.step()
+    assert F.cross_entropy(made(tokens), labels) < before
+
+
+@pytest.mark.parametrize("mechanism", FAMILIES)
+def test_what_is_not_asked_for_has_no_parameters(mechanism: str) -> None:
+    bare, whole = ([name for name, _ in model(mechanism, **shape).named_parameters()] for shape in SHAPES)
+    assert not [name for name in bare if "feed_forward" in name or "mechanism_norm" in name or name == "norm.weight"]
+    assert [name for name in whole if "feed_forward" in name]
+    assert ("norm.weight" in whole) == (mechanism != "kuramoto")  # points of a group are never normalised
+    plain = [name for name, _ in model(mechanism, hidden=12).named_parameters()]
+    assert "blocks.0.feed_forward.up.weight" in plain
+    assert not [name for name in plain if "mechanism_norm" in name or "feed_forward_norm" in name]
+
+
+def test_a_packed_batch_and_an_empty_text_are_refused() -> None:
+    tokens = torch.randint(1, 11, (1, 5))
+    with pytest.raises(UsageError, match="one text a row"):
+        model()(tokens, Layout.packed([0, 3, 5]))
+    with pytest.raises(UsageError, match="at least one token"):
+        model()(tokens.expand(2, 5), Layout.padded([3, 0], 5))
+    assert torch.equal(model()(tokens, Layout.packed([0, 5])), model()(tokens))
+
+
+def test_shapes_that_cannot_be_are_refused() -> None:
+    for changes, says in (({"classes": 1}, "at least 2 classes, got 1"), ({"hidden": -1}, "hidden must be")):
+        with pytest.raises(UsageError, match=says):
+            model(**changes)
+
+
+@pytest.mark.parametrize("mechanism", FAMILIES)
+def test_a_quiet_start_makes_queries_and_keys_smaller_and_nothing_else(mechanism: str) -> None:
+    usual, quiet = model(mechanism), model(mechanism, qk_start=0.125)
+    quick = {f"blocks.0.mechanism.{name}" for name in usual.mechanisms[0].circuits().qk}
+    smaller = set()
+    for (name, before), after in zip(usual.named_parameters(), quiet.parameters(), strict=True):
+        if not torch.equal(before, after):
+            smaller.add(name)
+            assert torch.equal(before * 0.125, after)
+    assert smaller
+    assert smaller == {name for name in quick if dict(usual.named_parameters())[name].ndim == 2}
