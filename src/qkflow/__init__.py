@@ -8,6 +8,7 @@
 torch.Size([2, 10, 64])
 """
 
+from qkflow.circuits import Ratio, circuit_groups, circuit_lambdas, find_circuits, split_fused
 from qkflow.data import Corpus, CorpusConfig, Split, open_corpus
 from qkflow.errors import (
     BusyError,
@@ -46,7 +47,19 @@ from qkflow.mechanisms import (
     mechanisms,
     register,
 )
-from qkflow.models import SIZES, Decoder, DecoderConfig, DecoderState, Sampling, generate, matched, size, stream
+from qkflow.models import (
+    SIZES,
+    Classifier,
+    ClassifierConfig,
+    Decoder,
+    DecoderConfig,
+    DecoderState,
+    Sampling,
+    generate,
+    matched,
+    size,
+    stream,
+)
 from qkflow.state import Cache, Delayed, Memory, State
 from qkflow.training import Callback, Evaluation, TrainConfig, evaluate, load_run, train
 
@@ -58,6 +71,8 @@ __all__ = [
     "Callback",
     "CheckpointError",
     "Circuits",
+    "Classifier",
+    "ClassifierConfig",
     "Corpus",
     "CorpusConfig",
     "Cost",
@@ -89,6 +104,7 @@ __all__ = [
     "Memory",
     "QDelta",
     "QDeltaConfig",
+    "Ratio",
     "Sampling",
     "Split",
     "StandardAttention",
@@ -98,7 +114,10 @@ __all__ = [
     "UsageError",
     "Verdict",
     "check",
+    "circuit_groups",
+    "circuit_lambdas",
     "evaluate",
+    "find_circuits",
     "generate",
     "load_run",
     "matched",
@@ -107,6 +126,7 @@ __all__ = [
     "open_corpus",
     "register",
     "size",
+    "split_fused",
     "stream",
     "train",
 ]
