@@ -1,0 +1,179 @@
+"""Many one-layer models trained side by side: every arm of every seed is a layer of one batched product.
+
+With one-hot tokens a text is the number of times that each token stands in it, n_v, and attention over its places is a
+softmax of `score_v + log n_v` over the vocabulary. The gradients are written out. `check` holds all of it to what
+a user would write: `OneLayer`, `circuit_groups` and torch's SGD.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+from qkflow.circuits import Ratio, circuit_groups, circuit_lambdas
+from qkflow.data.tasks import Instance, TaskConfig
+from qkflow.data.tasks.synthetic import CLASSES, LABEL, OWN, QUERY, VOCABULARY, synthetic
+from qkflow.models.one_layer import Form, OneLayer, OneLayerConfig
+
+Texts = Literal["context", "seen", "even"]
+D, RATE, BATCH = VOCABULARY, 1e-2, 32
+QUERIES = slice(QUERY, QUERY + CLASSES)
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Texts as bags: `logs` [s n d] has the logarithms of counts, `classes` [s n] the classes, of s seeds."""
+
+    logs: Tensor
+    classes: Tensor
+
+    def __getitem__(self, index: Tensor) -> Bags:
+        """Texts `index` [s batch] of each seed."""
+        rows = torch.arange(len(index))[:, None]
+        return Bags(self.logs[rows, index], self.classes[rows, index])
+
+    def repeat(self, arms: int) -> Bags:
+        return Bags(self.logs.repeat(arms, 1, 1), self.classes.repeat(arms, 1))
+
+    @property
+    def own(self) -> Tensor:
+        """Which tokens are the class's own: [s n d]."""
+        return torch.arange(D) // OWN == self.classes[..., None] + 1
+
+
+def bags(parts: Sequence[Sequence[Instance]], texts: Texts = "context") -> Bags:
+    """The texts of each seed, as bags of what is attended to: the context, or the query as well (`seen`), or a context
+    in which every one of a class's own tokens is as frequent as the others (`even`), as the reduced flow assumes.
+    """
+    generator, counts = np.random.default_rng(0), []
+    for one in (one for part in parts for one in part):
+        tokens = np.array(one.tokens if texts == "seen" else one.tokens[:-1])
+        if texts == "even":
+            places = np.array(one.rationale)
+            tokens[places] = tokens[places] // OWN * OWN + generator.integers(OWN, size=len(places))
+        counts.append(np.bincount(tokens, minlength=D))
+    return Bags(
+        torch.from_numpy(np.array(counts)).double().log().view(len(parts), -1, D),
+        torch.tensor([[one.label - LABEL for one in part] for part in parts]),
+    )
+
+
+def data(seeds: Sequence[int], texts: Texts = "context") -> list[Bags]:
+    """Training, validation and test texts of each seed."""
+    tasks = [synthetic(TaskConfig(name="synthetic", seed=seed)) for seed in seeds]
+    return [bags([getattr(task, part) for task in tasks], texts) for part in ("train", "validation", "test")]
+
+
+def batches(texts: Bags, seeds: Sequence[int], steps: int) -> Iterator[Bags]:
+    """For each step, texts drawn with replacement: each seed its own, all arms the same."""
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    n = texts.classes.shape[1]
+    for step in range(steps):
+        if step % 1000 == 0:
+            drawn = torch.stack([torch.randint(n, (1000, BATCH), generator=g) for g in generators], dim=1)
+        yield texts[drawn[step % 1000]]
+
+
+class Stack:
+    """One model for each arm and seed, arms first, with SGD."""
+
+    def __init__(self, form: Form, arms: Sequence[Ratio], seeds: int, *, start: float, rate: float = RATE) -> None:
+        self.form, self.arms, self.seeds, self.rate = form, arms, seeds, rate
+        circuits = OneLayer(OneLayerConfig(form=form)).circuits()
+        self.size = len(arms) * seeds
+        eye = start * torch.eye(D).double()
+        self.matrices = {name: eye.repeat(self.size, 1, 1) for name in (*circuits.qk, *circuits.ov)}
+
+    def forward(self, texts: Bags) -> tuple[Tensor, Tensor, Tensor]:
+        """The attention on each token of the vocabulary, the values that it gathers, and the logits."""
+        w = self.matrices
+        asked = w["query"][:, :, QUERIES].mT @ w["key"] if "query" in w else w["qk"][:, QUERIES]
+        scores = asked.gather(1, texts.classes[..., None].expand(-1, -1, D)) * D**-0.5
+        z = (scores + texts.logs).softmax(-1)
+        if "ov" in w:
+            return z, z, z @ w["ov"].mT
+        v = z @ w["value"].mT
+        return z, v, v @ w["output"].mT
+
+    def step(self, texts: Bags, step: int, steps: int) -> None:
+        """One step of SGD for all models, each on the batch of its seed."""
+        w, rate = self.matrices, self.rate
+        texts = texts.repeat(len(self.arms))
+        z, v, logits = self.forward(texts)
+        error = logits.softmax(-1) / texts.classes.shape[1]
+        error.scatter_add_(2, texts.classes[..., None] + LABEL, error.new_full((self.size, BATCH, 1), -1 / BATCH))
+        if "ov" in w:
+            dz = error @ w["ov"]
+            w["ov"].baddbmm_(error.mT, z, alpha=-rate)
+        else:
+            dv = error @ w["output"]
+            dz = dv @ w["value"]
+            w["output"].baddbmm_(error.mT, v, alpha=-rate)
+            w["value"].baddbmm_(dv.mT, z, alpha=-rate)
+        ratios = torch.tensor([arm.at(step, steps) for arm in self.arms], dtype=z.dtype)
+        ratio = rate * D**-0.5 * ratios.repeat_interleave(self.seeds)[:, None, None]
+        dscore = z * (dz - (z * dz).sum(-1, keepdim=True)) * ratio
+        dasked = F.one_hot(texts.classes, CLASSES).to(z.dtype).mT @ dscore
+        if "qk" in w:
+            w["qk"][:, QUERIES] -= dasked
+        else:
+            query = w["query"][:, :, QUERIES].clone()
+            w["query"][:, :, QUERIES] -= w["key"] @ dasked.mT
+            w["key"].baddbmm_(query, dasked, alpha=-1)
+
+    def look(self, texts: Bags) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """By arm, seed and text: the loss, the attention on the class's own tokens, the probability of the label."""
+        texts = texts.repeat(len(self.arms))
+        z, _, logits = self.forward(texts)
+        told = logits.log_softmax(-1).gather(2, texts.classes[..., None] + LABEL)[..., 0]
+        shape = (len(self.arms), self.seeds, -1)
+        mass = (z * texts.own).sum(-1)
+        return (-told).view(shape).numpy(), mass.view(shape).numpy(), told.exp().view(shape).numpy()
+
+
+def learner(model: OneLayer, arm: Ratio, rate: float, steps: int) -> tuple[SGD, LambdaLR]:
+    """How a user trains one model of an arm."""
+    groups = circuit_groups(model, rate, r=arm.start)
+    optimizer = SGD(groups)
+    return optimizer, LambdaLR(optimizer, circuit_lambdas(groups, lambda step: arm.at(step, steps)))
+
+
+def check(steps: int = 30) -> float:
+    """How far a stack is from `OneLayer` after some steps of torch's SGD, in float64, in the worst of the forms."""
+    arms, seeds, worst = (Ratio(), Ratio(start=5.0), Ratio(start=1.0, end=40.0)), (1, 2), 0.0
+    tasks = [synthetic(TaskConfig(name="synthetic", seed=seed, train=64, test=4)) for seed in seeds]
+    tokens = [torch.tensor([one.tokens for one in task.train]) for task in tasks]
+    texts = bags([task.train for task in tasks])
+    for form in get_args(Form):
+        stack = Stack(form, arms, len(seeds), start=0.3, rate=0.3)
+        models = [OneLayer(OneLayerConfig(form=form, start=0.3)).double() for _ in range(stack.size)]
+        for model in models:
+            for name in (*model.circuits().qk, *model.circuits().ov):  # not alike for every token, as they are at first
+                with torch.no_grad():
+                    model.get_parameter(name).add_(torch.linspace(-0.3, 0.3, D * D, dtype=torch.float64).view(D, D))
+        for name, matrices in stack.matrices.items():
+            matrices.copy_(torch.stack([model.get_parameter(name).detach() for model in models]))
+        learners = [learner(model, arms[i // len(seeds)], 0.3, steps) for i, model in enumerate(models)]
+        for step in range(steps):
+            index = torch.randint(64, (len(seeds), BATCH), generator=torch.Generator().manual_seed(step))
+            stack.step(texts[index], step, steps)
+            for i, (model, (optimizer, scheduler)) in enumerate(zip(models, learners, strict=True)):
+                seed = i % len(seeds)
+                loss = F.cross_entropy(model(tokens[seed][index[seed]]), texts.classes[seed][index[seed]] + LABEL)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+        for name, matrices in stack.matrices.items():
+            apart = torch.stack([model.get_parameter(name).detach() for model in models]) - matrices
+            worst = max(worst, float(apart.abs().max()))
+    return worst if math.isfinite(worst) else math.inf
