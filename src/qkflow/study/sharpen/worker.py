@@ -31,7 +31,7 @@ from qkflow.probes.pooling import Pooling
 from qkflow.probes.readers import reader
 from qkflow.study.sharpen.summary import Point
 from qkflow.study.worker import described
-from qkflow.training.runtime import threads
+from qkflow.training.runtime import flushed_denormals, threads
 from qkflow.training.signals import stop_on_signals
 from qkflow.training.tasks import TaskRunConfig, learn, overlap, write_answers
 from qkflow.training.tensors import model_tensors, save_tensors
@@ -67,7 +67,7 @@ def make_run(order: Order) -> Ending:
     """Make a run; whatever goes wrong comes back as an `Ending`, and a loss that is not finite is put on record."""
     folder = Path(order.folder)
     try:
-        with stop_on_signals() as stop, threads(order.config.threads):
+        with stop_on_signals() as stop, threads(order.config.threads), flushed_denormals():
             _make(order, folder, stop)
     except DivergenceError as error:
         record_failure(folder, str(error))
