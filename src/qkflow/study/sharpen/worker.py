@@ -23,6 +23,7 @@ from torch import nn
 
 from qkflow.configs import to_dict
 from qkflow.data.tasks import Task
+from qkflow.data.tasks.words import limited
 from qkflow.errors import DiskError, DivergenceError, Interrupted
 from qkflow.files import write_folder
 from qkflow.models import Decoder
@@ -37,7 +38,7 @@ from qkflow.training.tasks import TaskRunConfig, learn, overlap, write_answers
 from qkflow.training.tensors import model_tensors, save_tensors
 
 _WATCHED = 256
-"""Validation instances that are looked at along training."""
+"""Validation instances that are looked at along training: drawn from all, since files have their templates in a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +95,12 @@ def _make(order: Order, folder: Path, should_stop: Any) -> None:
     task, config = order.task, order.config
     path: list[Point] = []
     before: dict[str, Any] = {}
+    watched = limited(task.validation, _WATCHED, seed=0)
 
     def watch(step: int, model: nn.Module) -> None:
         if step == 0:
             before["attention"] = _attention(model, order)
-        seen = examine(reader(model), task.validation[:_WATCHED], pooling=order.pooling, rankings=())
+        seen = examine(reader(model), watched, pooling=order.pooling, rankings=())
         path.append(_point(step, seen))
 
     moments = () if order.tuning else order.moments

@@ -18,6 +18,7 @@ import torch
 from qkflow.data.tasks import Instance, Task, TaskConfig
 from qkflow.errors import CheckpointError, DiskError, DivergenceError, Interrupted, UsageError
 from qkflow.probes.confidence import confidence, confidence_curve
+from qkflow.probes.faithfulness import examine
 from qkflow.study.sharpen import worker
 from qkflow.study.sharpen.design import SharpenDesign
 from qkflow.study.sharpen.request import SharpenRequest
@@ -379,3 +380,20 @@ def test_whatever_goes_wrong_in_a_run_comes_back_as_an_ending(
         assert isinstance(ending, Ending)
         assert ending.kind == kind
         assert (tmp_path / "run").exists() == (kind == "diverged")
+
+
+def test_what_is_watched_along_training_is_of_every_kind_though_files_have_them_in_a_row(
+    ask: Ask, task: Task, tmp_path: Path, inline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = tuple(replace(one, label=int(number > 300)) for number, one in enumerate(task.validation * 100))
+    seen: list[list[int]] = []
+
+    def spy(reader: Any, instances: Any, **options: Any) -> Any:
+        seen.append([one.label for one in instances])
+        return examine(reader, instances, **options)
+
+    monkeypatch.setattr(worker, "examine", spy)
+    run_sharpen(ask(seeds=1), replace(task, validation=row), tmp_path / "study", engine=inline())
+    watched = [labels for labels in seen if len(labels) == 256]
+    assert watched and all(labels == watched[0] for labels in watched)
+    assert 100 < sum(watched[0]) < 156
