@@ -34,6 +34,8 @@ _ROUNDING = 1e-6
 """A mass this little below tau reaches it, as `qkflow.probes.confidence` has it."""
 _NOTHING = 1e-12
 """A loss below counts as this: in single precision it may come to zero, which has no logarithm."""
+_LEARNED = 0.95
+"""A run that has not come below this part of the loss it began with has hardly learned."""
 _TAUS = tuple(round(0.02 * n, 2) for n in range(51))
 
 
@@ -220,6 +222,12 @@ def _remarks(arms: Sequence[SharpenedArm], made: SharpenDesign) -> tuple[str, ..
         if len(arm.seeds) < len(made.seeds):
             found.append(
                 f"{arm.name}: {len(arm.seeds)} of {len(made.seeds)} runs came to an end: its numbers rest on those."
+            )
+        if still := [path for path in arm.paths if min(point.loss for point in path) > _LEARNED * path[0].loss]:
+            found.append(
+                f"{arm.name}: {len(still)} of {len(arm.seeds)} runs have hardly learned (a validation loss of"
+                f" {still[0][0].loss:.4g} nats at first, {still[0][-1].loss:.4g} at the end): give more --steps, or other"
+                " --rates, before making anything of its numbers."
             )
         if len(arm.tried) > 1 and arm.lr in (min(arm.tried), max(arm.tried)):
             edge = "lowest" if arm.lr == min(arm.tried) else "highest"

@@ -397,3 +397,10 @@ def test_what_is_watched_along_training_is_of_every_kind_though_files_have_them_
     watched = [labels for labels in seen if len(labels) == 256]
     assert watched and all(labels == watched[0] for labels in watched)
     assert 100 < sum(watched[0]) < 156
+
+
+def test_an_arm_that_has_hardly_learned_is_said_to_have(ask: Ask, task: Task, tmp_path: Path, inline: Any) -> None:
+    asked = ask(rates=(1e-9,), seeds=1)
+    made = run_sharpen(asked, task, tmp_path / "study", engine=inline())
+    remarks = summarise(tmp_path / "study", made, task).remarks
+    assert sum("1 of 1 runs have hardly learned" in remark for remark in remarks) == 2
