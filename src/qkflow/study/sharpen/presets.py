@@ -96,7 +96,8 @@ def model_for(request: SharpenRequest, task: Task) -> ModelConfig:
             read = ClassifierConfig(width=64, layers=1, heads=4, hidden=168, classes=len(task.classes))
             return replace(read, vocabulary=words, mechanism=mechanism)
         case "agreement":
-            read = ClassifierConfig(width=64, layers=1, heads=1, classes=len(task.classes))
+            heads = 2 if mechanism.startswith("differential") else 1  # those come in pairs
+            read = ClassifierConfig(width=64, layers=1, heads=heads, classes=len(task.classes))
             return replace(
                 read, vocabulary=words, mechanism=mechanism, qk_start=0.1 if _built_in(request.task) else 1.0
             )

@@ -10,6 +10,7 @@ from qkflow.data.tasks import TaskConfig
 from qkflow.errors import UsageError, unknown
 from qkflow.models.one_layer import Form
 from qkflow.probes.pooling import Pooling
+from qkflow.study.arm import parse_arm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,8 @@ class SharpenRequest:
         for name, values in (("ratios", self.ratios), ("growths", self.growths), ("rates", self.rates or ())):
             if len({f"{value:g}" for value in values}) < len(values):  # arms and folders are named like that
                 raise UsageError(f"{name} has a number twice: give each once")
+        if 1.0 in self.growths:
+            raise UsageError("an r that grows from 1 to 1 does not grow: leave it out of --growth")
         if len(every) + self.published < 2:
             raise UsageError("a study compares at least two arms: give --ratios 1,20")
         if not self.ratios:
@@ -98,6 +101,8 @@ class SharpenRequest:
             )
         if not of_theory and self.form != "FAFO":
             raise UsageError(f"forms are for the task synthetic, got {self.form!r} for {self.task.name}: leave it out")
+        if not parse_arm(self.mechanism)[1].plain:
+            raise UsageError(f"the mechanism {self.mechanism!r} has a ratio: give it as --ratios 1,20 or --growth 40")
 
 
 def arms(request: SharpenRequest, *, published: tuple[float, float] | None) -> tuple[Arm, ...]:

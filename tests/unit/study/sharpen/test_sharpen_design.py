@@ -43,6 +43,8 @@ Ask = Callable[..., SharpenRequest]
         ({"part": 1.5}, "got 0.5 and 1.5"),
         ({"form": "CACO"}, "forms are for the task synthetic, got 'CACO' for agreement"),
         ({"task": TaskConfig(name="synthetic"), "mechanism": "differential"}, "the one-layer model of the theory"),
+        ({"growths": (1.0,)}, "from 1 to 1 does not grow: leave it out of --growth"),
+        ({"mechanism": "standard:r=20"}, "'standard:r=20' has a ratio: give it as --ratios 1,20"),
     ],
 )
 def test_requests_that_cannot_be_are_refused_on_one_line(ask: Ask, changes: dict[str, Any], says: str) -> None:
