@@ -127,7 +127,8 @@ def paths(found: Sharpened) -> Table:
         for arm in found.arms
         for point in thinned(mean_path(arm))
     ]
-    columns = ("arm", "step", "validation loss, nats", head(mass), head(performance))
+    right = head(performance) if found.kind == "classification" else "first word right, %"
+    columns = ("arm", "step", "validation loss, nats", head(mass), right)
     return Table(caption="Along training: means over seeds", columns=columns, rows=tuple(rows))
 
 

@@ -151,3 +151,8 @@ def test_csv_has_a_row_for_each_run_and_each_change_and_no_formula(
     assert [float(row["low"]) for row in differences] == [one.low for one in found.changes]
     for row in (*rows, *differences):
         assert not row["arm"].startswith(("=", "+", "-", "@"))
+
+
+def test_along_training_a_task_of_writing_is_told_by_its_first_word(made: ModuleType) -> None:
+    assert sharpened_rows.paths(made.study()).columns[-1] == "accuracy, %"
+    assert sharpened_rows.paths(replace(made.study(), kind="generation")).columns[-1] == "first word right, %"

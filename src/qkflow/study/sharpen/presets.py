@@ -45,8 +45,8 @@ PRESETS: dict[str, Preset] = {
         published_arm=(100.0, 100.0),
         published=(("r = 1", 92.43, 41.67, 0.24), ("faster QK", 93.41, 76.85, 0.30)),
     ),
-    # Published: gradient descent at 1e-2, which stays at its start for some 12,000 steps (FAFO); at 1 it follows the same
-    # path in a hundredth of the steps.
+    # Published: gradient descent at 1e-2, which stays at its start for some 12,000 steps (FAFO); at 1 it goes the same
+    # way in a hundredth of the steps.
     "synthetic": Preset(optimizer="sgd", rates=(1.0,), ratios=(1.0, 5.0, 20.0), steps=2000, batch=32),
     # Published: one layer, width 64, four heads, a feed-forward network of 256, no norm, AdamW at 5e-5.
     "hatexplain": Preset(

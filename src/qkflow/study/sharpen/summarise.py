@@ -183,15 +183,16 @@ def _by_kind(task: Task, metrics: Sequence[Metric], runs: Sequence[_Run]) -> dic
 
 
 def _example_rows(made: SharpenDesign, task: Task, runs: Mapping[str, Mapping[int, _Run]]) -> tuple[Example, ...]:
-    """The examples as the models of the first seed that every arm has finished read them."""
-    seeds = [seed for seed in made.seeds if all(seed in by_seed for by_seed in runs.values())]
+    """The examples as models of one seed read them: the first that every arm has which finished any run."""
+    runs = {name: by_seed for name, by_seed in runs.items() if by_seed}
+    seeds = [seed for seed in made.seeds if runs and all(seed in by_seed for by_seed in runs.values())]
     if not seeds:
         return ()
     read = {
         name: {row["place"]: row for row in read_json(by_seed[seeds[0]].folder / "examples.json")}
         for name, by_seed in runs.items()
     }
-    first = made.arms[0].name
+    first = next(iter(runs))  # the baseline, if it has runs: all arms of a seed begin alike
     return tuple(
         Example(
             words=tuple(task.words[token] for token in task.test[place].tokens),
@@ -226,8 +227,8 @@ def _remarks(arms: Sequence[SharpenedArm], made: SharpenDesign) -> tuple[str, ..
         if still := [path for path in arm.paths if min(point.loss for point in path) > _LEARNED * path[0].loss]:
             found.append(
                 f"{arm.name}: {len(still)} of {len(arm.seeds)} runs have hardly learned (a validation loss of"
-                f" {still[0][0].loss:.4g} nats at first, {still[0][-1].loss:.4g} at the end): give more --steps, or other"
-                " --rates, before making anything of its numbers."
+                f" {still[0][0].loss:.4g} nats at first, {still[0][-1].loss:.4g} at the end): give more --steps or"
+                " other --rates before making anything of its numbers."
             )
         if len(arm.tried) > 1 and arm.lr in (min(arm.tried), max(arm.tried)):
             edge = "lowest" if arm.lr == min(arm.tried) else "highest"

@@ -20,9 +20,7 @@ def test_the_one_layer_model_leaves_its_start_early_in_a_run_of_the_synthetic_ta
     assert task_loss(model, task.test).item() < 2.0  # of 3.9 at the start
 
 
-@pytest.mark.parametrize(
-    "mechanism", ["standard:window=8", "differential", "differential:window=8", "qdelta", "kuramoto"]
-)
+@pytest.mark.parametrize("mechanism", ["standard:window=8", "differential", "differential:window=8", "qdelta"])
 def test_every_mechanism_fits_the_model_of_the_default_task(mechanism: str) -> None:
     config = TaskConfig(train=20, test=10)
     assert build_model(design(SharpenRequest(task=config, mechanism=mechanism), open_task(config)).base.model)

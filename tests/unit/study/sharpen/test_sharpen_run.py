@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -178,6 +179,19 @@ def test_an_arm_none_of_whose_rates_came_to_an_end_is_said_to_be_so(
     found = summarise(tmp_path, made, task)
     assert not (tmp_path / "runs").exists()
     assert "r = 20: none of its learning rates came to an end." in found.remarks
+
+
+def test_an_arm_without_runs_does_not_take_the_examples_from_the_others(
+    task: Task, tmp_path: Path, finished: Finished
+) -> None:
+    made = finished(tmp_path)
+    for job in made.tuning_jobs():
+        if job.arm == "r = 20":
+            shutil.rmtree(tmp_path / job.folder)
+            worker.record_failure(tmp_path / job.folder, "no")
+    found = summarise(tmp_path, made, task)
+    assert found.examples
+    assert all(set(one.attention) == {"before training", "r = 1"} for one in found.examples)
 
 
 def test_a_loss_that_breaks_only_when_looked_at_is_no_result(
@@ -395,7 +409,8 @@ def test_what_is_watched_along_training_is_of_every_kind_though_files_have_them_
     monkeypatch.setattr(worker, "examine", spy)
     run_sharpen(ask(seeds=1), replace(task, validation=row), tmp_path / "study", engine=inline())
     watched = [labels for labels in seen if len(labels) == 256]
-    assert watched and all(labels == watched[0] for labels in watched)
+    assert watched
+    assert all(labels == watched[0] for labels in watched)
     assert 100 < sum(watched[0]) < 156
 
 
