@@ -123,7 +123,13 @@ def read_config(folder: Path) -> TrainConfig:
         raise UsageError(
             f"{folder} holds no run (no config.json): expected a folder that `qkflow train --out RUN` made"
         )
-    return from_dict(TrainConfig, read_json(folder / "config.json"))
+    data = read_json(folder / "config.json")
+    if "task" in data and "corpus" not in data:
+        raise UsageError(
+            f"{folder} is a run of `qkflow sharpen`, whose words are not stored: expected a folder that `qkflow train`"
+            " made; what it attends to is on the page of its study"
+        )
+    return from_dict(TrainConfig, data)
 
 
 def read_json(path: Path) -> dict[str, Any]:

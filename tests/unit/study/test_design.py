@@ -173,6 +173,9 @@ def test_a_folder_without_a_design_is_refused(tmp_path: Path) -> None:
     (tmp_path / "design.json").write_text('{"format": 99}')
     with pytest.raises(UsageError, match="is of format 99, expected 1"):
         read_design(tmp_path)
+    (tmp_path / "design.json").write_text('{"preset": {}, "request": {}}')
+    with pytest.raises(UsageError, match="a study of `qkflow sharpen`: its own command"):
+        read_design(tmp_path)
 
 
 @given(names=st.lists(st.text(max_size=120), max_size=8))

@@ -98,6 +98,12 @@ def test_a_run_is_loaded_with_its_final_weights_or_those_of_its_checkpoint(
     assert (loaded.step, loaded.finished, len(loaded.notices)) == (4, False, 1)
 
 
+def test_a_run_of_another_command_is_told_from_a_damaged_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"task": {}, "model": {}, "lr": 1.0}')
+    with pytest.raises(UsageError, match="is a run of `qkflow sharpen`"):
+        load_run(tmp_path)
+
+
 def test_what_is_not_a_run_is_not_loaded(configure: Any, tmp_path: Path, begun: Any) -> None:
     torch.save({"a": torch.zeros(3)}, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match="can run code when it is opened"):
