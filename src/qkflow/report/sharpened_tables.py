@@ -34,7 +34,7 @@ def sharpened_terminal(found: Sharpened) -> RenderableType:
         parts += [Text(), lined(f"{there.columns[1]}, at equal loss ({found.equal_loss:.4g} nats): {told}")]
     if found.published:
         told = "; ".join(f"{name} {p:g} / {ac:g} / {c:g}" for name, p, ac, c in found.published)
-        parts.append(lined(f"published, on other data (performance / AC / comprehensiveness): {told}"))
+        parts.append(lined(f"published, from other models (performance / AC / comprehensiveness): {told}"))
     skipped = [f"{count(number)} instances left out: {reason}" for reason, number in found.skipped.items()]
     failures = [f"{arm.name}: {line}" for arm in found.arms for line in arm.failures]
     parts += [lined(f"note: {text}") for text in (*found.remarks, *skipped, *failures)]

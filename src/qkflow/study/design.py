@@ -240,8 +240,8 @@ def read_design(study: Path | str) -> Design:
     data = read_json(study / "design.json")
     if "preset" in data and "format" not in data:
         raise UsageError(
-            f"{study} is a study of `qkflow sharpen`: its own command, with --out {study}, goes on with it and writes its"
-            " page anew"
+            f"{study} is a study of `qkflow sharpen`: its own command, with --out {study}, goes on with it and writes"
+            " its page anew"
         )
     if data.get("format") != FORMAT:
         raise UsageError(f"{study / 'design.json'} is of format {data.get('format')!r}, expected {FORMAT}")
