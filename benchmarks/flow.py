@@ -1,6 +1,6 @@
 """The theory of faster queries and keys against the network it is about: the one-layer model on the synthetic task.
 
-    python benchmarks/flow.py paths     attention on the relevant tokens at equal loss, for several r: half an hour
+    python benchmarks/flow.py paths     attention on the relevant tokens at equal loss, for several r: an hour
     python benchmarks/flow.py fixed     what OV learns when attention is held at alpha: about three minutes
     python benchmarks/flow.py figure    what `paths` measured beside the reduced flow, as docs/flow.svg
     python benchmarks/flow.py tables    the tables again, from what is on record
@@ -8,8 +8,9 @@
 As published: one-hot tokens, one head, matrices that begin as 1e-6 I, SGD at 1e-2, batch 32, seeds 1234 to 1238. Ours:
 150,000 steps, on batches drawn from 4,096 texts; float64, so that the smallest change of attention shows. Settings of
 ours: FAFO-0.1, whose matrices begin as 0.1 I; CACO-seen, in which the query is among the tokens that are attended to;
-CACO-even, in which all of a class's own tokens are equally frequent. Nothing but the QK rate differs between arms, and
-all see the same batches. One thread. Before training, the batched models are held to `OneLayer` under torch's own SGD.
+CACO-even, in which all of a class's own tokens are equally frequent; CACO-flow, in which besides only the four labels
+can be answered: all that the reduced flow assumes. Nothing but the QK rate differs between arms, and all see the same
+batches. One thread. Before training, the batched models are held to `OneLayer` under torch's own SGD.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Setting(NamedTuple):
     start: float = 1e-6
     steps: int = 150_000
     texts: Texts = "context"
+    four: bool = False
+    """Whether only the four labels can be answered."""
 
 
 COLLAPSED = (Ratio(), Ratio(start=2.0), Ratio(start=5.0), Ratio(start=1.0, end=10.0))
@@ -55,6 +58,7 @@ SETTINGS = {
     "CACO": Setting("CACO", COLLAPSED),
     "CACO-seen": Setting("CACO", COLLAPSED, texts="seen"),
     "CACO-even": Setting("CACO", COLLAPSED, texts="even"),
+    "CACO-flow": Setting("CACO", COLLAPSED, texts="even", four=True),
 }
 LEVELS = (1.0, 0.5, 0.3, 0.15, 0.05, 0.01)
 ALPHAS = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -65,9 +69,9 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 def paths(name: str, seeds: Sequence[int], steps: int, looks: int) -> dict[str, Any]:
     """Train all arms of a setting, looking at the validation texts along the way and at the test texts at the end."""
-    form, arms, start, _, texts = SETTINGS[name]
+    form, arms, start, _, texts, four = SETTINGS[name]
     train, validation, test = data(seeds, texts)
-    stack = Stack(form, arms, len(seeds), start=start)
+    stack = Stack(form, arms, len(seeds), start=start, four=four)
     at, losses, masses, began = [], [], [], time.monotonic()
     every = max(1, steps // looks)
     for step, batch in enumerate(batches(train, seeds, steps + 1)):

@@ -15,7 +15,7 @@ WIDTH, TOP, BOTTOM = 300, 74, 330
 LEFTS = (56, 386, 716)
 X, Y = (1.3, 0.0025), (0.3, 1.0)
 PANELS = (
-    ("CACO-even", "CACO, tokens of a class equally frequent", ("r = 1", "r = 2", "r = 5")),
+    ("CACO-flow", "CACO, the flow's assumptions met", ("r = 1", "r = 2", "r = 5")),
     ("CACO", "CACO, the published task", ("r = 1", "r = 2", "r = 5")),
     ("FAFO", "FAFO, the published task", ("r = 1", "r = 10", "r = 20")),
 )
@@ -67,7 +67,10 @@ def _arm(left: int, found: Mapping[str, Any], arm: str, colour: str) -> list[str
     dashed = _points(left, zip(path.loss[shown], path.alpha[shown], strict=True))
     lines.append(f'<polyline points="{dashed}" fill="none" stroke="{colour}" stroke-dasharray="5 4"/>')
     x, y = _place(left, grid[-1], rows.mean(0)[-1])
-    lines.append(_text(x - 2, y - 6, arm, anchor="end", fill=colour, weight="600"))
+    inside = x < left + WIDTH - 50
+    above = not inside and arm != "r = 1"
+    place = (x + 4, y + 12) if inside else (left + WIDTH, y - 8 if above else y + 16)
+    lines.append(_text(*place, arm, anchor="start" if inside else "end", fill=colour, weight="600"))
     return lines
 
 

@@ -86,11 +86,16 @@ def batches(texts: Bags, seeds: Sequence[int], steps: int) -> Iterator[Bags]:
 class Stack:
     """One model for each arm and seed, arms first, with SGD."""
 
-    def __init__(self, form: Form, arms: Sequence[Ratio], seeds: int, *, start: float, rate: float = RATE) -> None:
+    def __init__(
+        self, form: Form, arms: Sequence[Ratio], seeds: int, *, start: float, rate: float = RATE, four: bool = False
+    ) -> None:
         self.form, self.arms, self.seeds, self.rate = form, arms, seeds, rate
         circuits = OneLayer(OneLayerConfig(form=form)).circuits()
         self.size = len(arms) * seeds
         eye = start * torch.eye(D).double()
+        self.allowed = torch.zeros(D).double()  # added to the logits; with `four`, only labels can be answered
+        if four:
+            self.allowed.fill_(-math.inf)[LABEL : LABEL + CLASSES] = 0
         self.matrices = {name: eye.repeat(self.size, 1, 1) for name in (*circuits.qk, *circuits.ov)}
 
     def forward(self, texts: Bags) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,9 +105,9 @@ class Stack:
         scores = asked.gather(1, texts.classes[..., None].expand(-1, -1, D)) * D**-0.5
         z = (scores + texts.logs).softmax(-1)
         if "ov" in w:
-            return z, z, z @ w["ov"].mT
+            return z, z, z @ w["ov"].mT + self.allowed
         v = z @ w["value"].mT
-        return z, v, v @ w["output"].mT
+        return z, v, v @ w["output"].mT + self.allowed
 
     def step(self, texts: Bags, step: int, steps: int) -> None:
         """One step of SGD for all models, each on the batch of its seed."""
