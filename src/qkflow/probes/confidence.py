@@ -55,8 +55,17 @@ def confidence_curve(mass: Numbers, taus: Sequence[float] | Float[np.ndarray, " 
     """
     known = np.asarray(mass, dtype=np.float64)
     known = known[~np.isnan(known)]
-    reached = known[:, None] >= np.asarray(taus, dtype=np.float64) - _ROUNDING
-    return 100 * reached.mean(0) if len(known) else np.full(len(taus), math.nan)
+    found = reached(known[:, None], np.asarray(taus, dtype=np.float64))
+    return 100 * found.mean(0) if len(known) else np.full(len(taus), math.nan)
+
+
+def reached(mass: np.ndarray, tau: float | np.ndarray) -> np.ndarray:
+    """Whether each mass is at least tau, up to rounding.
+
+    >>> reached(np.array([0.4, 0.4999999, 0.9]), 0.5).tolist()
+    [False, True, True]
+    """
+    return mass >= tau - _ROUNDING
 
 
 def entropy(attention: Float[Tensor, "b t"]) -> Float[Tensor, " b"]:

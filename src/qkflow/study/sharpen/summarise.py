@@ -13,6 +13,7 @@ import numpy as np
 from qkflow.configs import to_dict
 from qkflow.data.tasks import Task
 from qkflow.errors import CheckpointError
+from qkflow.probes.confidence import reached
 from qkflow.study.sharpen.changes import changes
 from qkflow.study.sharpen.design import LEVEL, Job, SharpenDesign
 from qkflow.study.sharpen.metrics import metrics_of
@@ -30,8 +31,6 @@ from qkflow.study.sharpen.summary import (
 from qkflow.study.sharpen.words import answer
 from qkflow.training.tensors import load_tensors
 
-_ROUNDING = 1e-6
-"""A mass this little below tau reaches it, as `qkflow.probes.confidence` has it."""
 _NOTHING = 1e-12
 """A loss below counts as this: in single precision it may come to zero, which has no logarithm."""
 _LEARNED = 0.95
@@ -109,7 +108,7 @@ class _Run:
             raise damaged(folder, error) from error
         self.values: dict[str, np.ndarray] = {name: tensor.numpy() for name, tensor in tensors.items()}
         mass = self.values["mass"]
-        self.values["confident"] = np.where(np.isfinite(mass), _reached(mass, tau), np.nan)
+        self.values["confident"] = np.where(np.isfinite(mass), reached(mass, tau), np.nan)
 
 
 def _read(study: Path, made: SharpenDesign) -> dict[str, dict[int, _Run]]:
@@ -120,10 +119,6 @@ def _read(study: Path, made: SharpenDesign) -> dict[str, dict[int, _Run]]:
         if folder.exists() and not (folder / "failed.json").exists():
             found[job.arm][job.config.seed] = _Run(folder, job, made.request.tau)
     return found
-
-
-def _reached(mass: np.ndarray, tau: float) -> np.ndarray:
-    return (mass >= tau - _ROUNDING).astype(np.float64)
 
 
 def equal_loss(paths: Sequence[Sequence[Point]]) -> float | None:
@@ -164,7 +159,7 @@ def _finite_mean(values: np.ndarray) -> float | None:
 
 def _curve(masses: Sequence[np.ndarray]) -> tuple[tuple[float, float], ...]:
     known = np.concatenate([mass[np.isfinite(mass)] for mass in masses]) if masses else np.empty(0)
-    return tuple((tau, float(_reached(known, tau).mean())) for tau in _TAUS) if len(known) else ()
+    return tuple((tau, float(reached(known, tau).mean())) for tau in _TAUS) if len(known) else ()
 
 
 def _by_kind(task: Task, metrics: Sequence[Metric], runs: Sequence[_Run]) -> dict[str, dict[MetricName, float]]:
@@ -235,8 +230,8 @@ def _remarks(arms: Sequence[SharpenedArm], made: SharpenDesign) -> tuple[str, ..
             found.append(
                 f"{arm.name} chose the {edge} learning rate it was given ({arm.lr:g}): others may suit it better."
             )
-    if made.request.seeds < 3:
-        found.append(f"{made.request.seeds} seeds say little about others: intervals are wide, or absent.")
+    if (seeds := made.request.seeds) < 3:
+        found.append(f"{seeds} seed{'s'[: seeds - 1]} cannot say much about others: intervals are wide, or absent.")
     if made.request.published:
         found.append(
             "The published arm speeds up embeddings as well as W_Q and W_K: what it changes is not the work of r alone."
