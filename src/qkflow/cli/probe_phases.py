@@ -93,7 +93,7 @@ class Words:
 
 
 def _change(before: float, after: float) -> str:
-    return f"{signed(before, 2)} → {signed(after, 2)}"
+    return f"{signed(before, 2)}→{signed(after, 2)}"
 
 
 def _over(values: Sequence[float]) -> float:

@@ -19,6 +19,7 @@ from qkflow.errors import UsageError
 from qkflow.models import Decoder, DecoderConfig
 from qkflow.probes import PhaseLook, PhaseSummary, maps, phases
 from qkflow.probes.phases import read_inputs
+from qkflow.report.tables import rendered
 from qkflow.training import TrainConfig
 from qkflow.training.run import begin, finish
 
@@ -125,7 +126,7 @@ def test_a_text_without_two_tokens_has_no_pair(tokens: list[int]) -> None:
     assert shown[0].order[0][0] == pytest.approx(1)
     words = Words(ByteTokenizer())
     assert "Most drawn together" not in words.verdict(shown)
-    assert words.table(shown).row_count == 2
+    assert len(words.table(shown).rows) == 2
 
 
 def test_a_summary_is_plain_data_of_the_same_numbers() -> None:
@@ -144,7 +145,7 @@ def test_the_table_names_tokens_and_fits_a_terminal() -> None:
     shown[0] = replace(shown[0], strongest=(pair,), locking_before=-0.1)
     console = Console(width=80, force_terminal=False)
     with console.capture() as held:
-        console.print(Words(Marked()).table([*shown, None]))
+        console.print(rendered(Words(Marked()).table([*shown, None])))
     lines = held.get().splitlines()
     assert max(map(len, lines)) <= 80
     assert "[b] 3001 ~ ⟨end⟩ 4001: -0.50" in lines[1]
@@ -177,13 +178,16 @@ def test_the_command_shows_the_phases_of_a_run(
     run.mkdir()
     begin(run, TrainConfig(corpus=CorpusConfig(), model=made.config, steps=1), {}, ByteTokenizer())
     finish(run, made)
-    assert main(["probe", str(run), "--text", str(text)]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert max(map(len, shown[1:])) <= 80
-    assert main(["probe", str(run), "--text", str(text), "--json"]) == 0
+    assert main(["probe", str(run), "--file", str(text)]) == 0
+    source, *shown, page = capsys.readouterr().out.splitlines()
+    assert str(text) in source
+    assert str(run / "probe.html") in page
+    assert max(map(len, shown)) <= 80
+    phased = shown[shown.index("") + 1 :]  # behind what is said of every model's attention
+    assert main(["probe", str(run), "--file", str(text), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["coupling"], record["stability"]) == (None, None)
     first, _ = record["phases"]["layers"]
-    assert shown[2].split()[1] == f"{sum(map(sum, first['order'])) / 36:.2f}"
+    assert phased[1].split()[1] == f"{sum(map(sum, first['order'])) / 36:.2f}"
     assert len(first["strongest"]) == 5
-    assert record["phases"]["verdict"] == " ".join(line.strip() for line in shown[4:])
+    assert record["phases"]["verdict"] == " ".join(line.strip() for line in phased[3:])
