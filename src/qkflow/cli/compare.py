@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from qkflow.cli.options import command_line, findable, flag, flags_given, given, new_folder, seconds
+from qkflow.cli.options import RATES, command_line, findable, flag, flags_given, given, new_folder, numbers, seconds
 from qkflow.cli.studies import conduct
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
@@ -120,7 +120,7 @@ class Compare:
                 size=self.size,
                 tokens=None if self.train_tokens is None else count(self.train_tokens),
                 seeds=self.seeds,
-                learning_rates=None if self.rates is None else numbers(self.rates),
+                learning_rates=None if self.rates is None else numbers(self.rates, RATES),
                 context=self.context,
                 batch=self.batch,
                 margin=self.margin,
@@ -169,17 +169,3 @@ def count(text: str) -> int:
     if found is None:
         raise UsageError(f"a number of tokens is written like 300k, 2M, 1.5G or 65536: got {text!r}")
     return round(float(found[1]) * {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}[found[2].lower()])
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    """Numbers from a list with commas.
-
-    >>> numbers("1e-3, 0.003")
-    (0.001, 0.003)
-    """
-    try:
-        return tuple(float(piece) for piece in text.split(","))
-    except ValueError:
-        raise UsageError(
-            f"learning rates are numbers with commas between them, such as 1e-3,3e-3: got {text!r}"
-        ) from None

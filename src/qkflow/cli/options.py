@@ -33,6 +33,23 @@ def seconds(text: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
+RATES = ("learning rates are", "1e-3,3e-3")
+"""How `numbers` speaks of learning rates."""
+
+
+def numbers(text: str, told: tuple[str, str]) -> tuple[float, ...]:
+    """Numbers from a list with commas; `told` begins the message about what is none, and has an example for it.
+
+    >>> numbers("1e-3, 0.003", RATES)
+    (0.001, 0.003)
+    """
+    what, such_as = told
+    try:
+        return tuple(float(piece) for piece in text.split(","))
+    except ValueError:
+        raise UsageError(f"{what} numbers with commas between them, such as {such_as}: got {text!r}") from None
+
+
 def new_folder(stem: str, parent: Path = Path("runs")) -> Path:
     """A folder in `parent` that does not exist yet: the stem, or the stem and the first free number."""
     folder, number = parent / stem, 2

@@ -22,7 +22,7 @@ from qkflow.mechanisms.coupling import Coupling
 from qkflow.mechanisms.delta import DeltaMechanism
 from qkflow.mechanisms.synchrony import SynchronyMechanism
 from qkflow.probes import Look, energies, look, phases, stability
-from qkflow.report.attended import Attended, Confidence, attended, confidence_on, places_of
+from qkflow.probes.attention import Attended, Confidence, attended, confidence_on, places_of
 from qkflow.report.export import finite
 from qkflow.report.gallery import LONGEST, labels
 from qkflow.report.probed import Part, Probed, confidence_table, write_probed

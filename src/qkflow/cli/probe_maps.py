@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qkflow.report.attended import TAU, Attended, Confidence, Taken
+from qkflow.probes.attention import TAU, Attended, Confidence, Taken
 from qkflow.report.probed import Part
 from qkflow.report.rows import Table
 from qkflow.report.wording import MISSING, fixed, short, signed

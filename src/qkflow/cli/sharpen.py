@@ -12,8 +12,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from qkflow.cli.compare import numbers
-from qkflow.cli.options import command_line, flag, given, new_folder
+from qkflow.cli.options import RATES, command_line, flag, given, new_folder, numbers
 from qkflow.data.tasks import Task, TaskConfig, TaskName, open_task
 from qkflow.errors import UsageError
 from qkflow.models.one_layer import Form
@@ -115,13 +114,14 @@ class Sharpen:
     def _request(self) -> SharpenRequest:
         data = None if self.data is None else _absolute(self.data)
         task = TaskConfig(name=self.task, **given(data=data, train=self.train, test=self.test, longest=self.longest))
+        ratios = None if self.ratios is None else numbers(self.ratios, ("--ratios takes", "1,5,20"))
         return SharpenRequest(
             task=task,
-            ratios=preset_for(task).ratios if self.ratios is None else _ratios(self.ratios, "--ratios"),
-            growths=() if self.growth is None else _ratios(self.growth, "--growth"),
+            ratios=ratios or preset_for(task).ratios,
+            growths=() if self.growth is None else numbers(self.growth, ("--growth takes", "10,40")),
             published=self.published,
             seeds=self.seeds,
-            rates=None if self.rates is None else numbers(self.rates),
+            rates=None if self.rates is None else numbers(self.rates, RATES),
             steps=self.steps,
             batch=self.batch,
             mechanism=self.mechanism,
@@ -177,10 +177,3 @@ def _absolute(path: str) -> str:
         return str(Path(path).expanduser().absolute())
     except RuntimeError:
         raise UsageError(f"--data {path} names the home of a user that is not there: give the path in full") from None
-
-
-def _ratios(text: str, name: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(piece) for piece in text.split(","))
-    except ValueError:
-        raise UsageError(f"{name} takes numbers with commas between them, such as 1,5,20: got {text!r}") from None

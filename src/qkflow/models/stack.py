@@ -102,7 +102,6 @@ class Stack(nn.Module):
     def __init__(self, config: StackConfig, *, norm: bool = True) -> None:
         super().__init__()
         factories = [mechanism(spec) for spec in config.mechanisms]
-        self.vocabulary = config.vocabulary
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(
             _block(factory(config.width, config.heads, layer, config.layers), config, norm)
@@ -164,7 +163,7 @@ class Stack(nn.Module):
             return
         elements = self.embedding.weight.shape[1] // self.group.size
         with torch.no_grad():
-            around = near_identity(self.group, self.vocabulary, elements, spread=_PHASE_SPREAD)
+            around = near_identity(self.group, self.embedding.num_embeddings, elements, spread=_PHASE_SPREAD)
             self.embedding.weight.copy_(around.flatten(1))
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkflow.errors import UsageError
+from qkflow.probes.maps import unchanged
 from qkflow.probes.pooling import Map
 from qkflow.probes.readers import (
     Asks,
@@ -19,7 +20,6 @@ from qkflow.probes.readers import (
     checked,
     embedding_saliency,
     read_places,
-    unchanged,
 )
 
 

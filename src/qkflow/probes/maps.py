@@ -6,7 +6,8 @@ map (weights times values is the output before the projection) makes them what t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,26 +58,40 @@ def look(model: Stack, tokens: Sequence[int] | Int[Tensor, " t"]) -> list[Look]:
 
 def read_inputs(model: Stack, tokens: Sequence[int] | Int[Tensor, " t"]) -> list[tuple[Mechanism, Stream]]:
     """Every mechanism with what it is given when the model reads one text, without dropout."""
-    ids, known = torch.as_tensor(tokens, dtype=torch.int64), model.vocabulary
+    ids, known = torch.as_tensor(tokens, dtype=torch.int64), model.embedding.num_embeddings
     if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= known:
         raise UsageError(
             f"a look needs one row of at least one token from 0 to {known - 1}, got the shape {list(ids.shape)}"
             f"{f' from {int(ids.min())} to {int(ids.max())}' if ids.numel() else ''}: use the model's tokenizer"
         )
-    mechanisms = model.mechanisms
+    with unchanged(model), torch.no_grad(), kept_inputs(model.mechanisms) as seen:
+        model(ids[None].to(model.embedding.weight.device))
+    return list(zip(model.mechanisms, seen, strict=True))
+
+
+@contextmanager
+def kept_inputs(mechanisms: Sequence[Mechanism]) -> Iterator[list[Stream]]:
+    """A list that fills with what each mechanism is given while a model runs inside."""
     seen: list[Stream] = []
 
     def keep(_: nn.Module, given: tuple[Any, ...]) -> None:
         seen.append(given[0])
 
     hooks = [layer.register_forward_pre_hook(keep) for layer in mechanisms]
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
-            model(ids[None].to(model.embedding.weight.device))
+        yield seen
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
-    return list(zip(mechanisms, seen, strict=True))
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Nothing is dropped inside, and every part is in the mode that it was in afterwards."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training

@@ -7,8 +7,7 @@ and parts in training mode stay in it, though nothing is dropped while reading.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -18,9 +17,9 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Stream
 from qkflow.models import Classifier, Decoder
 from qkflow.models.one_layer import OneLayer
+from qkflow.probes.maps import kept_inputs, unchanged
 from qkflow.probes.pooling import Map
 
 Tokens = Int[Tensor, "b t"]
@@ -90,18 +89,9 @@ class _StackReader:
     def read(self, tokens: Tokens, lengths: Lengths, *, maps: bool = False) -> Reading:
         tokens, lengths = checked(tokens, lengths, self.model.embedding.weight)
         mechanisms = self.model.mechanisms if maps else []
-        seen: list[Stream] = []
-
-        def keep(_: nn.Module, given: tuple[Any, ...]) -> None:
-            seen.append(given[0])
-
         with unchanged(self.model), torch.no_grad():
-            hooks = [layer.register_forward_pre_hook(keep) for layer in mechanisms]
-            try:
+            with kept_inputs(mechanisms) as seen:
                 logits = self._logits(tokens, lengths)
-            finally:
-                for hook in hooks:
-                    hook.remove()
             if not maps:
                 return Reading(logits=logits)
             padding = ~read_places(tokens, lengths)[:, None, :, None]
@@ -143,18 +133,6 @@ class _OneLayerReader:
         with unchanged(self.model), torch.enable_grad():
             x = self.model.embed(tokens).detach().requires_grad_()
             return decisive([x], self.model.read(x, layout)) * layout.valid
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Nothing is dropped inside, and every part is in the mode that it was in afterwards."""
-    modes = [(part, part.training) for part in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def checked(tokens: Tokens, lengths: Lengths, weight: Float[Tensor, "vocabulary d"]) -> tuple[Tokens, Lengths]:

@@ -15,7 +15,7 @@ from qkflow.data import Tokenizer
 from qkflow.files import write_file
 from qkflow.mechanisms.base import Exhibit
 from qkflow.probes import Look
-from qkflow.report.attended import POOLINGS, TAU, Attended, Confidence
+from qkflow.probes.attention import POOLINGS, TAU, Attended, Confidence
 from qkflow.report.exhibits import exhibit_groups
 from qkflow.report.gallery import alone, labels
 from qkflow.report.highlight import Line, Word, lines

@@ -40,6 +40,8 @@ class Paired(NamedTuple):
     spread: Numbers
     error: Numbers
     freedom: Numbers
+    interaction: Numbers
+    """V_int."""
 
     @property
     def yardsticks(self) -> tuple[Yardstick, Yardstick]:
@@ -65,17 +67,27 @@ def paired(
     >>> found.by_seed.round(3).tolist(), found.spread.round(3).item(), found.freedom.item()
     ([0.2, 0.4, 0.6], 0.2, 2.0)
     """
-    bits = (arm.astype(np.float64) - baseline) / math.log(2)
-    total, seeds = sizes.sum(), bits.shape[-2]
-    by_seed = bits.sum(-1) / total
+    return crossed((arm.astype(np.float64) - baseline) / math.log(2), sizes)
+
+
+def crossed(
+    differences: Float[np.ndarray, "*studies seeds documents"], sizes: Real[np.ndarray, " documents"]
+) -> Paired:
+    """The same for differences in any unit, each of a whole document.
+
+    >>> crossed(np.array([[1.0, 3.0], [3.0, 5.0]]), np.ones(2)).by_seed.tolist()
+    [2.0, 4.0]
+    """
+    total, seeds = sizes.sum(), differences.shape[-2]
+    by_seed = differences.sum(-1) / total
     spread = by_seed.std(-1, ddof=1)
-    pulls = (bits - by_seed[..., None] * sizes) / total  # z
+    pulls = (differences - by_seed[..., None] * sizes) / total  # z
     common = pulls.mean(-2)
     k, freedom = _documents(sizes / total)
     alone = k * np.square(common).sum(-1)
     interaction = k * np.square(pulls - common[..., None, :]).sum((-1, -2)) / (seeds * (seeds - 1))
     error, freedom = combined(spread**2 / seeds, seeds - 1, np.maximum(0, alone - interaction), freedom)
-    return Paired(by_seed, by_seed.mean(-1), spread, error, freedom)
+    return Paired(by_seed, by_seed.mean(-1), spread, error, freedom, interaction)
 
 
 def _documents(weights: Float[np.ndarray, " documents"]) -> tuple[float, float]:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from qkflow.data import ByteTokenizer
 from qkflow.mechanisms.base import Exhibit
+from qkflow.probes.attention import attended, confidence_on
 from qkflow.report import probed
-from qkflow.report.attended import attended, confidence_on
 from qkflow.report.gallery import unpack
 from qkflow.report.probed import Part, Probed, characters, probed_page
 from qkflow.report.rows import Table

@@ -15,7 +15,6 @@ import torch
 from qkflow.data.tasks import Task
 from qkflow.errors import DiskError, Interrupted
 from qkflow.files import discard, locked, write_json
-from qkflow.probes.pooling import Pooling
 from qkflow.study.engine import Engine, Need
 from qkflow.study.local_engine import LocalEngine
 from qkflow.study.sharpen.design import Job, SharpenDesign, design, refuse_foreign, write_design
@@ -159,7 +158,6 @@ class _Session:
 
     def _order(self, job: Job) -> Order:
         request = self.made.request
-        pooling: Pooling = request.pooling
         return Order(
             folder=str((self.study / job.folder).absolute()),
             config=job.config,
@@ -167,6 +165,6 @@ class _Session:
             tuning=job.tuning,
             moments=self.made.moments,
             examples=self.made.examples,
-            pooling=pooling,
+            pooling=request.pooling,
             part=request.part,
         )

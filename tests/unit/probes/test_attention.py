@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkflow.errors import UsageError
-from qkflow.report.attended import attended, confidence_on, places_of
+from qkflow.probes.attention import attended, confidence_on, places_of
 
 
 def test_even_attention_attends_to_every_token_and_a_single_one_to_one() -> None:
