@@ -20,7 +20,7 @@ from qkflow.models import Decoder
 from qkflow.training.config import TrainConfig
 from qkflow.training.divergence import first_bad_gradient, first_bad_module
 from qkflow.training.evaluation import Evaluation, evaluate
-from qkflow.training.optimizer import build_optimizer
+from qkflow.training.optimizer import build_optimizer, set_rates
 from qkflow.training.runtime import step_seed
 from qkflow.training.schedule import multiplier
 
@@ -79,8 +79,7 @@ class Learner:
         if config.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), config.clip, norm)
         lr, ratio = config.lr * multiplier(config, self.step), config.ratio.at(self.step, config.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group["rate"] * (ratio if group["circuit"] == "qk" else 1.0)
+        set_rates(self.optimizer.param_groups, lr, ratio)
         self.optimizer.step()
         self.step += 1
         return {

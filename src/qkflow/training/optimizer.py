@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,26 +32,48 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     >>> [group["weight_decay"] for group in build_optimizer(nn.LayerNorm(4), config).param_groups]
     [0.0]
     """
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    paces = model.paces() if isinstance(model, Stack) else {}
-    quick = set() if config.ratio.plain else _queries_and_keys(model)
-    groups: dict[tuple[float, float, Circuit], list[nn.Parameter]] = {}
-    for name, parameter in named.items():
-        pace = paces.get(name, Pace())
-        decayed = pace.decay and parameter.ndim >= 2 and not name.endswith(_VECTORS)
-        circuit = "qk" if name in quick else "rest"
-        groups.setdefault((pace.rate, config.weight_decay if decayed else 0.0, circuit), []).append(parameter)
-    parameters = list(named.values())
+    circuits: dict[str, Circuit] = {} if config.ratio.plain else dict.fromkeys(_queries_and_keys(model), "qk")
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(
-        [
-            {"params": some, "rate": rate, "weight_decay": decay, "circuit": circuit}
-            for (rate, decay, circuit), some in groups.items()
-        ],
+        paced_groups(model, paces_of(model), circuits, weight_decay=config.weight_decay),
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
         fused=all(parameter.device.type in _FUSED and parameter.is_floating_point() for parameter in parameters),
     )
+
+
+def paced_groups(
+    model: nn.Module, paces: Mapping[str, Pace], circuits: Mapping[str, Circuit], *, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Every trainable parameter once, with those that have its rate, its decay and its circuit ("rest" unless named).
+
+    >>> groups = paced_groups(nn.Linear(2, 2), {"bias": Pace(rate=3.0)}, {"weight": "qk"}, weight_decay=0.1)
+    >>> [(group["rate"], group["weight_decay"], group["circuit"]) for group in groups]
+    [(1.0, 0.1, 'qk'), (3.0, 0.0, 'rest')]
+    """
+    groups: dict[tuple[float, float, Circuit], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            pace = paces.get(name, Pace())
+            decayed = pace.decay and parameter.ndim >= 2 and not name.endswith(_VECTORS)
+            kind = (pace.rate, weight_decay if decayed else 0.0, circuits.get(name, "rest"))
+            groups.setdefault(kind, []).append(parameter)
+    return [
+        {"params": some, "rate": rate, "weight_decay": decay, "circuit": circuit}
+        for (rate, decay, circuit), some in groups.items()
+    ]
+
+
+def paces_of(model: nn.Module) -> dict[str, Pace]:
+    """How parameters learn that a model gives a pace of their own, by name."""
+    return model.paces() if isinstance(model, Stack) else {}
+
+
+def set_rates(groups: Iterable[dict[str, Any]], lr: float, ratio: float) -> None:
+    """Give groups of `paced_groups` their learning rates, where queries and keys are `ratio` times as fast."""
+    for group in groups:
+        group["lr"] = lr * group["rate"] * (ratio if group["circuit"] == "qk" else 1.0)
 
 
 def _queries_and_keys(model: nn.Module) -> set[str]:

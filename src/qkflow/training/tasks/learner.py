@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkflow.circuits import Ratio, circuit_groups
+from qkflow.circuits import Ratio, circuits_by_name, find_circuits
 from qkflow.data.tasks import Instance, Task
 from qkflow.errors import DivergenceError, Interrupted, UsageError
 from qkflow.mechanisms.base import Pace
-from qkflow.models import Classifier, ClassifierConfig, Decoder, DecoderConfig, Stack
+from qkflow.models import Classifier, ClassifierConfig, Decoder, DecoderConfig
 from qkflow.models.one_layer import OneLayer
+from qkflow.training.optimizer import paced_groups, paces_of, set_rates
 from qkflow.training.runtime import own_randomness, threads
 from qkflow.training.tasks.batches import answered, chosen, rows
 from qkflow.training.tasks.config import ModelConfig, TaskRunConfig
@@ -68,9 +70,7 @@ def learn(
                 break
             if should_stop():
                 raise Interrupted(f"stopped in step {step + 1}")
-            for group in optimizer.param_groups:
-                if group["circuit"] == "qk":
-                    group["lr"] = config.lr * group["rate"] * r.at(step, config.steps)
+            set_rates(optimizer.param_groups, config.lr, r.at(step, config.steps))
             places = chosen(len(task.train), seed=config.data_seed, step=step, batch=config.batch)
             model.train()
             optimizer.zero_grad()
@@ -97,38 +97,24 @@ def build_task_optimizer(model: nn.Module, config: TaskRunConfig) -> torch.optim
 def task_groups(model: nn.Module, config: TaskRunConfig) -> list[dict[str, Any]]:
     """The QK circuit at r times the learning rate, embeddings at their own, the rest at one.
 
-    A mechanism may give parameters a pace of their own; a group's `rate` is a factor on all of that.
+    A mechanism may give parameters a pace of their own, which is a factor on all of that.
     """
-    groups = _with_paces(model, circuit_groups(model, config.lr, r=config.qk_ratio, weight_decay=config.weight_decay))
-    return groups if config.embedding_ratio == 1 else _with_embeddings(model, groups, config.embedding_ratio)
+    paces = paces_of(model)
+    if config.embedding_ratio != 1:
+        for name in _embeddings(model):
+            own = paces.get(name, Pace())
+            paces[name] = replace(own, rate=own.rate * config.embedding_ratio)
+    circuits = circuits_by_name(find_circuits(model))
+    groups = paced_groups(model, paces, circuits, weight_decay=config.weight_decay)
+    set_rates(groups, config.lr, config.qk_ratio)
+    return groups
 
 
-def _with_paces(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups, those parts of them by themselves that have a pace of their own."""
-    named = model.paces() if isinstance(model, Stack) else {}
-    paces = {id(parameter): named.get(name, Pace()) for name, parameter in model.named_parameters()}
-    found = []
-    for group in groups:
-        parts: dict[Pace, list[nn.Parameter]] = {}
-        for parameter in group["params"]:
-            parts.setdefault(paces[id(parameter)], []).append(parameter)
-        for pace, some in parts.items():
-            decay = group["weight_decay"] if pace.decay else 0.0
-            own = {"params": some, "lr": group["lr"] * pace.rate, "rate": pace.rate, "weight_decay": decay}
-            found.append({**group, **own})
-    return found
-
-
-def _with_embeddings(model: nn.Module, groups: list[dict[str, Any]], ratio: float) -> list[dict[str, Any]]:
-    """The groups with the embeddings in one of their own, that many times as fast."""
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+def _embeddings(model: nn.Module) -> list[str]:
+    tables = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     if not tables:
         raise UsageError(f"{type(model).__name__} has no embeddings to speed up: leave out the published arm")
-    taken = {id(table) for table in tables}
-    found = next(group for group in groups if any(id(one) in taken for one in group["params"]))
-    rest = [{**group, "params": [one for one in group["params"] if id(one) not in taken]} for group in groups]
-    own = {"params": tables, "lr": found["lr"] * ratio, "circuit": "rest"}
-    return [*(group for group in rest if group["params"]), {**found, **own}]
+    return tables
 
 
 def refuse_mismatch(config: TaskRunConfig, task: Task) -> None:
