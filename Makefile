@@ -1,6 +1,6 @@
 # make demo: set up, then compare mechanisms on Python's own library for about five minutes, and write one page
 # make test: set up, then check style, types, import directions, and every test
-.PHONY: demo test style types layers tests compiled clean
+.PHONY: demo test style types layers tests compiled interpreted clean
 .DEFAULT_GOAL := demo
 
 python := .venv/bin/python
@@ -12,7 +12,7 @@ demo:
 	@rm -rf runs/demo
 	@$(python) -m qkflow compare --arms standard,coupled,standard+affine,differential,gated-deltanet,qdelta,kuramoto,kuramoto:frustrated=True --seeds 3 --budget 6m --out runs/demo
 
-test: style types layers tests compiled
+test: style types layers tests compiled interpreted
 
 style: .setup
 	$(python) -m ruff format --check .
@@ -26,11 +26,15 @@ layers: .setup
 
 # with every shape annotation checked at run time
 tests: .setup
-	$(pytest) -m "not compiled" --jaxtyping-packages=qkflow,beartype.beartype
+	$(pytest) -m "not compiled and not interpreted" --jaxtyping-packages=qkflow,beartype.beartype
 
 # without them: a check inside a graph would break it
 compiled: .setup
 	$(pytest) -m compiled
+
+# kernels for GPUs, on a CPU
+interpreted: .setup
+	TRITON_INTERPRET=1 $(pytest) -m interpreted
 
 .PHONY: .setup
 .setup:

@@ -12,6 +12,10 @@ from torch import Tensor
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.models.decoder import Decoder
+from qkflow.models.stack import DecoderState
+
+PIECE = 512
+"""Tokens of a prompt that are read at once: scores of so many against all before them fit into memory at any length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +68,14 @@ def stream(
     device = model.embedding.weight.device
     if tokens < 0:
         raise UsageError(f"tokens must not be negative, got {tokens}")
-    batch, layout = _together(prompts, model.config.vocabulary, device)
+    batch, lengths = _together(prompts, model.config.vocabulary, device)
     generators = [torch.Generator().manual_seed(sampling.seed + i) for i in range(len(prompts))]
     running = [True] * len(prompts)
     training = model.training
     model.eval()
     try:
         with torch.inference_mode():
-            logits, state = model(batch, layout=layout)
-            scores = logits[torch.arange(len(prompts), device=device), [len(prompt) - 1 for prompt in prompts]]
+            scores, state = read_prompts(model, batch, lengths)
         for step in range(tokens):
             with torch.inference_mode():
                 chosen = _draw(scores, sampling, generators)
@@ -106,9 +109,32 @@ def generate(
     return rows
 
 
+def read_prompts(
+    model: Decoder, batch: Int[Tensor, "b t"], lengths: Sequence[int], piece: int = PIECE
+) -> tuple[Float[Tensor, "b n"], DecoderState]:
+    """Scores of the token after the last of each row, and what to carry on with, a `piece` of the columns at a time.
+
+    What is held at once does not grow with the prompt: a state, and what one piece of it needs.
+    """
+    longest, width = batch.shape[1], model.read_width
+    ends = torch.as_tensor(lengths, device=batch.device)
+    rows = torch.arange(len(batch), device=batch.device)
+    last, state = model.embedding.weight.new_empty(len(batch), width), None
+    for begin in range(0, longest, piece):
+        now = batch[:, begin : begin + piece]
+        there = (ends - begin).clamp(0, now.shape[1])
+        layout = None if min(lengths) >= begin + now.shape[1] else Layout.padded(there, now.shape[1])
+        x, state = model.read(now, state, layout)
+        here = (ends > begin) & (ends <= begin + piece)
+        last = torch.where(here[:, None], x[rows, there.sub(1).clamp_min(0)], last)
+    if state is None:
+        raise UsageError("every prompt needs at least one token, got a batch without columns")
+    return model.logits(last), state
+
+
 def _together(
     prompts: Sequence[Sequence[int]], vocabulary: int, device: torch.device
-) -> tuple[Int[Tensor, "b t"], Layout | None]:
+) -> tuple[Int[Tensor, "b t"], list[int]]:
     lengths = [len(prompt) for prompt in prompts]
     if not lengths or min(lengths) < 1:
         raise UsageError("every prompt needs at least one token: begin an empty one with the end-of-document token")
@@ -118,8 +144,7 @@ def _together(
         )
     longest = max(lengths)
     batch = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
-    layout = None if min(lengths) == longest else Layout.padded(lengths, longest, device=device)
-    return batch, layout
+    return batch, lengths
 
 
 def _draw(scores: Float[Tensor, "b n"], sampling: Sampling, generators: list[torch.Generator]) -> Int[Tensor, " b"]:

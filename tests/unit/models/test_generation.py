@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from torch.testing import assert_close
 
 from qkflow.errors import UsageError
 from qkflow.models import Decoder, DecoderConfig, Sampling, generate, stream
-from qkflow.models.generation import likely
+from qkflow.models.generation import likely, read_prompts
 
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
@@ -84,7 +87,7 @@ def test_a_stream_gives_what_generate_gives_step_by_step(sampling: Sampling) -> 
 
 def test_a_stream_computes_no_further_than_it_is_asked() -> None:
     decoder, calls = model(), []
-    decoder.register_forward_hook(lambda *_: calls.append(1))
+    decoder.blocks[0].register_forward_hook(lambda *_: calls.append(1))
     steps = stream(decoder, [[1]], tokens=100, sampling=GREEDY)
     assert calls == []
     next(steps)
@@ -112,7 +115,7 @@ def test_a_row_ends_before_its_first_stop_token_and_the_others_go_on() -> None:
 def test_when_all_rows_have_stopped_nothing_more_is_computed() -> None:
     decoder, calls = model(), []
     first = generate(decoder, [[1], [1]], tokens=1, sampling=GREEDY)
-    decoder.register_forward_hook(lambda *_: calls.append(1))
+    decoder.blocks[0].register_forward_hook(lambda *_: calls.append(1))
     assert generate(decoder, [[1], [1]], tokens=50, sampling=GREEDY, stop=[first[0][0]]) == [[], []]
     assert len(calls) == 1
 
@@ -241,3 +244,46 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
 def test_sampling_that_means_nothing_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Sampling(**options)
+
+
+@pytest.mark.parametrize("mechanism", [*MECHANISMS, "qdelta", "coupled", "kuramoto:frustrated=True"], ids=str)
+def test_a_prompt_may_be_read_in_pieces_of_any_size(mechanism: Any) -> None:
+    """Rows end inside a piece, at its end, and pieces before the last."""
+    decoder, lengths = model(mechanism), [9, 1, 6, 4]
+    batch = torch.randint(0, 11, (4, 9))
+    with torch.inference_mode():
+        want, whole = read_prompts(decoder, batch, lengths, piece=100)
+        assert_close(want, torch.stack([decoder(batch[i : i + 1, :n])[0][0, -1] for i, n in enumerate(lengths)]))
+        for piece in (1, 2, 3, 8):
+            scores, state = read_prompts(decoder, batch, lengths, piece=piece)
+            assert_close(scores, want)
+            assert state.length.tolist() == lengths
+            assert_close(decoder(batch[:, :2], state)[0], decoder(batch[:, :2], whole)[0])
+
+
+LONG_PROMPT = """
+import torch
+from qkflow import Decoder, size
+from qkflow.models.generation import read_prompts
+
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+
+model = Decoder(size("1m", mechanism="qdelta")).eval()
+prompt = torch.arange(100_000)[None] % 251
+with torch.inference_mode():
+    read_prompts(model, prompt[:, :5_000], [5_000])
+    before = peak()
+    scores, state = read_prompts(model, prompt, [100_000])
+    for _ in range(3):
+        scores, state = model(scores.view(1, -1).argmax(-1, keepdim=True), state)
+assert state.length.tolist() == [100_003] and scores.isfinite().all()
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell a process's peak")
+def test_a_prompt_of_a_hundred_thousand_tokens_takes_the_memory_of_a_short_one() -> None:
+    run = subprocess.run([sys.executable, "-c", LONG_PROMPT], capture_output=True, text=True, check=True)
+    assert int(run.stdout) < 8_000_000, "twenty times the tokens"
