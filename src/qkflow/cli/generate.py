@@ -63,7 +63,7 @@ class Generate:
         for step in stream(run.model, tokens, tokens=self.tokens, sampling=sampling, stop=[tokenizer.end]):
             for row, token in zip(rows, step, strict=True):
                 if token is not None:
-                    row.add(tokenizer.decode([token]))
+                    row.add(tokenizer.piece(token))
             if all(row.done for row in rows):
                 break
         for row in rows:

@@ -81,7 +81,7 @@ class Probe:
         tokens, source, remarks = self._read(run)
         looks = look(run.model, tokens)
         attention = attended([layer.weights for layer in looks])
-        pieces = [run.tokenizer.decode([token]) for token in tokens]
+        pieces = [run.tokenizer.piece(token) for token in tokens]
         on = confidence_on(attention, places_of(" ".join(self.rationale), pieces)) if self.rationale else None
         parts = _parts(run, tokens, attention, on)
         console = Console(highlight=False)

@@ -8,12 +8,15 @@ network on pairs (l, r) in Z_a x Z_a with a = ceil(sqrt(n)), a round being
 
 walked along its cycle until it lands below n. A bijection by construction, with no state to save: the windows of any
 step of any run are known at once.
+
+A recall task is learnt in whole instances instead, each once an epoch in such an order; only its answers are scored.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +41,48 @@ class Window(NamedTuple):
     """How many of the first targets are context only: an earlier window scored them."""
 
 
+class Lesson(NamedTuple):
+    """What one training step sees."""
+
+    tokens: np.ndarray
+    """int64 `[batch, context + 1]`: inputs, and targets one further along."""
+    scored: np.ndarray | None
+    """bool `[batch, context]`: which targets count; None: all."""
+
+
+def lesson(split: Split, *, seed: int, step: int, batch: int, context: int) -> Lesson:
+    """The tokens of one training step, and which of its targets count: of a text all, of a recall task the answers.
+
+    >>> spans, answers = np.array([[1, 5], [6, 10]]), np.array([[4, 5], [9, 10]])
+    >>> split = Split(tokens=np.arange(11), documents=spans, sizes=np.array([1, 1]), answers=answers)
+    >>> tokens, scored = lesson(split, seed=0, step=0, batch=2, context=4)
+    >>> sorted(tokens.tolist()), scored.tolist()[0]
+    ([[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], [False, False, False, True])
+    """
+    if split.answers is None:
+        return Lesson(_text(split, seed, step, batch, context), None)
+    count = epoch_windows(split, context=context)
+    _check_batch(batch, count, f"{count} instances to learn from; lower --batch, or ask the task for more (train=N)")
+    begins = np.empty(batch, dtype=np.int64)
+    for epoch, rows, index in _epochs(step, batch, count):
+        _, keys = _random(seed, epoch)
+        begins[rows] = split.documents[_permuted(index, count, keys), 0] - 1
+    places = begins[:, None] + np.arange(context + 1)
+    return Lesson(split.tokens[places].astype(np.int64), _inside(split.answers, places[:, 1:]))
+
+
+def scored(split: Split, begin: int, length: int) -> np.ndarray:
+    """Which of the targets `tokens[begin + 1 : begin + 1 + length]` count, bool `[length]`: all, or a task's answers.
+
+    >>> task = Split(tokens=np.arange(6), documents=np.array([[1, 5]]), sizes=np.array([2]), answers=np.array([[3, 5]]))
+    >>> scored(task, 0, 4).tolist()
+    [False, False, True, True]
+    """
+    if split.answers is None:
+        return np.ones(length, dtype=bool)
+    return _inside(split.answers, begin + 1 + np.arange(length))
+
+
 def batch(split: Split, *, seed: int, step: int, batch: int, context: int) -> np.ndarray:
     """The tokens of one training step, int64 `[batch, context + 1]`.
 
@@ -46,27 +91,23 @@ def batch(split: Split, *, seed: int, step: int, batch: int, context: int) -> np
     >>> rows.shape, (np.diff(rows) == 1).all()
     ((2, 5), np.True_)
     """
-    count = epoch_windows(split, context=context)
-    if batch < 1:
-        raise UsageError(f"batch is {batch}: give at least 1")
-    if batch > count:
-        got = f"it has {count} windows of {context} tokens"
-        raise UsageError(f"batch {batch} is too large for the corpus: {got}; lower --batch or --context")
-    room = min(context, len(split.tokens) - count * context)  # offsets from which the last window still fits
-    index = step * batch + np.arange(batch)
-    begins = np.empty(batch, dtype=np.int64)
-    for epoch in range(step * batch // count, (step * batch + batch - 1) // count + 1):
-        rows = index // count == epoch
-        random, keys = _random(seed, epoch)
-        begins[rows] = random % room + context * _permuted(index[rows] % count, count, keys)
-    return split.tokens[begins[:, None] + np.arange(context + 1)].astype(np.int64)
+    return _text(split, seed, step, batch, context)
 
 
 def epoch_windows(split: Split, *, context: int) -> int:
-    """How many training windows an epoch has, or a `UsageError` where there is not even one."""
+    """How many training windows an epoch has, or a `UsageError` where there is not even one.
+
+    A recall task has one for each instance, and takes no other context than their length.
+    """
     tokens = len(split.tokens)
     if context < 1:
         raise UsageError(f"context is {context}: give at least 1")
+    if split.answers is not None:
+        lengths = np.diff(split.documents)
+        if (lengths != context).any():
+            got = " or ".join(map(str, np.unique(lengths).tolist()))
+            raise UsageError(f"context is {context}, but the task's instances have {got} tokens: give --context {got}")
+        return len(split.documents)
     if tokens < context + 1:
         need = f"a window needs context + 1 = {context + 1}"
         raise UsageError(f"the corpus has {tokens} tokens; {need}: lower --context or give more text")
@@ -100,6 +141,38 @@ def windows(split: Split, *, context: int, stride: int | None = None, limit: int
                 break
             at += stride
     return found
+
+
+def _text(split: Split, seed: int, step: int, batch: int, context: int) -> np.ndarray:
+    """The rows of a step, windows of the stream."""
+    count = epoch_windows(split, context=context)
+    _check_batch(batch, count, f"{count} windows of {context} tokens; lower --batch or --context")
+    room = min(context, len(split.tokens) - count * context)  # offsets from which the last window still fits
+    begins = np.empty(batch, dtype=np.int64)
+    for epoch, rows, index in _epochs(step, batch, count):
+        random, keys = _random(seed, epoch)
+        begins[rows] = random % room + context * _permuted(index, count, keys)
+    return split.tokens[begins[:, None] + np.arange(context + 1)].astype(np.int64)
+
+
+def _check_batch(batch: int, count: int, has: str) -> None:
+    if batch < 1:
+        raise UsageError(f"batch is {batch}: give at least 1")
+    if batch > count:
+        raise UsageError(f"batch {batch} is too large for the corpus: it has {has}")
+
+
+def _epochs(step: int, batch: int, count: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """The epochs that a step is in, the rows of the step that belong to each, and their places in its order."""
+    index = step * batch + np.arange(batch)
+    for epoch in range(step * batch // count, (step * batch + batch - 1) // count + 1):
+        rows = index // count == epoch
+        yield epoch, rows, index[rows] % count
+
+
+def _inside(answers: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Which places lie in a span: those with an odd number of the spans' borders at or before them."""
+    return np.searchsorted(answers.reshape(-1), places, side="right") % 2 == 1
 
 
 def _chosen(documents: np.ndarray, limit: int | None) -> np.ndarray:

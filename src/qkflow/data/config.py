@@ -19,7 +19,8 @@ class CorpusConfig:
     """
 
     source: str = "python-stdlib"
-    """A name (`python-stdlib`, `enwik8`, `text8`, `wikitext-103`, `hf:NAME[/CONFIG]`), a file, or a folder."""
+    """A name (`python-stdlib`, `enwik8`, `text8`, `wikitext-103`, `hf:NAME[/CONFIG]`), a file, a folder, or a recall
+    task (`mqar`, `s-niah-1`, `s-niah-2`, `s-niah-3`) with its options, as in `mqar:pairs=4+8,length=64`."""
     tokens: Tokens = "bytes"
     """Bytes, byte-level BPE trained on the train part, or GPT-2's BPE from local files."""
     vocabulary: int = 4096

@@ -7,10 +7,13 @@ A prepared folder holds, for each part of train, validation and test:
 | `PART.tokens`      | the token stream, little-endian uint16 or uint32                    |
 | `PART.spans.npy`   | int64 `[n, 2]`: where each document's own tokens begin and end      |
 | `PART.sizes.npy`   | int64 `[n]`: the bytes of each document                             |
+| `PART.answers.npy` | recall tasks only: int64 `[m, 2]`, the spans of the answers         |
+| `PART.cells.npy`   | recall tasks only: `[n]` of dtype `CELL`, what each document asks   |
 
 and `tokenizer.json` and `corpus.json`, the record. The stream begins with one token of context C (the end token E, or
 the last token of the part before where one text goes on), so that every document token has a token before it:
-`C document E document E ...`; passages of one text follow each other without an end token between them.
+`C document E document E ...`; passages of one text follow each other without an end token between them. The documents
+of a recall task are its instances, and their sizes the tokens of their answers: there, losses are per answer token.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from qkflow.errors import UsageError
 
 FORMAT = 1
 RECORD = "corpus.json"
+CELL = np.dtype([("pairs", "<i8"), ("length", "<i8"), ("depth", "<i8")])
+"""What a document of a recall task asks: pairs, tokens, the needle's depth in percent; -1 where there is none."""
 
 
 class DamagedError(UsageError):
@@ -46,11 +51,15 @@ class Split:
     documents: np.ndarray
     """int64 `[n, 2]`: the span [begin, end) of each document's own tokens."""
     sizes: np.ndarray
-    """int64 `[n]`: the bytes of each document."""
+    """int64 `[n]`: the bytes of each document, or the tokens of its answers where it has any."""
+    answers: np.ndarray | None = None
+    """int64 `[m, 2]`: the span [begin, end) of each answer's tokens, in order; None for text: every token counts."""
+    cells: np.ndarray | None = None
+    """`[n]` of dtype `CELL`: what each document asks; None for text."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of all documents together."""
+        """Bytes of all documents together, or tokens of all answers."""
         return int(self.sizes.sum())
 
 
@@ -85,6 +94,26 @@ class Corpus:
         """The end-of-document token."""
         return self.tokenizer.end
 
+    @property
+    def task(self) -> dict[str, Any] | None:
+        """The record of a recall task (`name`, `spec`, `context`, `chance`, `axes`, ..), or None for text."""
+        return self.record.get("task")
+
+    @property
+    def context(self) -> int | None:
+        """The tokens of a task's training instances; None for text, which takes any context length."""
+        return None if self.task is None else int(self.task["context"])
+
+    @property
+    def chance(self) -> float | None:
+        """The accuracy of guessing the answers of a task; None for text."""
+        return None if self.task is None else float(self.task["chance"])
+
+    @property
+    def unit(self) -> str:
+        """What losses are per: `byte` for text, `answer token` for a task."""
+        return "byte" if self.task is None else "answer token"
+
     def encode(self, text: str | bytes) -> list[int]:
         """The tokens of a text."""
         return self.tokenizer.encode(text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text)
@@ -100,7 +129,8 @@ class Corpus:
         record = _record(folder)
         try:
             dtype, name, digest = np.dtype(record["dtype"]), record["name"], record["digest"]
-            splits = {part: _split(folder, part, dtype) for part in ("train", "validation", "test")}
+            task = record.get("task") is not None
+            splits = {part: _split(folder, part, dtype, task) for part in ("train", "validation", "test")}
             tokenizer = load_tokenizer(folder / "tokenizer.json")
         except (OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, UsageError):
@@ -123,9 +153,14 @@ def _record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def _split(folder: Path, part: str, dtype: np.dtype[Any]) -> Split:
+def _split(folder: Path, part: str, dtype: np.dtype[Any], task: bool) -> Split:
+    def numbers(kind: str) -> np.ndarray:
+        return np.load(folder / f"{part}.{kind}.npy", mmap_mode="r", allow_pickle=False)
+
     return Split(
         tokens=np.memmap(folder / f"{part}.tokens", dtype=dtype, mode="r"),
-        documents=np.load(folder / f"{part}.spans.npy", mmap_mode="r", allow_pickle=False),
-        sizes=np.load(folder / f"{part}.sizes.npy", mmap_mode="r", allow_pickle=False),
+        documents=numbers("spans"),
+        sizes=numbers("sizes"),
+        answers=numbers("answers") if task else None,
+        cells=numbers("cells") if task else None,
     )

@@ -7,14 +7,16 @@ from pathlib import Path
 
 from qkflow.data import hub, named
 from qkflow.data.config import CorpusConfig
+from qkflow.data.recall.spec import TASKS
 from qkflow.data.sources import STDLIB, Source, from_path, standard_library
 from qkflow.errors import UsageError, unknown
 
-NAMES = (STDLIB, *named.NAMES)
+NAMES = (STDLIB, *named.NAMES, *TASKS)
+"""Corpora that are known by name; recall tasks also take options, as in `mqar:pairs=4+8`."""
 
 
 def find_source(config: CorpusConfig) -> Source:
-    """The source that `config.source` names: a known name, `hf:NAME`, a file or a folder.
+    """The source of text that `config.source` names: a known name, `hf:NAME`, a file or a folder.
 
     >>> find_source(CorpusConfig(source="python-stdlib")).name
     'python-stdlib'
@@ -33,7 +35,9 @@ def find_source(config: CorpusConfig) -> Source:
 
 def _missing(source: str, path: Path) -> UsageError:
     if not path.suffix and len(path.parts) <= 1:
-        return UsageError(f"{unknown('corpus', source, NAMES)}, hf:NAME; and no file or folder here has that name")
+        name, _, options = source.partition(":")
+        wrong = unknown("corpus", name if "=" in options else source, NAMES)
+        return UsageError(f"{wrong}, hf:NAME; and no file or folder here has that name")
     siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, siblings, n=1)
     hint = f"did you mean {str(path.parent / near[0])!r}?" if near else f"give a path, or one of {', '.join(NAMES)}"

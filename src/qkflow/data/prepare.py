@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,10 +16,20 @@ from qkflow import files
 from qkflow.data.config import CorpusConfig
 from qkflow.data.corpus import FORMAT, RECORD, Corpus, DamagedError
 from qkflow.data.find import find_source
+from qkflow.data.recall import from_spec, is_task
+from qkflow.data.recall import prepare as recall
 from qkflow.data.sources import Source
 from qkflow.data.splits import Plan, divide
 from qkflow.data.survey import Survey, plan, remembered, watched
-from qkflow.data.tokenizers import ByteTokenizer, Tokenizer, gpt2_digest, load_gpt2, save_tokenizer, train_bpe
+from qkflow.data.tokenizers import (
+    ByteTokenizer,
+    Tokenizer,
+    WordTokenizer,
+    gpt2_digest,
+    load_gpt2,
+    save_tokenizer,
+    train_bpe,
+)
 from qkflow.data.writing import token_type, whole_words, write_parts
 from qkflow.errors import UsageError
 
@@ -28,15 +39,20 @@ def open_corpus(config: CorpusConfig, *, tokenizer: Tokenizer | None = None) -> 
 
     The cache is the folder in QKFLOW_CACHE, else qkflow in XDG_CACHE_HOME or ~/.cache. A corpus is found again by its
     content and by what of the config matters, wherever the source lies; a damaged one is prepared again. A `tokenizer`
-    that is given makes the tokens, whatever the config says of them: so a model reads another text with its own.
+    that is given makes the tokens, whatever the config says of them: so a model reads another text with its own. A
+    recall task has words of its own, and no other tokenizer reads it.
 
     >>> corpus = open_corpus(CorpusConfig(source="python-stdlib"))  # doctest: +SKIP
     >>> corpus.vocabulary  # doctest: +SKIP
     257
     """
+    if is_task(config.source):
+        return _open_task(config, tokenizer)
     source = find_source(config)
     vocabulary = None
     if tokenizer is not None:
+        if tokenizer.kind == WordTokenizer.kind:
+            raise UsageError(f"{config.source} is text, which the words of a recall task cannot spell: name a task")
         config = replace(config, tokens=cast(Any, tokenizer.kind))
         vocabulary = hashlib.sha256(json.dumps(tokenizer.to_json(), sort_keys=True).encode()).hexdigest()
     elif config.tokens == "gpt2":
@@ -49,8 +65,25 @@ def open_corpus(config: CorpusConfig, *, tokenizer: Tokenizer | None = None) -> 
     folder = files.cache_folder() / "corpora" / _key(seen, split, config, vocabulary)
     with contextlib.suppress(DamagedError):
         return replace(Corpus.at(folder), name=source.name)
-    _prepare(folder, source, seen, split, config, tokenizer)
+    _prepare(folder, lambda temporary: _fill(temporary, source, seen, split, config, tokenizer))
     return replace(Corpus.at(folder), name=source.name)
+
+
+def _open_task(config: CorpusConfig, tokenizer: Tokenizer | None) -> Corpus:
+    """A recall task, which is made and not read."""
+    task = from_spec(config.source)
+    own = WordTokenizer(task.words)
+    if tokenizer is None and config.tokens != CorpusConfig.tokens:
+        raise UsageError(f"{task.name} has words of its own for tokens, got --tokens {config.tokens}: leave it out")
+    if tokenizer is not None and tokenizer.to_json() != own.to_json():
+        got = f"{tokenizer.vocabulary} tokens of kind {tokenizer.kind!r}"
+        want = f"another vocabulary than the {len(own.words)} words of {config.source}"
+        raise UsageError(f"the model has {want} ({got}): evaluate it on a task with the words it was trained on")
+    folder = files.cache_folder() / "corpora" / recall.key(task)
+    with contextlib.suppress(DamagedError):
+        return Corpus.at(folder)
+    _prepare(folder, lambda temporary: recall.fill(temporary, task))
+    return Corpus.at(folder)
 
 
 def _key(seen: Survey, split: Plan, config: CorpusConfig, vocabulary: str | None) -> str:
@@ -67,9 +100,7 @@ def _key(seen: Survey, split: Plan, config: CorpusConfig, vocabulary: str | None
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _prepare(
-    folder: Path, source: Source, seen: Survey, split: Plan, config: CorpusConfig, tokenizer: Tokenizer | None
-) -> None:
+def _prepare(folder: Path, fill: Callable[[Path], None]) -> None:
     """Fill `folder` under a lock, unless another process did while we waited for it."""
     _check_writable(folder.parent)
     with files.locked(folder.with_name(f".{folder.name}.lock"), wait=True):
@@ -79,7 +110,7 @@ def _prepare(
         files.discard(folder)
         _sweep(folder)
         try:
-            files.write_folder(folder, lambda temporary: _fill(temporary, source, seen, split, config, tokenizer))
+            files.write_folder(folder, fill)
         finally:
             _sweep(folder)
 

@@ -1,6 +1,7 @@
-"""Text to numbers and back: bytes, byte-level BPE trained on the corpus, GPT-2's BPE from local files.
+"""Text to numbers and back: bytes, byte-level BPE trained on the corpus, GPT-2's BPE from local files, a task's words.
 
-Each gives back exactly the bytes it was given. The end-of-document token stands for no bytes, and no text becomes it.
+Each gives back exactly the bytes it was given (words: with single spaces between them). The end-of-document token
+stands for no bytes, and no text becomes it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Tokenizer(Protocol):
     """What every tokenizer can do."""
 
     kind: str
-    """`bytes`, `bpe` or `gpt2`."""
+    """`bytes`, `bpe`, `gpt2` or `words`."""
     vocabulary: int
     """How many tokens there are, the end-of-document token included."""
     end: int
@@ -45,6 +46,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Ids) -> bytes:
         """The bytes of some tokens; end tokens give none."""
+        ...
+
+    def piece(self, token: int) -> bytes:
+        """What one token adds to a text that goes on: pieces of tokens joined are their text."""
         ...
 
     def to_json(self) -> dict[str, Any]:
@@ -77,9 +82,58 @@ class ByteTokenizer:
         wanted = _checked(ids, self.vocabulary)
         return bytes(wanted[wanted != self.end].astype(np.uint8))
 
+    def piece(self, token: int) -> bytes:
+        """Its byte."""
+        return self.decode([token])
+
     def to_json(self) -> dict[str, Any]:
         """Its kind says everything."""
         return {"kind": self.kind}
+
+
+class WordTokenizer:
+    """A token for each word of a closed list, and one more for the end.
+
+    >>> tokenizer = WordTokenizer(["one", "two", "."])
+    >>> tokenizer.encode(b"two one ."), tokenizer.decode([1, 0, 2, 3])
+    ([1, 0, 2], b'two one .')
+    """
+
+    kind: str = "words"
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self.words = tuple(words)
+        self.end = len(self.words)
+        self.vocabulary = self.end + 1
+        self._numbers = {word.encode(): number for number, word in enumerate(self.words)}
+        if len(self._numbers) < self.end or any(word.split() != [word] for word in self.words):
+            raise UsageError("a vocabulary of words needs words that differ, without spaces in them")
+
+    def encode(self, text: bytes) -> list[int]:
+        """The numbers of the words between spaces; another word than those of the list is a `UsageError`."""
+        words = text.split()
+        for word in words:
+            if word not in self._numbers:
+                known = f"the {self.end} words of this task, such as {self.words[0]!r} or {self.words[-1]!r}"
+                raise UsageError(f"{word.decode(errors='replace')!r} is not in the vocabulary: give {known}")
+        return [self._numbers[word] for word in words]
+
+    def encode_batch(self, texts: list[bytes]) -> list[np.ndarray]:
+        """`encode` of each."""
+        return [np.array(self.encode(text), dtype=np.uint32) for text in texts]
+
+    def decode(self, ids: Ids) -> bytes:
+        """The words with single spaces between them."""
+        wanted = _checked(ids, self.vocabulary)
+        return " ".join([self.words[number] for number in wanted[wanted != self.end].tolist()]).encode()
+
+    def piece(self, token: int) -> bytes:
+        """Its word, after a space."""
+        return b" " + self.decode([token]) if token != self.end else b""
+
+    def to_json(self) -> dict[str, Any]:
+        """Its words in order."""
+        return {"kind": self.kind, "words": list(self.words)}
 
 
 class PairTokenizer:
@@ -106,6 +160,10 @@ class PairTokenizer:
     def decode(self, ids: Ids) -> bytes:
         """The bytes of the tokens, which may end inside a character."""
         return b"".join([self._bytes[number] for number in _checked(ids, self.vocabulary).tolist()])
+
+    def piece(self, token: int) -> bytes:
+        """Its bytes, with the space before a word that BPE keeps there."""
+        return self.decode([token])
 
     def to_json(self) -> dict[str, Any]:
         """The merges and vocabulary in the format of the `tokenizers` library."""
@@ -169,8 +227,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
     data = json.loads(path.read_text())
     if data["kind"] == ByteTokenizer.kind:
         return ByteTokenizer()
+    if data["kind"] == WordTokenizer.kind:
+        return WordTokenizer(data["words"])
     if data["kind"] not in ("bpe", "gpt2"):
-        raise unknown("tokenizer", str(data["kind"]), ["bytes", "bpe", "gpt2"])
+        raise unknown("tokenizer", str(data["kind"]), ["bytes", "bpe", "gpt2", "words"])
     library = _library()
     try:
         model = library.Tokenizer.from_str(json.dumps(data["model"]))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkflow.data import Split, batch, epoch_windows, windows
+from qkflow.data import Split, batch, epoch_windows, lesson, scored, windows
 from qkflow.data.batches import _permuted, _random
 from qkflow.errors import UsageError
 
@@ -88,6 +88,25 @@ def test_a_batch_depends_on_its_arguments_alone() -> None:
     assert (batch(split, seed=3, step=18, batch=4, context=8) != later).any()
 
 
+def test_the_lessons_of_a_text_are_its_batches_with_every_target_scored() -> None:
+    split = stream(1000)
+    tokens, mask = lesson(split, seed=3, step=17, batch=4, context=8)
+    assert (tokens == batch(split, seed=3, step=17, batch=4, context=8)).all()
+    assert mask is None
+    assert scored(split, 5, 7).tolist() == [True] * 7
+    assert tokens[:, 0].tolist() == [205, 789, 13, 709]
+
+
+@QUICK
+@given(gaps=st.lists(st.integers(0, 4), min_size=2, max_size=20), begin=st.integers(0, 10), length=st.integers(0, 60))
+def test_scored_targets_lie_in_an_answer(gaps: list[int], begin: int, length: int) -> None:
+    borders = 1 + np.cumsum([gap + number % 2 for number, gap in enumerate(gaps)])  # no answer is empty
+    answers = borders[: len(borders) // 2 * 2].reshape(-1, 2)
+    split = Split(tokens=np.arange(200), documents=np.array([[1, 200]]), sizes=np.array([1]), answers=answers)
+    inside = {place for first, last in answers.tolist() for place in range(first, last)}
+    assert scored(split, begin, length).tolist() == [begin + 1 + n in inside for n in range(length)]
+
+
 def test_windows_move_and_change_order_from_epoch_to_epoch() -> None:
     split = stream(1000)
     count = epoch_windows(split, context=10)
@@ -114,6 +133,7 @@ def test_the_tokens_mapped_from_disk_are_not_changed() -> None:
         (8, 1, 8, r"has 8 tokens; a window needs context \+ 1 = 9: lower --context"),
         (100, 13, 8, "batch 13 is too large for the corpus: it has 11 windows of 8 tokens; lower --batch"),
         (100, 0, 8, "batch is 0: give at least 1"),
+        (100, -1, 8, "batch is -1: give at least 1"),
         (100, 1, 0, "context is 0: give at least 1"),
     ],
 )

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from qkflow.data import tokenizers
 from qkflow.data.splits import Join, Piece
-from qkflow.data.tokenizers import ByteTokenizer, Tokenizer, load_gpt2, load_tokenizer, save_tokenizer, train_bpe
+from qkflow.data.tokenizers import (
+    ByteTokenizer,
+    Tokenizer,
+    WordTokenizer,
+    load_gpt2,
+    load_tokenizer,
+    save_tokenizer,
+    train_bpe,
+)
 from qkflow.data.writing import whole_words
 from qkflow.errors import UsageError
 
@@ -50,6 +58,7 @@ def test_decoding_what_was_encoded_gives_the_text_back(tokenizer: Tokenizer, tex
     (array,) = tokenizer.encode_batch([data])
     assert array.tolist() == ids
     assert tokenizer.decode(array) == data
+    assert b"".join(tokenizer.piece(number) for number in [*ids, tokenizer.end]) == data
 
 
 @QUICK
@@ -178,3 +187,40 @@ def test_gpt2s_own_files_give_gpt2s_own_tokens(real: Callable[[str], Path]) -> N
     assert (tokenizer.vocabulary, tokenizer.end) == (50257, 50256)
     assert tokenizer.encode(b"Hello world, it's 2024\n\n  x") == [15496, 995, 11, 340, 338, 48609, 628, 220, 2124]
     assert tokenizers.GPT2_END.encode() == tokenizer.decode(tokenizer.encode(b"<|endoftext|>"))
+
+
+WORDS = ["the", "road", "k1", "é", "."]
+
+
+@QUICK
+@given(text=st.lists(st.sampled_from(WORDS)), space=st.sampled_from([" ", "  ", "\n"]))
+def test_words_come_back_with_single_spaces(text: list[str], space: str) -> None:
+    tokenizer = WordTokenizer(WORDS)
+    assert isinstance(tokenizer, Tokenizer)
+    assert (tokenizer.vocabulary, tokenizer.end) == (6, 5)
+    ids = tokenizer.encode(space.join(text).encode())
+    assert ids == [WORDS.index(word) for word in text]
+    assert tokenizer.encode_batch([space.join(text).encode()])[0].tolist() == ids
+    assert tokenizer.decode([5, *ids, 5]).decode() == " ".join(text)
+    assert b"".join(tokenizer.piece(number) for number in [*ids, 5]).decode().split() == text
+
+
+def test_a_vocabulary_of_words_is_saved_and_read_again(tmp_path: Path) -> None:
+    save_tokenizer(WordTokenizer(WORDS), tmp_path / "tokenizer.json")
+    again = load_tokenizer(tmp_path / "tokenizer.json")
+    assert again.to_json() == WordTokenizer(WORDS).to_json()
+    assert again.kind == "words"
+    assert again.encode("é road".encode()) == [3, 1]
+
+
+def test_a_word_that_is_not_in_the_vocabulary_is_named() -> None:
+    with pytest.raises(UsageError, match=r"'raod' is not in the vocabulary: give the 5 words of this task"):
+        WordTokenizer(WORDS).encode(b"the raod .")
+    with pytest.raises(UsageError, match="token 6 is not in the vocabulary"):
+        WordTokenizer(WORDS).decode([6])
+
+
+@pytest.mark.parametrize("words", [["a", "a"], ["two words"], [""]])
+def test_words_that_could_not_be_told_apart_are_refused(words: list[str]) -> None:
+    with pytest.raises(UsageError, match="words that differ, without spaces"):
+        WordTokenizer(words)

@@ -1,0 +1,186 @@
+"""A task is a corpus like any other: prepared once, the same everywhere, with no instance in two parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qkflow.data import CELL, ByteTokenizer, Corpus, CorpusConfig, Split, WordTokenizer, lesson, open_corpus, windows
+from qkflow.data.batches import scored
+from qkflow.data.recall import prepare
+from qkflow.errors import UsageError
+
+MQAR = "mqar:pairs=2+4,length=20,train=60,validation=10,each=5"
+NEEDLE = "s-niah-2:length=48,lengths=48+96,depths=0+50+100,train=30,validation=6,each=2"
+PINNED = {
+    MQAR: "6c2276f22d2baea9b03a2424901141723a3ca5b58164c9d3d40d9aed9b9d9131",
+    NEEDLE: "d9227946d7ead173e976b4c3de4d8e0089b79e9b35a6dfa1ba79bcdc4f9395a2",
+}
+
+
+def opened(source: str) -> Corpus:
+    return open_corpus(CorpusConfig(source=source))
+
+
+def parts(corpus: Corpus) -> dict[str, Split]:
+    return {"train": corpus.train, "validation": corpus.validation, "test": corpus.test}
+
+
+def rows(split: Split) -> list[bytes]:
+    return [split.tokens[begin:end].tobytes() for begin, end in split.documents]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("source", [MQAR, NEEDLE])
+def test_instances_stand_between_end_tokens_and_their_answers_are_on_record(source: str) -> None:
+    corpus = opened(source)
+    for part, split in parts(corpus).items():
+        begins, ends = split.documents.T
+        assert begins.tolist() == [1, *(ends[:-1] + 1)]
+        assert np.flatnonzero(split.tokens == corpus.end).tolist() == [0, *ends]
+        assert len(split.tokens) == corpus.record["parts"][part]["tokens"] == ends[-1] + 1
+        assert split.answers is not None
+        assert split.cells is not None
+        assert split.cells.dtype == CELL
+        assert (ends - begins == split.cells["length"]).all()
+        assert (split.answers[1:, 0] >= split.answers[:-1, 1]).all()
+        owner = np.searchsorted(begins, split.answers[:, 0], side="right") - 1
+        assert (split.answers[:, 1] <= ends[owner]).all()
+        assert np.bincount(owner, weights=np.diff(split.answers).ravel()).tolist() == split.sizes.tolist()
+        if part != "test":
+            assert (split.cells["length"] == corpus.context).all()
+
+
+def test_the_test_part_is_the_grid_cell_after_cell() -> None:
+    mqar, needle = opened(MQAR), opened(NEEDLE)
+    assert mqar.test.cells is not None
+    assert needle.test.cells is not None
+    assert mqar.test.cells.tolist() == [(pairs, 20, -1) for pairs in (2, 4) for _ in range(5)]
+    grid = [(-1, length, depth) for length in (48, 96) for depth in (0, 50, 100) for _ in range(2)]
+    assert needle.test.cells.tolist() == grid
+    assert (len(mqar.train.documents), len(mqar.validation.documents)) == (60, 10)
+
+
+def test_the_record_says_what_the_task_is_and_texts_have_none(tmp_path: Path) -> None:
+    corpus = opened(MQAR)
+    assert (corpus.name, corpus.context, corpus.chance, corpus.unit) == (MQAR, 20, 1 / 64, "answer token")
+    assert corpus.task is not None
+    assert (corpus.task["spec"], corpus.task["axes"]) == (MQAR, ["pairs"])
+    assert opened(NEEDLE).task["axes"] == ["length", "depth"]  # type: ignore[index]
+    (tmp_path / "text.txt").write_text("some text that is long enough\n" * 400)
+    text = opened(str(tmp_path / "text.txt"))
+    assert (text.task, text.context, text.chance, text.unit) == (None, None, None, "byte")
+    assert (text.train.answers, text.train.cells) == (None, None)
+    assert not list(text.folder.glob("*.answers.npy"))
+
+
+@pytest.mark.parametrize("source", [MQAR, NEEDLE])
+def test_a_spec_gives_the_same_tokens_on_every_machine(source: str) -> None:
+    assert opened(source).digest == PINNED[source]
+
+
+@pytest.mark.parametrize("source", [MQAR, NEEDLE])
+def test_prepared_twice_is_the_same_to_the_byte_whatever_the_block(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = opened(source)
+    monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr(prepare, "BLOCK", 100)
+    second = opened(source)
+    assert first.folder.name == second.folder.name
+    assert content(first.folder) == content(second.folder)
+
+
+def test_every_option_that_matters_makes_another_corpus() -> None:
+    digests = {opened(f"{MQAR}{more}").digest for more in ("", ",seed=1", ",keys=65", ",values=65", ",fillers=2")}
+    assert len(digests) == 5
+
+
+@pytest.mark.parametrize(
+    "source", ["mqar:pairs=1,length=5,keys=3,values=4,train=200,validation=3,each=4", MQAR, NEEDLE]
+)
+def test_no_instance_is_in_two_parts_even_where_there_are_few(source: str) -> None:
+    train, validation, test = (Counter(rows(split)) for split in parts(opened(source)).values())
+    assert not train.keys() & validation.keys()
+    assert not train.keys() & test.keys()
+    assert not validation.keys() & test.keys()
+
+
+def test_a_task_without_enough_instances_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"too few different instances to fill validation with 512 that are new"):
+        opened("mqar:pairs=1,length=4,keys=1,values=2")
+
+
+@pytest.mark.parametrize("name", ["train.tokens", "test.answers.npy", "corpus.json"])
+def test_a_damaged_folder_is_made_again(name: str) -> None:
+    corpus = opened(MQAR)
+    before = content(corpus.folder)
+    (corpus.folder / name).write_bytes(b"torn")
+    assert content(opened(MQAR).folder) == before
+    assert not [path for path in corpus.folder.parent.iterdir() if path.suffix == ".tmp"]
+
+
+def test_an_epoch_takes_every_instance_once_with_its_answers_scored() -> None:
+    train = opened(MQAR).train
+    begins = train.documents[:, 0].tolist()
+    answers = {tuple(train.tokens[at - 1 : at + 20].tolist()): scored(train, at - 1, 20).tolist() for at in begins}
+    steps = [lesson(train, seed=3, step=step, batch=8, context=20) for step in range(30)]
+    drawn = np.concatenate([step.tokens for step in steps])
+    masks = np.concatenate([step.scored for step in steps if step.scored is not None])
+    orders = [[tuple(row) for row in drawn[60 * epoch : 60 * epoch + 60].tolist()] for epoch in range(4)]
+    for order in orders:
+        assert sorted(order) == sorted(answers)
+    assert len({tuple(order) for order in orders}) == 4
+    assert masks.shape == (240, 20)
+    assert masks.tolist() == [answers[tuple(row)] for row in drawn.tolist()]
+
+
+def test_scored_targets_are_the_answers_and_nothing_else() -> None:
+    corpus = opened(NEEDLE)
+    for split in (corpus.validation, corpus.test):
+        found = windows(split, context=96)
+        assert [window.document for window in found] == list(range(len(split.documents)))
+        for window in found:
+            mask = scored(split, window.begin, window.length)
+            assert np.flatnonzero(mask).tolist() == list(range(window.length - 5, window.length))
+    assert scored(corpus.test, 0, 200).sum() == 20
+
+
+def test_a_lesson_needs_the_length_of_the_task_and_enough_instances() -> None:
+    corpus = opened(NEEDLE)
+    with pytest.raises(UsageError, match="context is 64, but the task's instances have 48 tokens: give --context 48"):
+        lesson(corpus.train, seed=0, step=0, batch=2, context=64)
+    with pytest.raises(UsageError, match="have 48 or 96 tokens"):
+        lesson(corpus.test, seed=0, step=0, batch=2, context=48)
+    with pytest.raises(UsageError, match=r"batch 31 is too large .* 30 instances to learn from; lower --batch"):
+        lesson(corpus.train, seed=0, step=0, batch=31, context=48)
+    with pytest.raises(UsageError, match="batch is 0"):
+        lesson(corpus.train, seed=0, step=0, batch=0, context=48)
+
+
+def test_tasks_are_read_with_their_own_words_only(tmp_path: Path) -> None:
+    corpus = opened(MQAR)
+    other = "mqar:pairs=3,length=40,train=20,validation=5,each=5"
+    assert open_corpus(CorpusConfig(source=other), tokenizer=corpus.tokenizer).vocabulary == corpus.vocabulary
+    for tokenizer in (ByteTokenizer(), WordTokenizer(["k0", "v0"])):
+        with pytest.raises(UsageError, match=r"another vocabulary than the 129 words of mqar:.* trained on"):
+            open_corpus(CorpusConfig(source=MQAR), tokenizer=tokenizer)
+    with pytest.raises(UsageError, match="mqar has words of its own for tokens, got --tokens bpe: leave it out"):
+        open_corpus(CorpusConfig(source=MQAR, tokens="bpe"))
+    (tmp_path / "text.txt").write_text("k0 v0 " * 2000)
+    with pytest.raises(UsageError, match=r"text.txt is text, which the words of a recall task cannot spell"):
+        open_corpus(CorpusConfig(source=str(tmp_path / "text.txt")), tokenizer=corpus.tokenizer)
+
+
+def test_a_task_decodes_to_its_words() -> None:
+    corpus = opened(NEEDLE)
+    begin, end = corpus.test.documents[0]
+    text = corpus.decode(corpus.test.tokens[begin - 1 : end + 1]).decode()
+    assert text.startswith("the number of ")
+    assert corpus.encode(text) == corpus.test.tokens[begin:end].tolist()
