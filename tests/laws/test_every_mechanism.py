@@ -71,6 +71,12 @@ ALIKE = {
     "gated-deltanet",
     *MEMORIES,
     *PHASES,
+    "standard:key_heads=2",
+    "standard:qk_norm=True",
+    "standard:window=3",
+    "differential:key_heads=1",
+    "differential:window=4,qk_norm=True",
+    "differential+hamiltonian:key_heads=1,qk_norm=True",
     "coupled:steps=7",
     "coupled:window=3,key_heads=1,qk_norm=True",
     "coupled:sharing=none,key_heads=2",
@@ -79,7 +85,8 @@ ALIKE = {
     "differential+uncoupled:window=4",
     "differential+nonlinear-query",
 }
-"""Those whose graphs are put together from those of others: they are not compiled."""
+"""Those whose graphs are put together from those of others, such as `standard:window=3,key_heads=1,qk_norm=True` and
+`differential`: they are not compiled."""
 COMPILED = tuple(base for base in BASES if base not in ALIKE)
 WHOLE = ("coupled", "qdelta", "kuramoto")
 """One of each family, which has in it what the plainer ones have: a minute each through the compiler users meet."""

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from qkflow.cli.recall_table import percent
 from qkflow.training import Callback, Result, Run
 
 _LINES_EVERY = 5.0
@@ -69,8 +70,11 @@ class Watch(Callback):
     def on_evaluate(self, record: Mapping[str, Any]) -> None:
         """Write the held-out figures as a line that stays."""
         perplexity = record["perplexity"]
-        told = "" if perplexity is None else f"  perplexity {perplexity:,.2f} per token"
-        self.say(f"step {record['step']:>6,}  held-out {record['bits_per_byte']:.3f} bits per byte{told}")
+        if "accuracy" in record:
+            unit, told = "answer token", f"  accuracy {percent(record['accuracy'])}"
+        else:
+            unit, told = "byte", "" if perplexity is None else f"  perplexity {perplexity:,.2f} per token"
+        self.say(f"step {record['step']:>6,}  held-out {record['bits_per_byte']:.3f} bits per {unit}{told}")
         self.rate.pause()
 
     def on_checkpoint(self, path: Path) -> None:

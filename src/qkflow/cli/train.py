@@ -14,12 +14,13 @@ from rich.console import Console
 
 from qkflow.cli.options import command_line, findable, flag, flags_given, given, new_folder, seconds
 from qkflow.cli.progress import Watch
+from qkflow.cli.recall_table import percent
 from qkflow.configs import from_dict, to_dict
 from qkflow.data import CorpusConfig, open_corpus
 from qkflow.errors import UsageError, unknown
 from qkflow.models import SIZES, DecoderConfig, size
 from qkflow.study.arm import parse_arm
-from qkflow.training import TrainConfig, read_metrics, steps_for_budget, train
+from qkflow.training import Result, TrainConfig, read_metrics, read_recall, steps_for_budget, train
 
 _DEFAULT_BUDGET = "2m"
 _OPEN = 10**9
@@ -28,18 +29,20 @@ _OPEN = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a language model on a text, and resume where it stopped.
+    """Train a language model on a text or a task, and resume where it stopped.
 
     For example:
       qkflow train                               two minutes on Python's own library
       qkflow train my.txt --size 5m --budget 1h  as many steps as an hour allows
       qkflow train enwik8 --mechanism differential --steps 2000 --out runs/diff
       qkflow train my.txt --qk-ratio 20          queries and keys learn faster
+      qkflow train mqar --mechanism qdelta       recall of many pairs, in accuracy
       qkflow train --resume runs/diff            after Ctrl-C, a crash, a power cut
     """
 
     corpus: Annotated[str | None, tyro.conf.Positional, flag("CORPUS", "python-stdlib")] = None
-    """A file or folder of text, or a name: python-stdlib, enwik8, text8, wikitext-103, hf:NAME."""
+    """A file or folder of text, or a name: python-stdlib, enwik8, text8, wikitext-103, hf:NAME; or a task: mqar,
+    s-niah-1, s-niah-2, s-niah-3, as in mqar:pairs=4+8."""
     mechanism: Annotated[str | None, flag("NAME", "standard")] = None
     """The mechanism, as in standard:window=128."""
     size: Annotated[str | None, flag("NAME", "1m")] = None
@@ -48,7 +51,7 @@ class Train:
     """Optimiser steps. Without them, --budget."""
     budget: Annotated[str | None, flag("TIME", "2m")] = None
     """Time to train for, such as 90s, 2m or 1h: measured first, then frozen as steps."""
-    context: Annotated[int | None, flag("N", "256")] = None
+    context: Annotated[int | None, flag("N", "256, or the task's")] = None
     """Tokens a window."""
     batch: Annotated[int | None, flag("N", "32")] = None
     """Windows a step."""
@@ -94,10 +97,7 @@ class Train:
                 result = train(config, self._folder(config), callbacks=[watch], command=command_line())
         finally:
             watch.close()
-        records = read_metrics(result.folder / "metrics.jsonl")
-        before = next(record["bits_per_byte"] for record in records if record["kind"] == "eval")
-        after = result.metrics["bits_per_byte"]
-        watch.say(f"held-out bits per byte: {before:.3f} before, {after:.3f} after; saved in {result.folder}")
+        watch.say(f"held-out {_gain(result)}; saved in {result.folder}")
         return 0
 
     def _refuse_others(self) -> None:
@@ -126,8 +126,10 @@ class Train:
         if not isinstance(named, str):
             raise unknown("size", named, SIZES)
         corpus_config = findable(from_dict(CorpusConfig, corpus, where=" in 'corpus'"))
-        if "vocabulary" not in model:
-            model["vocabulary"] = open_corpus(corpus_config).vocabulary
+        opened = open_corpus(corpus_config)
+        model.setdefault("vocabulary", opened.vocabulary)
+        if opened.context is not None:
+            settings.setdefault("context", opened.context)
         model = {**to_dict(size(named)), **model, **shape}
         flags = given(
             steps=self.steps,
@@ -171,6 +173,16 @@ class Train:
         if not config.ratio.plain:
             stem += f"-r={config.qk_ratio:g}" + ("" if config.qk_growth is None else f"-growth={config.qk_growth:g}")
         return new_folder(re.sub(r"[^\w.=-]+", "_", stem) + f"-seed{config.seed}")
+
+
+def _gain(result: Result) -> str:
+    """The figure that counts, before the first step and after the last."""
+    records = read_metrics(result.folder / "metrics.jsonl")
+    before = next(record for record in records if record["kind"] == "eval")
+    if (recall := read_recall(result.folder)) is None:
+        return f"bits per byte: {before['bits_per_byte']:.3f} before, {result.metrics['bits_per_byte']:.3f} after"
+    told = f"accuracy: {percent(before['accuracy'])} before, {percent(result.metrics['accuracy'])} after"
+    return f"{told} (chance {percent(recall.task['chance'])})"
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -6,19 +6,26 @@ from qkflow.training.config import TrainConfig
 from qkflow.training.evaluation import Evaluation, evaluate
 from qkflow.training.loop import train
 from qkflow.training.metrics import read_metrics
+from qkflow.training.recall import CellResult, RecallResult, by_cell, read_recall, together, write_recall
 from qkflow.training.run import LoadedRun, load_run, resume_command
 
 __all__ = [
     "Callback",
+    "CellResult",
     "Evaluation",
     "LoadedRun",
+    "RecallResult",
     "Result",
     "Run",
     "TrainConfig",
+    "by_cell",
     "evaluate",
     "load_run",
     "read_metrics",
+    "read_recall",
     "resume_command",
     "steps_for_budget",
+    "together",
     "train",
+    "write_recall",
 ]

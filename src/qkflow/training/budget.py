@@ -6,10 +6,11 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from qkflow.data import Split, windows
+from qkflow.data import Split
 from qkflow.errors import UsageError
 from qkflow.training.config import TrainConfig
 from qkflow.training.environment import pick_device
+from qkflow.training.evaluation import held_out
 from qkflow.training.learner import Learner, open_checked
 from qkflow.training.runtime import own_randomness, threads
 
@@ -50,12 +51,14 @@ def steps_for_budget(config: TrainConfig, seconds: float) -> int:
     if not seconds > 0:
         raise UsageError(f"a budget must be more than 0 seconds, got {seconds:g}")
     speed = measure(config, min(0.05 * seconds, 5.0))
-    validation = open_checked(config).validation
-    during = speed.token * scored(validation, config, config.evaluate_tokens)
-    final = speed.token * scored(validation, config, config.final_tokens)
+    corpus = open_checked(config)
+    during = speed.token * scored(corpus.validation, config, config.evaluate_tokens)
+    final = speed.token * scored(corpus.validation, config, config.final_tokens)
+    if corpus.task is not None:
+        final += speed.token * scored(corpus.test, config, None)
     return max(1, int((seconds - during - final) / (speed.step + during / config.evaluate_every)))
 
 
 def scored(split: Split, config: TrainConfig, limit: int | None) -> int:
     """Tokens that an evaluation with this limit reads."""
-    return sum(window.length for window in windows(split, context=config.context, stride=config.stride, limit=limit))
+    return sum(window.length for window in held_out(split, context=config.context, stride=config.stride, limit=limit))

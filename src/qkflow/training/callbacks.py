@@ -38,7 +38,7 @@ class Result:
     step: int
     """Steps made."""
     metrics: Mapping[str, Any]
-    """The last evaluation's record: bits_per_byte, perplexity and so on."""
+    """The last evaluation's record: bits_per_byte, perplexity and so on; of a task, accuracy."""
     documents: np.ndarray
     """Loss of each held-out document: nats, tokens, bytes."""
     was_finished: bool

@@ -30,7 +30,7 @@ class TrainConfig:
     steps: int
     """Optimiser steps."""
     context: int = 256
-    """Tokens a window."""
+    """Tokens a window; for a task, those of its instances."""
     batch: int = 32
     """Windows a step, over all its micro-batches."""
     accumulate: int = 1

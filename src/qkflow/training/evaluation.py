@@ -1,9 +1,13 @@
-"""Held-out loss, document by document: bits per byte compare across vocabularies, perplexity is per token."""
+"""Held-out loss, document by document: bits per byte compare across vocabularies, perplexity is per token.
+
+An instance of a task is a document too: only its answers are scored, and a question is right if every token of its
+answer is the likeliest one after all before it, which is what greedy decoding would have written.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qkflow.data import Split, Window, windows
+from qkflow.data import Split, Window, scored, windows
 from qkflow.errors import DivergenceError, Interrupted, NotFiniteError, UsageError
 from qkflow.models import Decoder
+from qkflow.training.answers import Marks
 from qkflow.training.divergence import first_bad_module
 
 DOCUMENT = np.dtype([("nats", "<f8"), ("tokens", "<i8"), ("bytes", "<i8")])
 """One document in documents.npy."""
+PIECE = 8192
+"""Tokens of a long instance that are read at once: what some mechanisms hold grows with their square."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +38,9 @@ class Evaluation:
     """
 
     documents: np.ndarray
-    """One row a document, of dtype `DOCUMENT`: nats, tokens, bytes."""
+    """One row a document, of dtype `DOCUMENT`: nats, tokens, bytes; of a task, answer tokens are all that counts."""
+    cells: np.ndarray | None = None
+    """One row a document, of dtype `ANSWERED`, where the documents are instances of a task."""
 
     @property
     def loss(self) -> float:
@@ -40,7 +49,7 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits needed for a byte of text."""
+        """Bits needed for a byte of text, or for a token of an answer."""
         return float(self.documents["nats"].sum() / math.log(2) / self.documents["bytes"].sum())
 
     @property
@@ -48,9 +57,14 @@ class Evaluation:
         """The exponential of the loss a token; infinite past what a float holds."""
         return math.exp(self.loss) if self.loss < 709 else math.inf
 
+    @property
+    def accuracy(self) -> float | None:
+        """The part of a task's questions that were answered right; None for text, which asks none."""
+        return None if self.cells is None else float(self.cells["right"].sum() / self.cells["questions"].sum())
+
     def summary(self) -> dict[str, Any]:
         """The figures as JSON has them: an infinite perplexity is null."""
-        return {
+        figures = {
             "bits_per_byte": self.bits_per_byte,
             "perplexity": self.perplexity if math.isfinite(self.perplexity) else None,
             "loss": self.loss,
@@ -58,6 +72,9 @@ class Evaluation:
             "scored_tokens": int(self.documents["tokens"].sum()),
             "scored_bytes": int(self.documents["bytes"].sum()),
         }
+        if self.cells is not None:
+            figures |= {"accuracy": self.accuracy, "questions": int(self.cells["questions"].sum())}
+        return figures
 
 
 def evaluate(
@@ -74,53 +91,85 @@ def evaluate(
 
     The loss of a document is the sum over exactly its own tokens, the first predicted from the token before it. Windows
     of about the same length share a batch and are padded on the right, which changes nothing in a causal model.
+    Instances of a task are read whole, however long; a batch has no more tokens than `batch` windows of `context`.
     `should_stop` is asked between batches; if it says yes, `Interrupted` is raised.
     """
     if batch < 1:
         raise UsageError(f"the evaluation batch must be at least 1, got {batch}")
-    todo = windows(split, context=context, stride=stride, limit=limit)
+    todo = held_out(split, context=context, stride=stride, limit=limit)
     if not todo:
         raise UsageError("there is no held-out document to evaluate on: give a larger corpus")
     todo.sort(key=lambda window: -window.length)  # the longest first: what does not fit into memory fails at once
-    nats = np.zeros(len(split.documents))
-    counts = np.zeros(len(split.documents), np.int64)
+    documents = np.zeros(len(split.documents), DOCUMENT)
+    documents["bytes"] = split.sizes
+    marks = None if split.answers is None else Marks(split)
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():  # not inference mode: what a layer caches there could not be trained with later
-            for begin in range(0, len(todo), batch):
+            for group in _groups(todo, batch, context):
                 if should_stop():
                     raise Interrupted("stopped in an evaluation")
-                group = todo[begin : begin + batch]
-                for window, value in zip(group, _losses(model, split, group, device), strict=True):
-                    nats[window.document] += value
-                    counts[window.document] += window.length - window.skip
+                tokens, mask = _padded(split, group)
+                nats, hits = _losses(model, tokens.to(device), mask.to(device), answers=marks is not None)
+                for row, window in enumerate(group):
+                    documents["nats"][window.document] += nats[row]
+                    documents["tokens"][window.document] += int(mask[row].sum())
+                    if marks is not None:
+                        marks.mark(window, hits[row])
     finally:
         model.train(was_training)
-    seen = counts > 0
-    documents = np.zeros(int(seen.sum()), DOCUMENT)
-    documents["nats"], documents["tokens"], documents["bytes"] = nats[seen], counts[seen], split.sizes[seen]
-    return Evaluation(documents)
+    seen = documents["tokens"] > 0
+    return Evaluation(documents[seen], None if marks is None else marks.cells[seen])
 
 
-def _losses(model: Decoder, split: Split, group: list[Window], device: torch.device) -> list[float]:
-    """The summed loss of the tokens that each window scores, in nats."""
+def held_out(split: Split, *, context: int, stride: int | None = None, limit: int | None = None) -> list[Window]:
+    """The windows that an evaluation reads: of a text, stretches of `context`; of a task, instances whole."""
+    if split.answers is None:
+        return windows(split, context=context, stride=stride, limit=limit)
+    longest = int(np.diff(split.documents).max(initial=1))
+    return windows(split, context=max(context, longest), limit=limit)
+
+
+def _groups(todo: list[Window], batch: int, context: int) -> Iterator[list[Window]]:
+    """Windows that are read together, the longest first: `batch` of them, or fewer where they pass the context."""
+    begin = 0
+    while begin < len(todo):
+        count = min(batch, max(1, batch * context // todo[begin].length))
+        yield todo[begin : begin + count]
+        begin += count
+
+
+def _padded(split: Split, group: list[Window]) -> tuple[Tensor, Tensor]:
+    """The tokens `[b, t + 1]` of some windows, and which of their targets `[b, t]` count."""
     width = max(window.length for window in group) + 1
-    padded = np.zeros((len(group), width), np.int64)
-    scored = np.zeros((len(group), width - 1), bool)
+    tokens = np.zeros((len(group), width), np.int64)
+    mask = np.zeros((len(group), width - 1), bool)
     for row, window in enumerate(group):
-        padded[row, : window.length + 1] = split.tokens[window.begin : window.begin + window.length + 1]
-        scored[row, window.skip : window.length] = True
-    tokens, mask = torch.from_numpy(padded).to(device), torch.from_numpy(scored).to(device)
+        tokens[row, : window.length + 1] = split.tokens[window.begin : window.begin + window.length + 1]
+        mask[row, window.skip : window.length] = scored(split, window.begin, window.length)[window.skip :]
+    return torch.from_numpy(tokens), torch.from_numpy(mask)
+
+
+def _losses(model: Decoder, tokens: Tensor, mask: Tensor, *, answers: bool) -> tuple[list[float], np.ndarray]:
+    """The loss of each row's scored targets, summed, in nats; for `answers`, also which targets `[b, t]` were hit."""
+    targets, hits = tokens[:, 1:], torch.zeros_like(mask)
 
     def forward() -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            return model(tokens[:, :-1])[0]
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.device.type == "cuda"):
+            return model.logits(_read(model, tokens[:, :-1])[mask]) if answers else model(tokens[:, :-1])[0]
 
     try:
-        losses = F.cross_entropy(forward().flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
-        sums = losses.view_as(mask).masked_fill(~mask, 0.0).cpu().double().sum(1).tolist()
+        logits = forward()
+        if answers:
+            losses = torch.zeros(mask.shape, device=mask.device)
+            losses[mask] = F.cross_entropy(logits.float(), targets[mask], reduction="none")
+            hits[mask] = logits.argmax(-1) == targets[mask]
+        else:
+            losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+            losses = losses.view_as(mask).masked_fill(~mask, 0.0)
+        sums = losses.cpu().double().sum(1).tolist()
     except NotFiniteError:
         sums = [math.nan]
     if not all(map(math.isfinite, sums)):
@@ -128,4 +177,13 @@ def _losses(model: Decoder, split: Split, group: list[Window], device: torch.dev
         raise DivergenceError(
             f"the loss of held-out text is not finite: the first output that is not is that of {where}"
         )
-    return sums
+    return sums, hits.cpu().numpy()
+
+
+def _read(model: Decoder, tokens: Tensor) -> Tensor:
+    """The stream `[b, t, d]` before the head, read piece by piece with the state carried: the law of splits."""
+    pieces, state = [], None
+    for piece in tokens.split(PIECE, dim=1):
+        x, state = model.read(piece, state)
+        pieces.append(x)
+    return torch.cat(pieces, dim=1)

@@ -6,20 +6,21 @@ import math
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkflow.data import Corpus, batch, open_corpus, windows
+from qkflow.data import Corpus, Split, lesson, open_corpus
 from qkflow.errors import DivergenceError, Interrupted, NotFiniteError, UsageError
 from qkflow.layout import Layout
 from qkflow.models import Decoder
 from qkflow.training.config import TrainConfig
 from qkflow.training.divergence import first_bad_gradient, first_bad_module
-from qkflow.training.evaluation import Evaluation, evaluate
+from qkflow.training.evaluation import Evaluation, evaluate, held_out
 from qkflow.training.optimizer import build_optimizer, set_rates
 from qkflow.training.runtime import step_seed
 from qkflow.training.schedule import multiplier
@@ -33,10 +34,28 @@ def open_checked(config: TrainConfig) -> Corpus:
             f"the model has a vocabulary of {config.model.vocabulary}, the corpus {corpus.name} needs "
             f"{corpus.vocabulary}: set the model's vocabulary to that"
         )
-    batch(corpus.train, seed=config.data_seed, step=0, batch=config.batch, context=config.context)
-    if not windows(corpus.validation, context=config.context, stride=config.stride, limit=1):
+    if corpus.context is not None and config.context != corpus.context:
+        raise UsageError(
+            f"an instance of {corpus.name} has {corpus.context} tokens, got a context of {config.context}: "
+            f"give --context {corpus.context}, or leave it out"
+        )
+    if corpus.context is not None and config.stride is not None:
+        raise UsageError(f"stride cuts text, and instances of {corpus.name} are read whole: leave it out")
+    lesson(corpus.train, seed=config.data_seed, step=0, batch=config.batch, context=config.context)
+    if not held_out(corpus.validation, context=config.context, stride=config.stride, limit=1):
         raise UsageError(f"the corpus {corpus.name} has no held-out document to evaluate on: give more text")
     return corpus
+
+
+class _Part(NamedTuple):
+    """A micro-batch."""
+
+    tokens: Tensor
+    """Its windows `[b, t + 1]`."""
+    scored: Tensor | None
+    """Which of its targets `[b, t]` count; None: all."""
+    share: float
+    """How many times as many of them the whole step has."""
 
 
 class Learner:
@@ -54,10 +73,10 @@ class Learner:
     def learn(self, should_stop: Callable[[], bool]) -> dict[str, Any]:
         """Make one step; its record. A loss or gradient that is not finite moves no weight and raises."""
         config, began = self.config, time.perf_counter()
-        tokens = batch(
+        tokens, scored = lesson(
             self.corpus.train, seed=config.data_seed, step=self.step, batch=config.batch, context=config.context
         )
-        parts = torch.from_numpy(tokens).to(self.device).chunk(config.accumulate)
+        parts = self._parts(tokens, scored)
         torch.manual_seed(step_seed(config.seed, self.step))
         self.model.train()
         self.optimizer.zero_grad()
@@ -66,7 +85,7 @@ class Learner:
             if should_stop():
                 raise Interrupted(f"stopped in step {self.step + 1}")
             try:
-                loss = self.loss(part) / config.accumulate
+                loss = self.loss(part.tokens, part.scored) / part.share
             except NotFiniteError as error:
                 raise self._diverged(parts, math.nan) from error
             loss.backward()
@@ -96,12 +115,19 @@ class Learner:
 
     def evaluate(self, limit: int | None, should_stop: Callable[[], bool]) -> Evaluation:
         """The loss of the validation documents as the config says, of about `limit` tokens of them."""
+        return self._evaluate(self.corpus.validation, limit, should_stop)
+
+    def recall(self, should_stop: Callable[[], bool]) -> Evaluation:
+        """The whole test grid of a task."""
+        return self._evaluate(self.corpus.test, None, should_stop)
+
+    def _evaluate(self, split: Split, limit: int | None, should_stop: Callable[[], bool]) -> Evaluation:
         config = self.config
         # Eagerly: evaluations have other shapes than training, and compiling for them could change its bits.
         with torch.compiler.set_stance("force_eager"):
             return evaluate(
                 self.model,
-                self.corpus.validation,
+                split,
                 context=config.context,
                 batch=config.evaluate_batch,
                 stride=config.stride,
@@ -109,20 +135,35 @@ class Learner:
                 should_stop=should_stop,
             )
 
-    def loss(self, tokens: Int[Tensor, "b t1"]) -> Float[Tensor, ""]:
-        """The mean loss of predicting each token of the windows but the first."""
+    def loss(self, tokens: Int[Tensor, "b t1"], scored: Bool[Tensor, "b t"] | None = None) -> Float[Tensor, ""]:
+        """The mean loss of predicting each token of the windows but the first, or those of them that are `scored`."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        # The end token stands before a document as its first context, so a segment begins with it.
-        layout = None if self.config.crossing else Layout.segmented(inputs == self.corpus.end)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits, _ = self.model(inputs, layout=layout)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            if scored is None:
+                # The end token stands before a document as its first context, so a segment begins with it.
+                layout = None if self.config.crossing else Layout.segmented(inputs == self.corpus.end)
+                logits, targets = self.model(inputs, layout=layout)[0].flatten(0, 1), targets.flatten()
+            elif self.config.compile:  # what is compiled is the whole model, and a window holds one document
+                logits, targets = self.model(inputs)[0][scored], targets[scored]
+            else:
+                logits, targets = self.model.logits(self.model.read(inputs)[0][scored]), targets[scored]
+        return F.cross_entropy(logits.float(), targets)
 
-    def _diverged(self, parts: tuple[Tensor, ...], loss: float) -> DivergenceError:
+    def _parts(self, tokens: np.ndarray, scored: np.ndarray | None) -> list[_Part]:
+        """The micro-batches of a step; each weighs as much as it has of the targets that the step scores."""
+        rows = torch.from_numpy(tokens).to(self.device).chunk(self.config.accumulate)
+        if scored is None:
+            return [_Part(part, None, float(len(rows))) for part in rows]
+        masks = np.split(scored, len(rows))
+        shares = [scored.sum() / mask.sum() for mask in masks]
+        there = [torch.from_numpy(mask).to(self.device) for mask in masks]
+        return [_Part(*part) for part in zip(rows, there, map(float, shares), strict=True)]
+
+    def _diverged(self, parts: list[_Part], loss: float) -> DivergenceError:
         """Make the step's forward pass again, with the same dropout, and say where it broke."""
         torch.manual_seed(step_seed(self.config.seed, self.step))
         with torch.compiler.set_stance("force_eager"):
-            module = first_bad_module(self.model, lambda: [self.loss(part) for part in parts])
+            module = first_bad_module(self.model, lambda: [self.loss(part.tokens, part.scored) for part in parts])
         if module is not None:
             where = f"the first output that is not finite is that of {module}"
         elif math.isfinite(loss):

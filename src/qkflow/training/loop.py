@@ -22,6 +22,7 @@ from qkflow.training.environment import environment, pick_device
 from qkflow.training.learner import Learner, open_checked
 from qkflow.training.metrics import Metrics
 from qkflow.training.optimizer import optimizer_tensors
+from qkflow.training.recall import RecallResult, by_cell, read_recall, write_recall
 from qkflow.training.resume import config_of, note_session, restore, threads_of
 from qkflow.training.run import (
     begin,
@@ -152,18 +153,19 @@ class Loop:
         """Before the first step, every so often, and after the last; once, even if a checkpoint came in between."""
         step, config = self.learner.step, self.config
         last = step == config.steps
-        documents = self.folder / "documents.npy"
-        if step in self.metrics.evaluated and not (last and read_documents(documents) is None):
+        known = step in self.metrics.evaluated
+        if known and not (last and self._lacks_results()):
             return
         if step % config.evaluate_every and not last:
             return
         began = time.perf_counter()
         try:
             result = self.learner.evaluate(config.final_tokens if last else config.evaluate_tokens, self.stop)
+            if last:  # before the record, which says that they are there
+                self._answer(again=not known)
+                write_documents(self.folder / "documents.npy", result.documents)
         except DivergenceError as error:
             raise DivergenceError(f"after step {step}, {error}") from error
-        if last:
-            write_documents(documents, result.documents)  # before the record, which says that they are there
         record = {
             "kind": "eval",
             "step": step,
@@ -172,9 +174,22 @@ class Loop:
             "seconds": self.seconds,
             "evaluation_seconds": time.perf_counter() - began,
         }
-        if step not in self.metrics.evaluated:
+        if not known:
             self.metrics.write(record)
         self.watch.on_evaluate(record)
+
+    def _lacks_results(self) -> bool:
+        """Whether a file that the last evaluation leaves is missing or damaged."""
+        missing = self.learner.corpus.task is not None and read_recall(self.folder) is None
+        return missing or read_documents(self.folder / "documents.npy") is None
+
+    def _answer(self, *, again: bool) -> None:
+        """Answer the test grid of a task and write recall.json; a whole one is kept unless it is made `again`."""
+        task = self.learner.corpus.task
+        if task is None or not (again or read_recall(self.folder) is None):
+            return
+        cells = by_cell(self.learner.recall(self.stop))
+        write_recall(self.folder, RecallResult(task=task, split="test", step=self.learner.step, cells=cells))
 
     def _checkpoint_if_due(self) -> None:
         every, minutes, step = self.config.checkpoint_every, self.config.checkpoint_minutes, self.learner.step

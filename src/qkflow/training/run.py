@@ -7,6 +7,7 @@ RUN/
   metrics.jsonl          a line for each logged step and each evaluation
   checkpoints/           the last two
   documents.npy          loss of each held-out document after the last step
+  recall.json            of a task: how the cells of its test grid were answered after the last step
   weights.safetensors    written last: with it, the run is finished
   lock                   held by the process that trains
 """
@@ -33,6 +34,7 @@ from qkflow.training.config import TrainConfig
 from qkflow.training.environment import pick_device
 from qkflow.training.evaluation import DOCUMENT
 from qkflow.training.metrics import read_metrics
+from qkflow.training.recall import read_recall
 from qkflow.training.tensors import load_model_tensors, load_tensors, model_tensors, refuse_foreign, save_tensors
 
 
@@ -177,12 +179,14 @@ def finished(folder: Path) -> Result | None:
 
 
 def result_of(folder: Path, *, was_finished: bool) -> Result | None:
-    """The last evaluation and its documents, if both are there."""
+    """The last evaluation and its files, if all are there."""
     evaluations = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "eval"]
     documents = read_documents(folder / "documents.npy")
     if not evaluations or documents is None:
         return None
     last = evaluations[-1]
+    if "accuracy" in last and read_recall(folder) is None:
+        return None
     return Result(folder=folder, step=last["step"], metrics=last, documents=documents, was_finished=was_finished)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
@@ -16,9 +17,11 @@ from torch import nn
 from qkflow.data import Corpus, CorpusConfig, open_corpus
 from qkflow.errors import Interrupted
 from qkflow.models import DecoderConfig
+from qkflow.ops import native
 from qkflow.training import Callback, Result, Run, TrainConfig, train
 
 Configure = Callable[..., TrainConfig]
+TASK = "mqar:pairs=1+4,length=16,keys=6,values=3,train=60,validation=12,each=6"
 
 
 class Watcher(Callback):
@@ -67,6 +70,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _alone(texts: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    native.prepare()  # from the suite's own cache, where they may be built already
     monkeypatch.setenv("QKFLOW_CACHE", str(texts.parent / "cache"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -87,6 +91,20 @@ def configure(texts: Path) -> Configure:
         shape = {"width": 16, "layers": 2, "heads": 2, "hidden": 32, **(model or {})}
         small = {"steps": 4, "context": 16, "batch": 4, "log_every": 1, "evaluate_tokens": 300, "device": "cpu"}
         return TrainConfig(corpus=CorpusConfig(source=str(texts)), model=DecoderConfig(**shape), **{**small, **changes})
+
+    return make
+
+
+@pytest.fixture
+def task_configure(configure: Configure) -> Configure:
+    """Makes a config that learns a small task, whose instances ask unequal numbers of questions."""
+
+    def make(*, spec: str = TASK, model: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
+        corpus = CorpusConfig(source=spec)
+        opened = open_corpus(corpus)
+        shape = {"vocabulary": opened.vocabulary, **(model or {})}
+        config = configure(**{"model": shape, "context": opened.context, **changes})
+        return dataclasses.replace(config, corpus=corpus)
 
     return make
 

@@ -35,7 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         return {"seconds": seconds}
 
     def evaluate(learner: Learner, limit: int | None, should_stop: Any) -> None:
-        todo = budget.windows(learner.corpus.validation, context=learner.config.context, limit=limit)
+        todo = budget.held_out(learner.corpus.validation, context=learner.config.context, limit=limit)
         clock.now += sum(window.length for window in todo) / 1000
 
     monkeypatch.setattr(Learner, "learn", learn)
@@ -46,7 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_steps_fill_the_time_that_evaluations_leave(configure: Any, corpus: Corpus, clock: Clock) -> None:
     config = configure(evaluate_every=10, evaluate_tokens=None)
-    once = sum(w.length for w in budget.windows(corpus.validation, context=config.context)) / 1000
+    once = sum(w.length for w in budget.held_out(corpus.validation, context=config.context)) / 1000
     steps = steps_for_budget(config, 100.0)
     assert steps == int((100 - 2 * once) / (0.5 + once / 10))
     assert steps_for_budget(config, 200.0) > 1.9 * steps

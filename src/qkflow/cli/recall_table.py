@@ -1,0 +1,66 @@
+"""A task's accuracy on the terminal: by number of pairs, or length against depth, in 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+
+from qkflow.training import CellResult, together
+
+_BLOCK = 6
+"""Lengths side by side: as many as have room with their intervals."""
+
+
+def percent(part: float) -> str:
+    """A part as people read it, which is 0 or 100 only if it is.
+
+    >>> percent(0.9812), percent(1.0), percent(0.9999), percent(1e-6)
+    ('98.1 %', '100 %', '> 99.9 %', '< 0.1 %')
+    """
+    if 0 < part < 0.0005:
+        return "< 0.1 %"
+    if 0.9995 <= part < 1:
+        return "> 99.9 %"
+    return f"{part:.0%}".replace("%", " %") if part in (0, 1) else f"{100 * part:.1f} %"
+
+
+def tables(cells: Sequence[CellResult], axes: Sequence[str]) -> Iterator[Table]:
+    """The cells of a grid along the task's axes: a row a number of pairs, or a row a depth and a column a length."""
+    if "depth" not in axes:
+        yield _by_pairs(cells)
+        return
+    lengths = sorted({cell.length or 0 for cell in cells})
+    for begin in range(0, len(lengths), _BLOCK):
+        yield _by_place(cells, lengths[begin : begin + _BLOCK])
+
+
+def _by_pairs(cells: Sequence[CellResult]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("pairs", "length", "accuracy", "95 % interval", "questions"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for cell in cells:
+        interval = f"{100 * cell.low:.1f} to {100 * cell.high:.1f} %"
+        table.add_row(f"{cell.pairs:,}", f"{cell.length:,}", percent(cell.accuracy), interval, f"{cell.questions:,}")
+    return table
+
+
+def _by_place(cells: Sequence[CellResult], lengths: Sequence[int]) -> Table:
+    """Accuracies in percent with their intervals; the last row has the mean over depths."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("depth", justify="right", no_wrap=True)
+    for length in lengths:
+        table.add_column(f"{length:,}", justify="right", no_wrap=True)
+    for depth in sorted({cell.depth or 0 for cell in cells}):
+        row = [[cell for cell in cells if (cell.length, cell.depth) == (length, depth)] for length in lengths]
+        table.add_row(f"{depth} %", *map(_brief, row))
+    columns = [[cell for cell in cells if cell.length == length] for length in lengths]
+    table.add_row("mean", *map(_brief, columns), style="bold")
+    return table
+
+
+def _brief(cells: Sequence[CellResult]) -> str:
+    if not cells:
+        return "\N{EN DASH}"
+    cell = together(cells)
+    return f"{100 * cell.accuracy:.0f} [dim]{100 * cell.low:.0f}-{100 * cell.high:.0f}[/]"

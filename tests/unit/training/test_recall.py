@@ -1,0 +1,106 @@
+"""Accuracy cell by cell, its interval, and the file that keeps it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qkflow.training import CellResult, Evaluation, RecallResult, by_cell, read_recall, together, write_recall
+from qkflow.training.answers import ANSWERED
+from qkflow.training.evaluation import DOCUMENT
+
+
+def evaluated(*rows: tuple[int, int, int, int, int]) -> Evaluation:
+    """An evaluation of instances with pairs, length, depth, questions and right answers."""
+    return Evaluation(np.ones(len(rows), DOCUMENT), np.array(list(rows), ANSWERED))
+
+
+def cell_of(rights: list[int], questions: int) -> CellResult:
+    (cell,) = by_cell(evaluated(*((questions, 64, -1, questions, right) for right in rights)))
+    return cell
+
+
+def test_instances_of_a_cell_are_counted_together() -> None:
+    cells = by_cell(evaluated((8, 64, -1, 8, 4), (4, 64, -1, 4, 4), (8, 64, -1, 8, 8), (4, 64, -1, 4, 1)))
+    assert [(cell.pairs, cell.length, cell.depth) for cell in cells] == [(4, 64, None), (8, 64, None)]
+    assert [(cell.instances, cell.questions, cell.right) for cell in cells] == [(2, 8, 5), (2, 16, 12)]
+    assert [cell.squares for cell in cells] == pytest.approx([1 + 1 / 16, 1 / 4 + 1])
+    places = [(cell.length, cell.depth) for cell in by_cell(evaluated((-1, 512, 0, 1, 1), (-1, 256, 100, 1, 1)))]
+    assert places == [(256, 100), (512, 0)]
+    assert by_cell(Evaluation(np.ones(3, DOCUMENT))) == ()
+
+
+def test_one_question_an_instance_has_wilsons_interval() -> None:
+    cell = cell_of([1] * 45 + [0] * 5, 1)
+    assert cell.interval == pytest.approx((0.7864, 0.9565), abs=1e-4)
+    assert cell_of([1] * 50, 1).interval == pytest.approx((0.9287, 1.0), abs=1e-4)
+
+
+def test_questions_that_fail_together_count_for_less() -> None:
+    apart, joined = cell_of([4] * 50, 8), cell_of([8] * 25 + [0] * 25, 8)
+    assert apart.accuracy == joined.accuracy == 0.5
+    assert joined.interval == pytest.approx(cell_of([1] * 25 + [0] * 25, 1).interval)
+    assert joined.high - joined.low > 2 * (apart.high - apart.low)
+    assert cell_of([8] * 50, 8).interval == cell_of([1] * 50, 1).interval  # all right: how alike they are is not known
+
+
+@pytest.mark.parametrize(("alike", "accuracy"), [(0.5, 0.7), (20.0, 0.7), (1.0, 0.95)])
+def test_the_interval_holds_the_truth_as_often_as_it_says(alike: float, accuracy: float) -> None:
+    """Instances differ in how hard they are; the smaller `alike`, the more their questions share a fate."""
+    generator = np.random.default_rng(0)
+    parts = generator.beta(accuracy * alike, (1 - accuracy) * alike, (600, 60))
+    rights = generator.binomial(8, parts)
+    held = [cell.low <= accuracy <= cell.high for cell in (cell_of(row.tolist(), 8) for row in rights)]
+    assert 0.9 <= np.mean(held) <= 0.98  # counting every question as independent, 0.6 at the first
+
+
+@given(rights=st.lists(st.integers(0, 6), min_size=1, max_size=8))
+@settings(deadline=None, max_examples=25)
+def test_an_interval_lies_around_the_accuracy_and_never_closes(rights: list[int]) -> None:
+    cell = cell_of(rights, 6)
+    assert 0 <= cell.low <= cell.accuracy <= cell.high <= 1
+    assert cell.high - cell.low > 0.01
+
+
+def test_cells_together_keep_what_they_share() -> None:
+    rows = [(-1, 256, depth, 1, right) for depth in (0, 100) for right in (1, 0, 1)]
+    whole = together(by_cell(evaluated(*rows)))
+    assert (whole.pairs, whole.length, whole.depth) == (None, 256, None)
+    assert (whole.instances, whole.questions, whole.right, whole.squares) == (6, 6, 4, 4.0)
+
+
+def test_recall_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    cells = by_cell(evaluated((4, 64, -1, 4, 1), (8, 64, -1, 8, 5), (8, 64, -1, 8, 7)))
+    result = RecallResult(task={"spec": "mqar", "chance": 0.25, "axes": ["pairs"]}, split="test", step=7, cells=cells)
+    write_recall(tmp_path, result)
+    assert read_recall(tmp_path) == result
+    first = json.loads((tmp_path / "recall.json").read_text())["cells"][0]
+    counts = {"instances": 1, "questions": 4, "right": 1, "squares": 0.0625}
+    assert first == {"pairs": 4, "length": 64, "depth": None, **counts}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"right": 1', '"right": 9'),
+        ('"right": 1', '"right": "1"'),
+        ('"right": 1', '"wrong": 1'),
+        ('"instances": 1', '"instances": 0'),
+        ('"pairs": 4', '"pairs": [4]'),
+        ('"step": 7', '"step": null'),
+        ("]", ""),
+    ],
+)
+def test_a_damaged_recall_is_none(tmp_path: Path, old: str, new: str) -> None:
+    cells = by_cell(evaluated((4, 64, -1, 4, 1)))
+    write_recall(tmp_path, RecallResult(task={}, split="test", step=7, cells=cells))
+    path = tmp_path / "recall.json"
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    assert read_recall(tmp_path) is None
