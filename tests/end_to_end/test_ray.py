@@ -24,13 +24,16 @@ cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not inst
 
 
 NODE = {"num_cpus": 1, "node_ip_address": "127.0.0.1"}
+QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
+"""A node that is gone is missed within seconds; else the test would mostly wait for it to be."""
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+        head = {**NODE, "include_dashboard": False, "_system_config": QUICK}
+        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
         yield cluster
         cluster.shutdown()
 

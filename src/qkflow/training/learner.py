@@ -17,7 +17,7 @@ from torch import Tensor
 from qkflow.data import Corpus, Split, lesson, open_corpus
 from qkflow.errors import DivergenceError, Interrupted, NotFiniteError, UsageError
 from qkflow.layout import Layout
-from qkflow.models import Decoder
+from qkflow.models import Decoder, parameters
 from qkflow.training.config import TrainConfig
 from qkflow.training.divergence import first_bad_gradient, first_bad_module
 from qkflow.training.evaluation import Evaluation, evaluate, held_out
@@ -29,6 +29,7 @@ from qkflow.training.schedule import multiplier
 def open_checked(config: TrainConfig) -> Corpus:
     """Open the corpus, and refuse at once what training on it would trip over later."""
     corpus = open_corpus(config.corpus)
+    parameters(config.model)  # a shape or a mechanism that cannot be built says so here
     if config.model.vocabulary < corpus.vocabulary:
         raise UsageError(
             f"the model has a vocabulary of {config.model.vocabulary}, the corpus {corpus.name} needs "

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from qkflow.errors import Interrupted
+from qkflow.errors import Interrupted, UsageError
 from qkflow.models import Decoder
 from qkflow.training import load_run, loop, read_metrics, steps_for_budget, train
 from qkflow.training.learner import Learner
@@ -45,6 +46,14 @@ def test_a_run_leaves_a_complete_folder(configure: Any, tmp_path: Path) -> None:
     assert environment["threads"] == 1
     assert environment["command"] == ["qkflow", "train"]
     assert environment["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("spec", ["standart", "standard:key_heads=3"])
+def test_a_model_that_cannot_be_built_leaves_no_folder(configure: Any, tmp_path: Path, spec: str) -> None:
+    config = configure(steps=1)
+    with pytest.raises(UsageError):
+        train(replace(config, model=replace(config.model, mechanism=spec)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_those_who_watch_are_told_in_order(configure: Any, tmp_path: Path, watcher: Any) -> None:
