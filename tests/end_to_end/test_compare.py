@@ -78,11 +78,30 @@ def test_a_study_ends_with_a_verdict_a_page_and_the_numbers(capsys: pytest.Captu
     assert "2 seeds already" in refused(capsys, "compare", "--extend", "s", "--seeds", "2", "--out", "same")
 
 
-def test_one_seed_gives_no_interval_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert qkflow("compare", "text.txt", "--arms", "standard,differential", "--seeds", "1", *TINY, "--out", "s") == 0
-    assert "one seed" in " ".join(capsys.readouterr().out.split()).lower()
-    verdict = json.loads(Path("s/results.json").read_text())["verdicts"][0]
-    assert verdict["kind"] == "undecided"
+def test_a_task_ends_with_accuracies_and_one_seed_gives_no_interval_and_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    task = "mqar:pairs=1+2,length=16,keys=4,values=4,train=400,validation=20,each=5"
+    assert qkflow("compare", task, "--arms", "standard,differential", "--seeds", "1", *TINY, "--out", "s") == 0
+    told = capsys.readouterr().out
+    assert max(map(len, told.splitlines())) <= 80 or str(Path.cwd()) in max(told.splitlines(), key=len)
+    assert "accuracy in % by number of pairs" in told
+    assert "one seed" in " ".join(told.split()).lower()
+    results = json.loads(Path("s/results.json").read_text())
+    assert results["verdicts"][0]["kind"] == "undecided"
+    assert results["unit"] == "answer token"
+    assert [cell["pairs"] for cell in results["recall"]["cells"]] == [1, 2]
+    with open("s/recall.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["arm"], row["pairs"]) for row in rows} == {
+        (a, p) for a in ("standard", "differential") for p in ("1", "2")
+    }
+    cell = json.loads(Path("s/runs/standard/seed-0/recall.json").read_text())["cells"][0]
+    assert {**cell, "squares": None, "depth": ""} == {
+        "squares": None,
+        **{name: int(value) if value else "" for name, value in rows[0].items() if name not in ("arm", "seed")},
+    }
+    assert 'id="recall"' in Path("s/report.html").read_text()
 
 
 def test_a_wrong_arm_comes_with_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:

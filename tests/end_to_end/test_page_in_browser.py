@@ -357,6 +357,43 @@ def test_a_study_without_weights_says_so(browser: Any, little: Made) -> None:
         assert "provisional" in page.text_content("header")
 
 
+def test_the_page_of_a_task_draws_accuracies_by_length_and_depth(
+    browser: Any, synthetic: ModuleType, tmp_path: Path
+) -> None:
+    arms = ("standard", *synthetic.HOSTILE[:3])
+    summary = synthetic.task(arms, name="s-niah-2")
+    path = write_report(summary, tmp_path, tmp_path / "report.html", runs={})
+    with Shown(browser, path, "phone") as page:
+        page.evaluate("document.querySelectorAll('details').forEach((item) => { item.open = true; })")
+        assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+    with Shown(browser, path, color_scheme="dark") as page:
+        assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+        assert page.locator("#plot-recall .scatterlayer .trace").count() == 2 * len(arms)
+        for n in range(len(arms)):
+            (trace,) = drawn(page, f"recall-{n}")
+            shown = page.locator(f"#plot-recall-{n} .heatmap-label text").all_text_contents()
+            assert sorted(shown) == sorted(text for row in trace["text"] for text in row)
+            colour = f"document.getElementById('plot-recall-{n}').data[0].textfont.color"
+            assert page.evaluate(colour) == DARK["ink"]
+        keys = page.locator("#recall .keys button")
+        keys.nth(1).click()
+        assert page.locator("#plot-recall .scatterlayer .trace").count() == 2 * (len(arms) - 1)
+        assert page.locator("#learning .keys button").nth(1).get_attribute("aria-pressed") == "false"
+        page.click("#theme")
+        assert page.evaluate("document.getElementById('plot-recall-0').data[0].textfont.color") == LIGHT["ink"]
+        place = page.locator("#plot-recall-0 .nsewdrag").first
+        place.scroll_into_view_if_needed()
+        box = place.bounding_box()
+        page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 0.5 * box["height"])
+        page.wait_for_selector("#plot-recall-0 .hovertext")
+        assert "512 tokens, 50 % deep: " in page.text_content("#plot-recall-0 .hovertext")
+        assert page.evaluate("window.__pwned") is None
+        page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+        page.emulate_media(media="print")
+        assert page.evaluate("document.querySelector('#plot-recall-0 .main-svg').clientWidth") <= 340
+        assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+
+
 def test_the_page_of_sharper_attention_draws_answers_and_obeys_nobody(
     browser: Any, synthetic: ModuleType, tmp_path: Path
 ) -> None:

@@ -22,19 +22,21 @@ from qkflow.study.request import Request
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Find out whether a mechanism helps on a text: matched arms, several seeds, one page with the answer.
+    """Find out whether a mechanism helps on a text or a task: matched arms, several seeds, one page with the answer.
 
     For example:
       qkflow compare my.txt                        every mechanism, ten minutes
       qkflow compare my.txt --arms standard,differential --budget 2h
       qkflow compare my.txt --arms standard,coupled,differential+affine
       qkflow compare enwik8 --arms standard,standard:window=64 --match seconds
+      qkflow compare mqar:pairs=4+8+16 --arms standard,qdelta   recall, by number of pairs
       qkflow compare --resume runs/study           after Ctrl-C, a crash, a power cut
       qkflow compare --extend runs/study --seeds 10  more seeds, the same error rate
     """
 
     corpus: Annotated[str | None, tyro.conf.Positional, flag("CORPUS", "python-stdlib")] = None
-    """A file or folder of text, or a name: python-stdlib, enwik8, text8, wikitext-103, hf:NAME."""
+    """A file or folder of text, or a name: python-stdlib, enwik8, text8, wikitext-103, hf:NAME; or a task: mqar,
+    s-niah-1, s-niah-2, s-niah-3, as in mqar:pairs=4+8."""
     arms: Annotated[str | None, flag("A,B,...", "all mechanisms")] = None
     """Mechanisms, the baseline first, as in standard,differential:window=64."""
     budget: Annotated[str | None, flag("TIME", "10m")] = None
@@ -49,7 +51,7 @@ class Compare:
     """Training tokens of a run, such as 2M. With --seeds and --size nothing is left to the budget."""
     rates: Annotated[str | None, flag("LR,LR,...", "0.003")] = None
     """Learning rates: with several, each arm is tuned over all of them first."""
-    context: Annotated[int | None, flag("N", "128 or 256")] = None
+    context: Annotated[int | None, flag("N", "128 or 256, or the task's")] = None
     """Tokens a window."""
     batch: Annotated[int | None, flag("N", "16 or 32")] = None
     """Windows a step."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import tyro
 
-from qkflow.data import NAMES, CorpusConfig
+from qkflow.data import NAMES, CorpusConfig, is_task
 from qkflow.errors import UsageError
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -79,7 +79,8 @@ def findable(config: CorpusConfig) -> CorpusConfig:
     """Paths that exist made absolute, so that the run can be resumed from any folder; names as they are."""
 
     def absolute(path: str | None) -> str | None:
-        return path if path is None or path in NAMES or not Path(path).exists() else str(Path(path).absolute())
+        named = path is None or path in NAMES or is_task(path)
+        return path if path is None or named or not Path(path).exists() else str(Path(path).absolute())
 
     return replace(
         config,

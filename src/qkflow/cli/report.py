@@ -24,6 +24,6 @@ class Report:
     """A folder that `qkflow compare` made."""
 
     def run(self) -> int:
-        """Write report.html, results.json and results.csv into the folder, and show the answer."""
+        """Write report.html, results.json and the tables as CSV into the folder, and show the answer."""
         present(self.study, Console())
         return 0

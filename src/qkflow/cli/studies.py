@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from qkflow.report import terminal, write_csv, write_json, write_report
+from qkflow.report import terminal, write_csv, write_json, write_recall_csv, write_report
 from qkflow.study.design import Design, Job
 from qkflow.study.engine import Engine
 from qkflow.study.observer import Observer
@@ -41,6 +41,8 @@ def present(folder: Path, console: Console) -> Summary:
         summary = summarise(folder)
         write_json(summary, folder / "results.json")
         write_csv(summary, folder / "results.csv")
+        if summary.recall is not None:
+            write_recall_csv(summary.recall, folder / "recall.csv")
         page = write_report(summary, folder, folder / "report.html", runs=run_folders(folder))
     console.print(terminal(summary))
     console.print(f"the page: {page.absolute()}", markup=False, highlight=False, soft_wrap=True)

@@ -45,6 +45,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "qdelta-ablation-340m": qdelta.qdelta_ablation_340m,
     "qdelta-340m": qdelta.qdelta_340m,
     "qdelta-1.3b": qdelta.qdelta_1_3b,
+    "qdelta-needles-1.3b": qdelta.qdelta_needles_1_3b,
     "kuramoto-1m": kuramoto.kuramoto_1m,
     "kuramoto-5m": kuramoto.kuramoto_5m,
     "kuramoto-code-1m": kuramoto.kuramoto_code_1m,

@@ -116,9 +116,16 @@ def _solved(size_name: str, arm: str) -> DecoderConfig:
     spec = ARMS[arm]
     if size_name in _HEADS:  # where every arm but standard is a memory
         spec += f"{',' if ':' in spec else ':'}{_HEADS[size_name]}"
-    return matched(replace(base, mechanism=spec), _target(size_name))
+    if arm in _PHASES:  # these have parameters outside their layers
+        return matched(replace(base, mechanism=spec), parameters(base))
+    return like_one_layer(base, spec)
 
 
-@cache
-def _target(size_name: str) -> int:
-    return parameters(shape(size_name))
+def like_one_layer(base: DecoderConfig, spec: str, heads: int | None = None) -> DecoderConfig:
+    """The base with this mechanism and, by the width of its feed-forward network, as many parameters as it has.
+
+    For mechanisms that have parameters in their layers alone: then one layer tells the width of all, and is soon built.
+    """
+    one = replace(base, layers=1)
+    found = matched(replace(one, heads=heads or base.heads, mechanism=spec), parameters(one))
+    return replace(found, layers=base.layers)

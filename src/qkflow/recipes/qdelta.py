@@ -4,6 +4,7 @@
 |--------------------------------------------------------------|------------------------------|
 | perplexities at 340M of fixed lambdas, and of alpha = 1      | `qdelta_ablation_340m`       |
 | average accuracies on tasks at 340M and at 1.3B              | `qdelta_340m`, `qdelta_1_3b` |
+| average accuracy on single needles at 1.3B                   | `qdelta_needles_1_3b`        |
 
 We have these figures from others who read the paper.
 """
@@ -21,10 +22,14 @@ from qkflow.recipes.scales import LAPTOP_TEXT, laptop, paper
 _PAPER = "Park, Kim & Park 2026, https://arxiv.org/abs/2606.08804, figures as reported by others who read it"
 _VOCABULARY = 32_000
 _TEXT = CorpusConfig(source="wikitext-103", tokens="bpe", vocabulary=_VOCABULARY)
+_NEEDLES = "s-niah-2"
+"""Numbers in varied text: the one of the three kinds of needles that is neither the easiest nor the hardest."""
 _HEADS, _CONTEXT = 6, 4096
 """The paper's."""
 _BATCH = 4
 """Windows a step: as many tokens as the other recipes' 32 windows of 512."""
+_INSTANCES = 25_000
+"""Needles to learn from at the paper's scale: about one pass."""
 
 
 def qdelta_ablation_340m() -> Recipe:
@@ -57,19 +62,47 @@ def qdelta_1_3b() -> Recipe:
     return _of_tasks("1.3b", gated=52.77, plain=52.53, query=53.47)
 
 
-def _of_tasks(size: str, *, gated: float, plain: float, query: float) -> Recipe:
-    def claim(accuracy: float) -> Outcome:
-        words = f"average accuracy {accuracy:.2f} against {gated:.2f}"
-        return Outcome("better" if accuracy > gated else "worse", words)
+def qdelta_needles_1_3b() -> Recipe:
+    """Average accuracy on single needles (S-NIAH) at 1.3B parameters."""
+    arms = ("gated-deltanet", "deltanet", "qdelta")
+    return Recipe(
+        title="Q-Delta and DeltaNet against Gated DeltaNet on single needles, 1.3B parameters",
+        source=_PAPER,
+        text="single needles in text",
+        table={"gated-deltanet": None, "deltanet": _accuracy(81.29, 83.51), "qdelta": _accuracy(90.02, 83.51)},
+        unclear="the paper's models learnt from text and were then asked, ours learn from such questions alone: so the"
+        " accuracies do not compare, and the direction may rightly be another; no spread over seeds is known",
+        studies={"laptop": laptop(arms), "paper": paper(arms, "1.3b", context=_CONTEXT, batch=_BATCH, heads=_HEADS)},
+        corpora={
+            "laptop": CorpusConfig(source=_NEEDLES),
+            "paper": CorpusConfig(
+                source=f"{_NEEDLES}:length={_CONTEXT},lengths={_CONTEXT}+{2 * _CONTEXT},train={_INSTANCES}"
+            ),
+        },
+        ours=scales.ours(
+            f"task ({_NEEDLES}, one of three kinds)",
+            f"batch ({_BATCH} instances)",
+            details="feed-forward width, tied head, and that the arms differ by their rule alone",
+            tokens="words",
+            context=False,
+        ),
+    )
 
+
+def _of_tasks(size: str, *, gated: float, plain: float, query: float) -> Recipe:
     return _recipe(
         title=f"Q-Delta and DeltaNet against Gated DeltaNet, {size.upper()} parameters",
-        table={"gated-deltanet": None, "deltanet": claim(plain), "qdelta": claim(query)},
+        table={"gated-deltanet": None, "deltanet": _accuracy(plain, gated), "qdelta": _accuracy(query, gated)},
         text="accuracies on tasks",
         unclear="accuracy on tasks is not loss: a study measures the loss, whose direction may rightly be another (in"
         " the paper's ablation it is); no spread over seeds is known",
         size=size,
     )
+
+
+def _accuracy(percent: float, baseline: float) -> Outcome:
+    words = f"average accuracy {percent:.2f} against {baseline:.2f}"
+    return Outcome("better" if percent > baseline else "worse", words)
 
 
 def _recipe(*, title: str, table: Mapping[str, Claim | None], text: str, unclear: str, size: str) -> Recipe:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from qkflow.data import CorpusConfig
-from qkflow.models import SIZES, DecoderConfig, matched, parameters
-from qkflow.recipes.named import shape
+from qkflow.models import SIZES, DecoderConfig
+from qkflow.recipes.named import like_one_layer, shape
 from qkflow.study.request import Request
 
 TOKENS = 100_000_000
@@ -71,12 +70,7 @@ def paper(
 
 
 def _model(baseline: str, size: str, heads: int | None) -> DecoderConfig:
-    base = shape(size)
-    if heads is None:
-        return base
-    one = replace(base, layers=1)  # layers are alike: one of them tells what hidden width all of them have
-    found = matched(replace(one, heads=heads, mechanism=baseline), parameters(one))
-    return replace(found, layers=base.layers)
+    return shape(size) if heads is None else like_one_layer(shape(size), baseline, heads)
 
 
 def ours(

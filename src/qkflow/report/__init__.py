@@ -1,6 +1,6 @@
 """What a study has found, shown: one page, the terminal, CSV and JSON, all from the same `Summary`."""
 
-from qkflow.report.export import read_json, write_csv, write_json
+from qkflow.report.export import read_json, write_csv, write_json, write_recall_csv
 from qkflow.report.page import write_report
 from qkflow.report.sharpened import write_sharpened
 from qkflow.report.sharpened_export import sharpened_csv, sharpened_json
@@ -15,6 +15,7 @@ __all__ = [
     "terminal",
     "write_csv",
     "write_json",
+    "write_recall_csv",
     "write_report",
     "write_sharpened",
 ]

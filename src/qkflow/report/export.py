@@ -15,6 +15,7 @@ from qkflow.configs import from_dict, to_dict
 from qkflow.errors import UsageError
 from qkflow.report.rows import verdict_of
 from qkflow.report.wording import visible
+from qkflow.study.recall import Recall
 from qkflow.study.summary import ArmSummary, Comparison, Note, Summary
 from qkflow.study.verdict import Verdict
 
@@ -29,6 +30,7 @@ RUNS = (
     "tokens",
     "learning_rate",
 )
+ANSWERS = ("arm", "seed", "pairs", "length", "depth", "instances", "questions", "right")
 COMPARISONS = (
     "arm",
     "baseline",
@@ -75,6 +77,7 @@ def read_json(path: Path) -> Summary:
             "comparisons": tuple(from_dict(Comparison, item) for item in data["comparisons"]),
             "verdicts": tuple(from_dict(Verdict, item) for item in data["verdicts"]),
             "notes": tuple(from_dict(Note, item) for item in data["notes"]),
+            "recall": None if data.get("recall") is None else from_dict(Recall, data["recall"]),
             "remarks": tuple(data["remarks"]),
             "command": tuple(data["command"]),
         }
@@ -107,6 +110,18 @@ def write_csv(summary: Summary, path: Path) -> tuple[Path, Path]:
     files.write_file(path, csv_text(RUNS, runs))
     files.write_file(beside, csv_text(COMPARISONS, [_comparison(summary, item) for item in summary.comparisons]))
     return path, beside
+
+
+def write_recall_csv(recall: Recall, path: Path) -> Path:
+    """A row for each run and cell of a task's test grid: how many questions there were, and how many it got right."""
+    rows = [
+        (one.arm, run.seed, *_fields(cell, ANSWERS[2:5]), *_fields(tally, ANSWERS[5:]))
+        for one in recall.arms
+        for run in one.runs
+        for cell, tally in zip(recall.cells, run.tallies, strict=True)
+    ]
+    files.write_file(path, csv_text(ANSWERS, rows))
+    return path
 
 
 def cell(value: str | int | float | None) -> str | int | float | None:

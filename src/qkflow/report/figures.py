@@ -28,9 +28,9 @@ def curves(summary: Summary) -> dict[str, Figure]:
     made = {}
     for x, x_title in (("tokens", "training tokens"), ("seconds", "seconds of training")):
         losses = [by_evaluation(arm.curves, x) for arm in summary.arms]
-        made[f"{x}-loss"] = _lines(summary, losses, x_title, "held-out bits per byte", unit="")
+        made[f"{x}-loss"] = _lines(summary, losses, x_title, f"held-out {summary.bits}", unit="")
         apart = [differences(arm.curves, summary.arms[0].curves, x) for arm in summary.arms[1:]]
-        told = "bits per byte, minus the baseline's"
+        told = f"{summary.bits}, minus the baseline's"
         figure = _lines(summary, [Band.empty(), *apart], x_title, told, unit="+")
         figure["layout"]["shapes"] = [_margin(summary, "y"), rule("y")]
         made[f"{x}-difference"] = figure
@@ -45,7 +45,7 @@ def forest(summary: Summary) -> Figure:
     for row, (arm, item) in enumerate(shown):
         traces += _forest_row(len(shown) - 1 - row, arm, item)
     labels = [_label(item.arm, f"  {verdict_of(summary, item.arm).kind}") for _, item in shown]
-    layout = _rows(labels, "bits per byte minus the baseline's (left is better)")
+    layout = _rows(labels, f"{summary.bits} minus the baseline's (left is better)")
     layout["shapes"] = [_margin(summary, "x"), rule("x")]
     layout["xaxis"]["range"] = usual([summary.margin, -summary.margin, *_extent(shown)], 0.08)
     return {"data": traces, "layout": layout}
@@ -57,7 +57,7 @@ def strips(summary: Summary) -> Figure:
         Runs(arm=index, name=arm.name, values=dict(zip(arm.seeds, arm.bits_per_byte, strict=True)), mean=arm.mean)
         for index, arm in enumerate(summary.arms)
     ]
-    return seed_strips(arms, "held-out bits per byte (left is better)")
+    return seed_strips(arms, f"held-out {summary.bits} (left is better)")
 
 
 @dataclass(frozen=True, kw_only=True)

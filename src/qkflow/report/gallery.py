@@ -117,7 +117,7 @@ def _excerpts(path: Path, missing: list[str]) -> list[list[int]]:
 
 def labels(tokenizer: Tokenizer, tokens: Sequence[int]) -> dict[str, Any]:
     """The name of each token, and the places where lines end."""
-    pieces = [tokenizer.decode([token]) for token in tokens]
+    pieces = [tokenizer.piece(token) for token in tokens]
     names = [token_label(piece, end=token == tokenizer.end) for piece, token in zip(pieces, tokens, strict=True)]
     return {"tokens": names, "breaks": [n for n, piece in enumerate(pieces) if piece.endswith(b"\n")]}
 

@@ -85,7 +85,7 @@
   all(".keys button").forEach((button) => button.addEventListener("click", () => {
     const arm = Number(button.dataset.arm);
     if (hidden.has(arm)) hidden.delete(arm); else hidden.add(arm);
-    button.setAttribute("aria-pressed", String(!hidden.has(arm)));
+    all(`.keys button[data-arm="${arm}"]`).forEach((item) => item.setAttribute("aria-pressed", String(!hidden.has(arm))));
     keyed.forEach((name) => draw(name, drawn.get(name)));
   }));
 

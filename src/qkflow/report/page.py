@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from qkflow.files import write_file
-from qkflow.report import figures, rows
+from qkflow.report import figures, recall_figures, recall_rows, rows
 from qkflow.report.exhibits import Group, exhibit_groups
 from qkflow.report.gallery import Gallery, gather
 from qkflow.report.shell import key, record, render, standing
 from qkflow.report.wording import MISSING, brief, count, fixed, interval, probability, short, signed, visible
+from qkflow.study.recall import Recall
 from qkflow.study.summary import Comparison, Summary
 
 OWN = "its own spread"
@@ -63,6 +64,7 @@ def _content(summary: Summary, gallery: Gallery, groups: list[Group]) -> dict[st
             "tuning": rows.tuning(summary),
             "curves": rows.learning(summary),
         },
+        "recall": None if summary.recall is None else _recall(summary.recall),
         "failures": [(arm.name, line) for arm in summary.arms for line in arm.failures],
         "gallery": gallery,
         "groups": groups,
@@ -83,7 +85,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("arms \N{MULTIPLICATION SIGN} seeds", f"{len(summary.arms)} \N{MULTIPLICATION SIGN} {told}"),
         ("runs finished", f"{summary.finished} of {summary.runs}"),
         ("matched in", "parameters and " + summary.match),
-        ("margin", f"\N{PLUS-MINUS SIGN}{summary.margin:.4f} bits per byte"),
+        ("margin", f"\N{PLUS-MINUS SIGN}{summary.margin:.4f} {summary.bits}"),
         ("error rate", f"{100 * summary.error_rate:.3g} % over all arms"),
     ]
 
@@ -111,7 +113,20 @@ def _verdict(summary: Summary, item: Comparison) -> dict[str, Any]:
         "interval": "no pair of runs" if found is None else interval(found.low, found.high),
         "p": probability(item.p_holm),
         "smallest": MISSING if found is None else fixed(found.smallest),
+        "accuracy": "" if summary.recall is None else recall_rows.told(summary.recall, item.arm),
         "rests_on": found.smallest_rests_on if found is not None and found.smallest_rests_on != OWN else "",
+    }
+
+
+def _recall(recall: Recall) -> dict[str, Any]:
+    """What is said of a task's accuracies."""
+    return {
+        "chance": recall_rows.chance(recall),
+        "axis": recall.axes[0],
+        "accuracies": recall_rows.accuracies(recall),
+        "differences": recall_rows.differences(recall),
+        "cells": recall_rows.every_cell(recall),
+        "maps": [(n, one.arm) for n, one in enumerate(recall.arms) if len(recall.axes) == 2 and recall_rows.known(one)],
     }
 
 
@@ -125,6 +140,8 @@ def _records(summary: Summary, gallery: Gallery) -> list[tuple[str, str]]:
 def _data(summary: Summary, gallery: Gallery, groups: list[Group]) -> dict[str, Any]:
     """What the script draws."""
     drawn = {"forest": figures.forest(summary), "strips": figures.strips(summary), "reach": figures.reach(summary)}
+    if summary.recall is not None:
+        drawn |= recall_figures.figures(summary.recall)
     return {
         "figures": {**drawn, **{f"exhibit-{n}": group.figures[0] for n, group in enumerate(groups)}},
         "curves": figures.curves(summary),

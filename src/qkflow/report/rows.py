@@ -92,7 +92,7 @@ def losses(summary: Summary) -> Table:
         runs = [fixed(found.get(seed)) for seed in seeds]
         rows.append((arm.name, fixed(arm.mean), fixed(arm.spread), *runs))
     columns = ("arm", "mean", "standard deviation", *(f"seed {seed}" for seed in seeds))
-    return Table(caption="Held-out bits per byte of every run", columns=columns, rows=tuple(rows))
+    return Table(caption=f"Held-out {summary.bits} of every run", columns=columns, rows=tuple(rows))
 
 
 def learning(summary: Summary) -> Table:
@@ -101,7 +101,7 @@ def learning(summary: Summary) -> Table:
     places = sorted({x for band in bands for x in band.x})
     at = [dict(zip(band.x, zip(band.mean, band.low, band.high, strict=True), strict=True)) for band in bands]
     rows = [(brief(x), *(_spread_over(found.get(x)) for found in at)) for x in places]
-    caption = "Held-out bits per byte: the mean over seeds, and the least and greatest"
+    caption = f"Held-out {summary.bits}: the mean over seeds, and the least and greatest"
     return Table(caption=caption, columns=("tokens", *(arm.name for arm in summary.arms)), rows=tuple(rows), words=())
 
 
@@ -126,7 +126,7 @@ def differences(summary: Summary) -> Table:
             )
         )
     columns = ("arm", "mean", "interval", "confidence", "pairs", "p", "p by signs", "each seed")
-    return Table(caption="Differences to the baseline, bits per byte", columns=columns, rows=tuple(rows))
+    return Table(caption=f"Differences to the baseline, {summary.bits}", columns=columns, rows=tuple(rows))
 
 
 def spreads(summary: Summary) -> Table:
@@ -149,7 +149,8 @@ def spreads(summary: Summary) -> Table:
             )
         )
     columns = ("arm", "its spread", "baseline's spread", "ratio", "interval", "p")
-    return Table(caption="Spread over seeds: standard deviation of bits per byte", columns=columns, rows=tuple(rows))
+    caption = f"Spread over seeds: standard deviation of {summary.bits}"
+    return Table(caption=caption, columns=columns, rows=tuple(rows))
 
 
 def readings(summary: Summary) -> Table:
@@ -231,7 +232,7 @@ def tuning(summary: Summary) -> Table | None:
         cells = [MISSING if rate not in found else fixed(found[rate]) if found[rate] else "failed" for rate in rates]
         rows.append((arm.name, chosen, *cells))
     return Table(
-        caption="Learning rates tried, and the bits per byte they came to",
+        caption=f"Learning rates tried, and the {summary.bits} they came to",
         columns=("arm", "chosen", *(f"{rate:g}" for rate in rates)),
         rows=tuple(rows),
     )

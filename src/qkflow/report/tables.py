@@ -9,12 +9,16 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from qkflow.report import rows
+from qkflow.report import recall_rows, rows
 from qkflow.report.rows import Table
 from qkflow.report.wording import brief, count, fixed, interval, percent, probability, short, signed, size, visible
+from qkflow.study.recall import Recall
 from qkflow.study.summary import Summary
 
 _STYLES = {"better": "bold green", "worse": "bold red", "equivalent": "bold cyan", "undecided": "bold yellow"}
+_COLUMNS = 80
+_NAME = 24
+"""Characters of an arm's name beside many figures."""
 
 
 def terminal(summary: Summary) -> RenderableType:
@@ -24,8 +28,11 @@ def terminal(summary: Summary) -> RenderableType:
         parts.append(lined(f"unfinished: {summary.finished} of {summary.runs} runs", style="bold yellow"))
     parts.append(_verdicts(summary))
     for verdict in summary.verdicts:
-        told = f"{verdict.sentence} {verdict.advice or ''}".strip()
+        right = "" if summary.recall is None else recall_rows.told(summary.recall, verdict.arm)
+        told = " ".join(filter(None, (verdict.sentence, verdict.advice, right)))
         parts.append(Padding(lined(told), (0, 0, 0, 2)))
+    if summary.recall is not None:
+        parts += _recall(summary.recall)
     parts += [Text(), _costs(summary)]
     for text in (*summary.remarks, *(f"{arm.name}: {line}" for arm in summary.arms for line in arm.failures)):
         parts.append(lined(f"note: {text}"))
@@ -33,7 +40,7 @@ def terminal(summary: Summary) -> RenderableType:
 
 
 def _verdicts(summary: Summary) -> RichTable:
-    table = _table("arm", "verdict", "bits/byte", "difference (interval)", "p (Holm)")
+    table = _table("arm", "verdict", f"bits/{summary.unit.split()[0]}", "difference (interval)", "p (Holm)")
     baseline = summary.arms[0] if summary.arms else None
     if baseline is not None:
         table.add_row(named(baseline.name), Text("baseline"), Text(fixed(baseline.mean)), Text(""), Text(""))
@@ -52,6 +59,36 @@ def _verdicts(summary: Summary) -> RichTable:
             Text(probability(comparison.p_holm)),
         )
     return table
+
+
+def _recall(recall: Recall) -> list[RenderableType]:
+    """Accuracies over all cells and along the first axis, in as many tables as they need."""
+    axis = recall_rows.AXES[recall.axes[0]]
+    columns = [("all", [one.overall for one in recall.arms])]
+    columns += [(f"{value:,}", [one.along[n] for one in recall.arms]) for n, value in enumerate(recall.places)]
+    cells = [(head, [recall_rows.with_half(reading) for reading in found]) for head, found in columns]
+    names = max(len(short(one.arm, _NAME)) for one in recall.arms)
+    parts: list[RenderableType] = [Text(), lined(f"accuracy in % by {axis} ({recall_rows.how(recall)} over seeds)")]
+    for block in _fitting(cells, _COLUMNS - max(8, names) - 2):
+        table = columned("arm", *(head for head, _ in block))
+        for row, one in enumerate(recall.arms):
+            table.add_row(Text(short(one.arm, _NAME)), *(Text(found[row]) for _, found in block))
+        parts.append(table)
+    parts.append(lined(f"{recall_rows.chance(recall)} The verdicts rest on the loss, not on accuracy."))
+    return parts
+
+
+def _fitting(columns: Sequence[tuple[str, list[str]]], room: int) -> list[list[tuple[str, list[str]]]]:
+    """Columns in blocks, each as wide as there is room for."""
+    blocks: list[list[tuple[str, list[str]]]] = []
+    left = 0
+    for head, cells in columns:
+        width = 2 + max(map(len, (head, *cells)))
+        if not blocks or width > left:
+            blocks, left = [*blocks, []], room
+        blocks[-1].append((head, cells))
+        left -= width
+    return blocks
 
 
 def _costs(summary: Summary) -> RichTable:

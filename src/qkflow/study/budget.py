@@ -110,11 +110,16 @@ class _Chooser:
         self.measure, self.notice, self.clock = measure, notice, clock
         self.began = clock()
         self.text = len(corpus.train.tokens)
+        self.more = "more text" if corpus.context is None else "the task more instances (train=N)"
+
+    def shape(self, name: str) -> Shape:
+        """The arms at one size."""
+        return shape(self.request, name, self.corpus.vocabulary, self.corpus.context)
 
     def without_budget(self) -> Choice:
         """The tokens are given: the largest size for which they are enough, and nothing is measured without need."""
         names = dict.fromkeys(name for name, _ in options(self.request))
-        made = [shape(self.request, name, self.corpus.vocabulary) for name in names]
+        made = [self.shape(name) for name in names]
         enough = [one for one in made if self.asked(one) * one.step_tokens >= ENOUGH * one.parameters]
         chosen, seeds = (enough or made[-1:])[0], self.request.seeds or USUAL_SEEDS
         if self.request.match == "seconds":
@@ -125,7 +130,7 @@ class _Chooser:
     def within(self, budget: float) -> Choice:
         """The first option that the budget affords, or else the last, measured at its own size."""
         possible = options(self.request)
-        shapes = {name: shape(self.request, name, self.corpus.vocabulary) for name, _ in possible}
+        shapes = {name: self.shape(name) for name, _ in possible}
         smallest = shapes[possible[-1][0]]
         speeds = {smallest.size: self.measured(smallest, budget)}
         for name, seeds in possible[:-1]:
@@ -151,7 +156,7 @@ class _Chooser:
             need = math.ceil(EVALUATIONS * work.shape.step_tokens / self.request.passes)
             raise UsageError(
                 f"{self.corpus.name} has {self.text:,} training tokens, and the shortest runs need {need:,} for "
-                f"{self.request.passes:g} passes: give more text, or a smaller --batch or --context"
+                f"{self.request.passes:g} passes: give {self.more}, or a smaller --batch or --context"
             )
         if steps <= most:
             return steps
@@ -161,7 +166,7 @@ class _Chooser:
         often += f"than {self.request.passes:g} times"
         if self.request.budget is not None:
             passes = math.ceil(10 * self.request.passes * steps / most / _SAFELY) / 10
-            raise UsageError(f"{often}: give --budget {fits}, or allow --passes {passes:g}, or give more text")
+            raise UsageError(f"{often}: give --budget {fits}, or allow --passes {passes:g}, or give {self.more}")
         self.notice(f"{often}: the study is shortened to about {fits}")
         return most
 
@@ -202,6 +207,7 @@ class _Chooser:
             rates=len(self.request.learning_rates),
             jobs=self.jobs,
             held_out=self.corpus.validation,
+            graded=0 if self.corpus.context is None else len(self.corpus.test.tokens),
         )
 
     def choice(self, work: Workload, steps: int) -> Choice:

@@ -104,6 +104,8 @@ class Design:
     """The study that this one goes on from."""
     expected_seconds: float | None
     """What the runs were expected to take; None where nothing was measured."""
+    unit: str = "byte"
+    """What losses are per: a byte of text, or an answer token of a task."""
     format: int = FORMAT
     """Version of this file."""
 

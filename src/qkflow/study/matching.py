@@ -55,8 +55,10 @@ class Shape:
         return self.arms[0].parameters
 
 
-def shape(request: Request, size_name: str, vocabulary: int) -> Shape:
+def shape(request: Request, size_name: str, vocabulary: int, instance: int | None = None) -> Shape:
     """The arms of a request at a named size (or `OWN`), each with as many parameters as the baseline.
+
+    `instance` is the length of a task's instances, which is what a window then is; steps keep their tokens.
 
     >>> from qkflow.data import CorpusConfig
     >>> made = shape(Request(corpus=CorpusConfig(), arms=("standard", "differential")), "100k", 257)
@@ -64,6 +66,8 @@ def shape(request: Request, size_name: str, vocabulary: int) -> Shape:
     ([100224, 100032], 128)
     """
     context, batch = _WINDOWS.get(size_name, _USUAL_WINDOWS)
+    if instance is not None:
+        context, batch = instance, max(1, context * batch // instance)
     context, batch = request.context or context, request.batch or batch
     base = request.model or size(size_name, vocabulary=vocabulary)
     if base.vocabulary < vocabulary:

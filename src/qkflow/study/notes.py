@@ -5,6 +5,8 @@
 | vocabulary growth    | h of Heaps' law, distinct words ~ words^h, fitted to log-spaced points                |
 | compressibility      | bits that LZMA needs for a byte                                                      |
 | document similarity  | mean cosine between the tf-idf vectors of two documents                              |
+
+A task has other notes: how many instances it has, of which tokens, and how often a guess is right.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import lzma
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,23 @@ def describe(corpus: Corpus) -> dict[str, Any]:
 
 def notes(corpus: Corpus) -> list[dict[str, str]]:
     """Every note: its name, its value as people read it, and what it means."""
+    return _of_text(corpus) if corpus.task is None else _of_task(corpus, corpus.task)
+
+
+def _of_task(corpus: Corpus, task: Mapping[str, Any]) -> list[dict[str, str]]:
+    parts = [f"{len(part.documents):,}" for part in (corpus.train, corpus.validation, corpus.test)]
+    cells = 0 if corpus.test.cells is None else len(np.unique(corpus.test.cells))
+    grid = f"{cells} cell{'s' if cells != 1 else ''} by {' and '.join(task['axes'])}"
+    made = "made from the task's name and options alone, the same on every machine; none is in two parts"
+    return [
+        _note("instances", f"{parts[0]} to learn from, {parts[1]} held out, {parts[2]} to test", made),
+        _note("test grid", grid, "the test instances are shared out evenly"),
+        _note("vocabulary", f"{corpus.vocabulary:,} tokens", "the end token included"),
+        _note("chance", f"{100 * task['chance']:.3g} %", "how often a guess among the possible answers is right"),
+    ]
+
+
+def _of_text(corpus: Corpus) -> list[dict[str, str]]:
     documents = _sample(corpus)
     text = b"\n".join(documents)
     found = [
@@ -103,13 +122,19 @@ def similarity(documents: Sequence[bytes]) -> float | None:
 def excerpts(split: Split) -> list[list[int]]:
     """Tokens of evenly spaced held-out documents, each from a third of its length on where that leaves enough of them.
 
+    Of a task's instances the ends are taken, where the questions are, and only of those whose needle lies nearest.
+
     >>> excerpts(Split(tokens=np.arange(9), documents=np.array([[1, 4], [5, 9]]), sizes=np.array([3, 4])))
     [[1, 2, 3], [5, 6, 7, 8]]
     """
-    chosen = np.unique(np.linspace(0, len(split.documents) - 1, EXCERPTS).astype(np.int64))
+    documents, part = np.asarray(split.documents), 3
+    if split.cells is not None:
+        depths = split.cells["depth"]
+        documents, part = documents[depths == depths.max()], 1
+    chosen = np.unique(np.linspace(0, len(documents) - 1, EXCERPTS).astype(np.int64))
     found = []
-    for begin, end in np.asarray(split.documents)[chosen].tolist():
-        start = max(begin, min(begin + (end - begin) // 3, end - EXCERPT))
+    for begin, end in documents[chosen].tolist():
+        start = max(begin, min(begin + (end - begin) // part, end - EXCERPT))
         found.append(split.tokens[start : min(end, start + EXCERPT)].tolist())
     return [tokens for tokens in found if tokens]
 

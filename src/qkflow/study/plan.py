@@ -31,6 +31,7 @@ def plan(request: Request, engine: Engine, *, notice: Callable[[str], None], com
     """The design of a new study that does not extend another."""
     corpus = open_corpus(request.corpus)
     refuse_small(corpus)
+    refuse_context(request, corpus)
     device = cast(Device, pick_device("auto").type) if request.device == "auto" else request.device
     jobs, threads = shared_out(request, engine.cores(), on_cpu=device == "cpu")
 
@@ -57,6 +58,7 @@ def plan(request: Request, engine: Engine, *, notice: Callable[[str], None], com
         error_rate=look_rate(request.error_rate, 1),
         extends=None,
         expected_seconds=choice.seconds,
+        unit=corpus.unit,
     )
 
 
@@ -66,6 +68,15 @@ def refuse_small(corpus: Corpus) -> None:
         raise UsageError(
             f"{corpus.name} has {documents} held-out documents, and a comparison needs at least 2: give more text, "
             "or shorter passages"
+        )
+
+
+def refuse_context(request: Request, corpus: Corpus) -> None:
+    """Refuse windows of another length than a task's instances."""
+    if corpus.context is not None and request.context not in (None, corpus.context):
+        raise UsageError(
+            f"the instances of {corpus.name} are {corpus.context} tokens long, got a context of {request.context}: "
+            f"leave it out, or give the task length={request.context}"
         )
 
 

@@ -77,11 +77,13 @@ def difference(
     level: float = 0.95,
     comparisons: int = 1,
     prior_spread: float | None = None,
+    calibrated: bool = True,
 ) -> Difference:
     """Compare two arms: nats of each held-out document (a row a seed, the same seed in both), and its bytes.
 
     `comparisons` is how many arms the study holds against the baseline: `smallest` allows for Holm's correction.
-    `prior_spread` stands in for the spread of two seeds; left out, it is calibration's part of the baseline's loss.
+    `prior_spread` stands in for the spread of two seeds; left out, it is calibration's part of the baseline's loss,
+    unless calibration says nothing of such losses: then their own spread has to serve.
 
     >>> nats = np.array([[70.0, 140.0], [71.0, 142.0], [69.0, 139.0]])
     >>> found = difference(nats - [[2.0, 4.0], [2.5, 5.0], [2.0, 4.5]], nats, np.array([50, 100]))
@@ -100,7 +102,8 @@ def difference(
     found = paired(arm, baseline, sizes)
     mean = float(found.mean)
     width = max(float(half_width(level, one)) for one in found.yardsticks)
-    if seeds == 2:
+    own = seeds > 2 or not calibrated
+    if not own:
         if prior_spread is None:
             prior_spread = RELATIVE_SPREAD * float(baseline.sum(dtype=np.float64) / seeds / math.log(2) / sizes.sum())
         extra = math.sqrt(max(0.0, float(found.error**2 - found.spread**2 / seeds)))
@@ -121,7 +124,7 @@ def difference(
         p=float(found.p()),
         p_signs=sign_flip(found.by_seed) if 2.0 ** (1 - seeds) <= 1 - level else None,
         smallest=smallest,
-        smallest_rests_on="its own spread" if seeds > 2 else "calibration",
+        smallest_rests_on="its own spread" if own else "calibration",
     )
 
 

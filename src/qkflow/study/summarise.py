@@ -12,6 +12,7 @@ import numpy as np
 
 from qkflow.configs import from_dict, to_dict
 from qkflow.errors import UsageError
+from qkflow.study.answers import read_answers
 from qkflow.study.attempts import read_attempts
 from qkflow.study.curves import Curve, reach
 from qkflow.study.design import DECAY, EVALUATIONS, Arm, Design, Job, jobs, read_design
@@ -73,12 +74,15 @@ def summarise(study: Path | str) -> Summary:
             alpha=design.error_rate,
             seeds=design.seeds,
             margin=margin,
+            unit=design.unit,
         ),
         notes=tuple(from_dict(Note, note) for note in notes.get("notes", [])),
         remarks=_remarks(study, design, runs),
         design=to_dict(design),
         environment=environment,
         command=design.command,
+        unit=design.unit,
+        recall=read_answers({name: _folders(study, found) for name, found in main.items()}),
     )
 
 
@@ -95,6 +99,11 @@ def run_folders(study: Path | str) -> dict[str, Path]:
         ):
             found[job.arm] = folder
     return {arm.name: found[arm.name] for arm in design.arms}
+
+
+def _folders(study: Path, runs: list[_Run]) -> dict[int, Path]:
+    """The folders of finished runs, by seed."""
+    return {run.job.seed: study / run.job.folder for run in runs if run.result is not None}
 
 
 def _read(study: Path, job: Job) -> _Run:
@@ -179,7 +188,14 @@ def _comparisons(
                 "restore it from a copy"
             )
         nats, baseline_nats = (np.stack([result.documents["nats"] for result in arm]) for arm in (one, other))
-        differences[name] = difference(nats, baseline_nats, sizes, level=1 - design.error_rate, comparisons=len(others))
+        differences[name] = difference(
+            nats,
+            baseline_nats,
+            sizes,
+            level=1 - design.error_rate,
+            comparisons=len(others),
+            calibrated=design.unit == "byte",  # the spread was measured on text
+        )
         losses = [[float(result.metrics["bits_per_byte"]) for result in arm] for arm in (one, other)]
         spreads[name] = spread(*losses, level=1 - design.error_rate)
     adjusted = holm([differences[name].p if name in differences else None for name in others])

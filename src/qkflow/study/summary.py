@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qkflow.study.curves import Curve, Reach
+from qkflow.study.recall import Recall
 from qkflow.study.statistics import Difference, Spread
 from qkflow.study.verdict import Verdict
 
@@ -44,11 +45,11 @@ class ArmSummary:
     learning_rate: float | None
     """The rate of its runs; None while tuning has not chosen it."""
     tuning: tuple[tuple[float, float | None], ...]
-    """Learning rates tried, each with the bits per byte it came to (None: failed); empty where one rate was given."""
+    """Learning rates tried, each with the loss it came to (None: failed); empty where one rate was given."""
     seeds: tuple[int, ...]
     """Seeds whose runs are finished."""
     bits_per_byte: tuple[float, ...]
-    """Their held-out loss, in the same order."""
+    """Their held-out loss, in the same order; bits per answer token, where the study is on a task."""
     mean: float | None
     spread: float | None
     """Standard deviation over seeds."""
@@ -91,7 +92,7 @@ class Summary:
     size: str
     context: int
     margin: float
-    """The equivalence margin, in bits per byte."""
+    """The equivalence margin, in bits as the losses."""
     error_rate: float
     """The rate of false `better` or `worse` over all arms that this look may have."""
     finished: int
@@ -114,3 +115,17 @@ class Summary:
     """environment.json of the first run."""
     command: tuple[str, ...]
     """The command that began the study."""
+    unit: str = "byte"
+    """What losses are per: a byte of text, or an answer token of a task."""
+    recall: Recall | None = None
+    """Accuracy on a task's test instances; None for text, and before a run is finished."""
+
+    @property
+    def bits(self) -> str:
+        """What losses are counted in."""
+        return f"bits per {self.unit}"
+
+    @property
+    def on_task(self) -> bool:
+        """Whether the runs learn a task, and not a text."""
+        return self.unit != "byte"

@@ -41,6 +41,8 @@ class Workload:
     """Runs at a time."""
     held_out: Split
     """The held-out documents."""
+    graded: int = 0
+    """Tokens of a task's test instances, which every run answers after its last step."""
 
     def steps(self, steps: int) -> tuple[int, ...]:
         """Steps of each arm where the baseline makes `steps`."""
@@ -53,7 +55,7 @@ class Workload:
         each = self.steps(steps)
 
         def stage(times: int, steps: Iterable[int], evaluations: int) -> float:
-            read = evaluations * during + last
+            read = evaluations * during + last + self.graded
             runs = [n * speed.step + read * speed.token for n, speed in zip(steps, self.speeds, strict=True)]
             return makespan(sorted(runs, reverse=True) * times, self.jobs)
 

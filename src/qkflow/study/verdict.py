@@ -64,23 +64,26 @@ def judge(
     alpha: float,
     seeds: int,
     margin: float | None = None,
+    unit: str = "byte",
 ) -> tuple[Verdict, ...]:
     """One verdict for each arm, over all arms of a study at once; None stands for an arm without a pair of runs.
 
-    `loss` is the baseline's mean in bits per byte, `seeds` how many the design asked for, `alpha` the error rate of
-    this look and `margin` in bits per byte. Every difference must have been made at the level 1 - alpha.
+    `loss` is the baseline's mean in bits per `unit`, `seeds` how many the design asked for, `alpha` the error rate of
+    this look and `margin` in the same bits. Every difference must have been made at the level 1 - alpha.
     """
     margin = MARGIN * loss if margin is None else margin
     if not margin > 0:
         raise ValueError(
-            f"the margin must be above 0 bits per byte, got {margin}: no two arms are the same to the last bit"
+            f"the margin must be above 0 bits per {unit}, got {margin}: no two arms are the same to the last bit"
         )
     for found in differences.values():
         if found is not None and not math.isclose(found.level, 1 - alpha):
             raise ValueError(
                 f"a difference at the level {found.level} cannot be judged at alpha {alpha}: use 1 - alpha"
             )
-    scale = Scale(baseline=baseline, loss=loss, margin=margin, alpha=alpha, arms=len(differences), seeds=seeds)
+    scale = Scale(
+        baseline=baseline, loss=loss, margin=margin, alpha=alpha, arms=len(differences), seeds=seeds, unit=unit
+    )
     apart = holm([None if found is None else found.p for found in differences.values()])
     close = holm([None if found is None else equivalence(found, margin) for found in differences.values()])
     return tuple(
@@ -104,6 +107,12 @@ class Scale:
     alpha: float
     arms: int
     seeds: int
+    unit: str
+
+    @property
+    def bits(self) -> str:
+        """What a loss is counted in."""
+        return f"bits per {self.unit}"
 
 
 def _verdict(arm: str, found: Difference | None, p_apart: float | None, p_close: float | None, scale: Scale) -> Verdict:
@@ -114,7 +123,7 @@ def _verdict(arm: str, found: Difference | None, p_apart: float | None, p_close:
     if p_apart is None or p_close is None or found.low is None or found.high is None:
         sentence = (
             f"{arm} against {scale.baseline} cannot be judged from one seed, which has no interval: "
-            f"its only pair of runs shows {_signed(found.mean, _decimals(abs(found.mean)), ' bits per byte')}."
+            f"its only pair of runs shows {_signed(found.mean, _decimals(abs(found.mean)), scale.bits)}."
         )
         words = [sentence, *_gaps(found, scale)]
         return Verdict(arm=arm, kind="undecided", sentence=" ".join(words), advice=_advice(found, scale))
@@ -136,21 +145,21 @@ def _opening(arm: str, kind: str, found: Difference, scale: Scale) -> str:
     if kind in ("better", "worse"):
         ends = sorted((abs(low), abs(high)))
         return (
-            f"{arm} is {kind} than {scale.baseline}: {_signed(found.mean, digits, ' bits per byte')} ({level} "
+            f"{arm} is {kind} than {scale.baseline}: {_signed(found.mean, digits, scale.bits)} ({level} "
             f"{ends[0]:.{digits}f} to {ends[1]:.{digits}f}; {runs}), "
             f"{_percent(abs(found.mean) / scale.loss)} of {scale.baseline}'s loss."
         )
     range_ = f"{level} {_signed(low, digits)} to {_signed(high, digits)}; {runs}"
     if kind == "undecided":
         return (
-            f"{arm} cannot be told from {scale.baseline}: {_signed(found.mean, digits, ' bits per byte')} ({range_}), "
+            f"{arm} cannot be told from {scale.baseline}: {_signed(found.mean, digits, scale.bits)} ({range_}), "
             f"with a margin of {_margin(scale)}."
         )
     if not any(found.by_seed):
         return f"{arm} is equivalent to {scale.baseline}: every pair of runs has the same loss ({runs})."
     return (
         f"{arm} is equivalent to {scale.baseline} within the margin of {_margin(scale)}: "
-        f"{_signed(found.mean, digits, ' bits per byte')} ({range_})."
+        f"{_signed(found.mean, digits, scale.bits)} ({range_})."
     )
 
 
@@ -196,11 +205,12 @@ def _advice(found: Difference, scale: Scale) -> str:
     rate = scale.alpha * (1 - _TAKEN)
     far = abs(found.mean) > scale.margin
     effect, chance = (abs(found.mean), 0.8) if far else (scale.margin, 0.9)
-    spread = found.spread if found.seeds > 2 else RELATIVE_SPREAD * scale.loss
+    own = found.smallest_rests_on == "its own spread"
+    spread = found.spread if own else RELATIVE_SPREAD * scale.loss
     documents = math.sqrt(max(0.0, found.error**2 - found.spread**2 / found.seeds))
     alpha = rate / scale.arms
     needed = seeds_needed(effect, spread=spread, alpha=alpha, documents=documents, chance=chance)
-    amount = f"{effect:.{_decimals(effect)}f} bits per byte"
+    amount = f"{effect:.{_decimals(effect)}f} {scale.bits}"
     goal = f"find a difference of {amount} (the one observed)" if far else f"tell a difference of {amount} from none"
     in_sight = documents * float(quantile(1 - alpha / 2, math.inf) + quantile(chance, math.inf))  # with endless seeds
     if needed is None and in_sight < effect:
@@ -208,10 +218,10 @@ def _advice(found: Difference, scale: Scale) -> str:
     if needed is None:
         return (
             f"No number of seeds would {goal}: the {found.documents} held-out documents disagree too much. "
-            "It takes more held-out text, or a wider margin, in a new study."
+            "It takes more of them, or a wider margin, in a new study."
         )
     needed = max(needed, found.seeds + 1)
-    basis = "the spread over its seeds" if found.seeds > 2 else "a spread from calibration, since two seeds have none"
+    basis = "the spread over its seeds" if own else "a spread from calibration, since two seeds have none"
     many = " That is many: more tokens a run, or a wider margin, may serve better." if needed > _MANY else ""
     return (
         f"About {needed} seeds would {goal}, judged by {basis}: `qkflow compare --extend STUDY --seeds {needed}` "
@@ -226,7 +236,7 @@ def _decimals(width: float) -> int:
 
 def _signed(value: float, digits: int, unit: str = "") -> str:
     """A difference in words: less is better."""
-    text = f"{abs(value):.{digits}f}{unit}"
+    text = f"{abs(value):.{digits}f}{unit and ' '}{unit}"
     return text if not float(f"{value:.{digits}f}") else f"{text} {'less' if value < 0 else 'more'}"
 
 
@@ -235,5 +245,5 @@ def _percent(part: float) -> str:
 
 
 def _margin(scale: Scale) -> str:
-    size = f"{scale.margin:.{_decimals(scale.margin)}f} bits per byte"
+    size = f"{scale.margin:.{_decimals(scale.margin)}f} {scale.bits}"
     return f"{size} ({_percent(scale.margin / scale.loss)} of {scale.baseline}'s loss)"

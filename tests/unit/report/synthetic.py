@@ -6,7 +6,8 @@ import importlib.util
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from qkflow.data import ByteTokenizer, CorpusConfig
 from qkflow.models import Decoder, DecoderConfig
 from qkflow.study.curves import Curve, Reach
+from qkflow.study.recall import Answered, Cell, Grid, Tally, recall
 from qkflow.study.statistics import Difference, Spread
 from qkflow.study.summary import ArmSummary, Comparison, Note, Summary
 from qkflow.study.verdict import Verdict
@@ -95,6 +97,54 @@ def study(
         environment={"cpu": "a processor", "threads": 1, "versions": {"torch": "2.13.0", "qkflow": "0.1.0"}},
         command=("qkflow", "compare", "my text.txt", "--arms", ",".join(arms)),
     )
+
+
+GRIDS = {
+    "mqar": Grid(
+        task="mqar",
+        chance=1 / 64,
+        axes=("pairs",),
+        context=64,
+        cells=tuple(Cell(pairs=pairs, length=64) for pairs in (4, 8, 16, 32)),
+    ),
+    "s-niah-2": Grid(
+        task="s-niah-2",
+        chance=0.001,
+        axes=("length", "depth"),
+        context=256,
+        cells=tuple(Cell(length=n, depth=d) for n in (256, 512, 1024, 2048) for d in (0, 25, 50, 75, 100)),
+    ),
+}
+"""Grids of tasks that nobody ran."""
+
+
+def task(
+    arms: Sequence[str] = ("standard", "differential"), *, name: str = "mqar", seeds: int = 3, **options: Any
+) -> Summary:
+    """A study on a task: later arms remember less, and all less of more."""
+    summary = replace(study(arms, seeds=seeds, **options), corpus=name, unit="answer token", notes=())
+    told = [replace(item, sentence=item.sentence.replace("per byte", "per answer token")) for item in summary.verdicts]
+    summary = replace(summary, verdicts=tuple(told))
+    grid, generator = GRIDS[name], np.random.default_rng(3)
+    harder = np.array([_hardness(cell) for cell in grid.cells])
+
+    def answered(index: int, seed: int) -> Answered:
+        chances = np.clip(1.02 - harder * (0.3 + 0.25 * index) + generator.normal(0, 0.02), grid.chance, 1)
+        return Answered(seed=seed, tallies=tallies(dict(enumerate(generator.binomial(50, chances)))))
+
+    runs = {arm.name: [answered(n, seed) for seed in arm.seeds] for n, arm in enumerate(summary.arms)}
+    return replace(summary, recall=recall(grid, runs) if any(runs.values()) else None)
+
+
+def tallies(right: Mapping[int, int], questions: int = 50) -> tuple[Tally, ...]:
+    """Right answers of each cell, out of so many."""
+    return tuple(Tally(instances=questions, questions=questions, right=int(found)) for found in right.values())
+
+
+def _hardness(cell: Cell) -> float:
+    if cell.pairs is not None:
+        return math.log2(cell.pairs / 4) / 2.5
+    return math.log2((cell.length or 256) / 128) / 4 * (1.3 - (cell.depth or 0) / 100)
 
 
 def _arm(

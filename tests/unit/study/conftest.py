@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -87,13 +88,12 @@ class Watcher(Observer):
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of eighty short documents."""
-    file = tmp_path_factory.mktemp("study") / "texts"
-    file.mkdir()
+    """Eighty short documents in one file, which is soon opened."""
+    file = tmp_path_factory.mktemp("study") / "texts.jsonl"
     generator = random.Random(0)
     words = ["".join(generator.choices("abcdefgh", k=generator.randint(2, 6))) for _ in range(50)]
-    for number in range(80):
-        (file / f"{number}.txt").write_text(" ".join(generator.choices(words, k=generator.randint(20, 60))))
+    texts = [" ".join(generator.choices(words, k=generator.randint(20, 60))) for _ in range(80)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return file
 
 

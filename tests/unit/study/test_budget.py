@@ -58,10 +58,10 @@ def _shapes_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def remembered(request: Request, name: str, vocabulary: int) -> Shape:
+def remembered(request: Request, name: str, vocabulary: int, instance: int | None) -> Shape:
     if plain(request) != request:
-        return remembered(plain(request), name, vocabulary)
-    return shape(request, name, vocabulary)
+        return remembered(plain(request), name, vocabulary, instance)
+    return shape(request, name, vocabulary, instance)
 
 
 def plain(request: Request) -> Request:
@@ -312,6 +312,26 @@ def test_tuning_is_part_of_the_time(ask: Ask) -> None:
     )
     assert 1.4 * plain.seconds(4000) < tuned.seconds(4000) < 1.8 * plain.seconds(4000)
     assert tuning_steps(4000) == 1000
+
+
+def test_the_answers_of_a_task_are_part_of_the_time(ask: Ask) -> None:
+    made = shape(ask(model=None, context=None, batch=None), "100k", 257)
+    speeds = Machine().measure(made, 1.0)
+    plain, asked = (
+        Workload(
+            shape=made, seeds=2, speeds=speeds, match="tokens", rates=1, jobs=1, held_out=held_out(10**5), graded=graded
+        )
+        for graded in (0, 10**6)
+    )
+    reading = 2 * 10**6 * sum(speed.token for speed in speeds)
+    assert asked.seconds(400) - plain.seconds(400) == pytest.approx(reading)
+
+
+def test_a_task_too_small_for_the_budget_says_what_to_ask_of_it(ask: Ask) -> None:
+    task = CorpusConfig(source="mqar:pairs=2,length=16,keys=4,values=4,train=64,validation=8,each=2")
+    asked = ask(corpus=task, model=None, size="100k", context=None, batch=None, tokens=None, budget=600.0)
+    with pytest.raises(UsageError, match=r"the task more instances \(train=N\)"):
+        Machine().choose(asked, open_corpus(task))
 
 
 def test_the_options_are_what_the_request_leaves_open(ask: Ask, open_ask: Ask) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
 from qkflow.mechanisms import StandardAttention, StandardConfig, register
 from qkflow.models import Decoder, DecoderConfig, parameters
@@ -165,6 +166,20 @@ def test_a_design_comes_back_from_its_file_as_it_was(ask: Ask, inline: Any, tmp_
     assert record["digest"] == design.digest
     assert record["command"] == ["qkflow", "compare"]
     assert (record["look"], record["error_rate"]) == (1, pytest.approx(0.04))
+    del record["unit"]  # as designs were before there were tasks
+    (tmp_path / "design.json").write_text(json.dumps(record))
+    assert read_design(tmp_path) == design
+
+
+def test_a_window_of_a_task_is_an_instance_and_steps_keep_their_tokens(ask: Ask, inline: Any) -> None:
+    task = CorpusConfig(source="mqar:pairs=2,length=16,keys=4,values=4,train=200,validation=8,each=2")
+    asked = ask(corpus=task, model=None, size="100k", context=None, batch=None, tokens=20 * 128 * 16, passes=99.0)
+    design = designed(asked, inline())
+    assert (design.unit, design.base.context, design.base.batch) == ("answer token", 16, 128)
+    assert design.arms[0].model.vocabulary >= 10
+    assert designed(replace(asked, context=16, batch=4), inline()).base.batch == 4
+    with pytest.raises(UsageError, match="16 tokens long, got a context of 32"):
+        designed(replace(asked, context=32), inline())
 
 
 def test_a_folder_without_a_design_is_refused(tmp_path: Path) -> None:

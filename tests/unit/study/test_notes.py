@@ -71,6 +71,27 @@ def test_excerpts_are_held_out_tokens_inside_one_document() -> None:
         assert tokens == list(range(tokens[0], tokens[0] + len(tokens)))
 
 
+def test_a_task_is_described_by_its_instances_its_words_and_chance() -> None:
+    corpus = open_corpus(CorpusConfig(source="mqar:pairs=2+4,length=24,keys=8,values=8,train=300,validation=30,each=5"))
+    found = {note["name"]: note["value"] for note in notes(corpus)}
+    assert found["instances"] == "300 to learn from, 30 held out, 10 to test"
+    assert found["test grid"] == "2 cells by pairs"
+    assert found["vocabulary"] == f"{corpus.vocabulary} tokens"
+    assert found["chance"] == "12.5 %"
+    assert "compressibility" not in found
+
+
+def test_excerpts_of_a_task_end_with_the_question_and_hold_its_needle() -> None:
+    corpus = open_corpus(CorpusConfig(source="s-niah-1:length=96,lengths=96,train=50,validation=20,each=2"))
+    ends = {int(end) for _, end in corpus.validation.documents}
+    for tokens in excerpts(corpus.validation):
+        text = corpus.decode(tokens)
+        answer = text.rsplit(b"it is ", 1)[1]
+        assert len(tokens) == EXCERPT
+        assert text.count(answer) == 2  # in the needle, and as the answer
+        assert any(corpus.validation.tokens[end - EXCERPT : end].tolist() == tokens for end in ends)
+
+
 def test_the_description_is_plain_data_and_the_same_every_time(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path / "text", [words(seed, 200, 50) for seed in range(30)])
     found = describe(corpus)

@@ -157,11 +157,11 @@ def test_a_study_that_another_process_runs_is_refused(ask: Ask, inline: Any, tmp
 
 
 def test_a_text_that_has_changed_is_refused(ask: Ask, inline: Any, tmp_path: Path, texts: Path) -> None:
-    copy = tmp_path / "texts"
-    shutil.copytree(texts, copy)
+    copy = tmp_path / "texts.jsonl"
+    shutil.copy(texts, copy)
     request = ask(corpus=CorpusConfig(source=str(copy)), seeds=1)
     run_study(request, tmp_path / "study", engine=inline())
-    (copy / "0.txt").write_text("other words")
+    copy.write_text(texts.read_text() + json.dumps({"text": "other words"}) + "\n")
     with pytest.raises(UsageError, match=r"is not the text .* began with"):
         run_study(None, tmp_path / "study", engine=inline())
 

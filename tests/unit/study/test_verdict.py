@@ -226,6 +226,23 @@ def test_the_margin_is_half_a_percent_of_the_baselines_loss_unless_said() -> Non
     assert "within the margin of 0.015 bits per byte (0.5 % of standard's loss)" in found.sentence
 
 
+def test_two_seeds_of_a_task_rest_on_their_own_spread_since_calibration_was_on_text() -> None:
+    bits = np.array([[1.0] * 4, [-0.4] * 4]) * math.log(2)
+    found = difference(bits, np.zeros_like(bits), np.ones(4), calibrated=False)
+    assert found.smallest_rests_on == "its own spread"
+    assert (found.smallest or 0) > 5
+    (verdict,) = judge({"arm": found}, baseline="standard", loss=2.0, alpha=0.05, seeds=2, unit="answer token")
+    assert "judged by the spread over its seeds" in (verdict.advice or "")
+
+
+def test_a_task_is_judged_in_bits_per_answer_token() -> None:
+    arms = {"clear": made(*CLEAR), "same": made(*NONE), "wide": made(*WIDE), "alone": made(0.03)}
+    found = judge(arms, baseline="standard", loss=2.0, alpha=0.05, seeds=5, margin=0.01, unit="answer token")
+    for verdict in found:
+        assert "bits per answer token" in verdict.sentence
+        assert "byte" not in verdict.sentence + (verdict.advice or "")
+
+
 def test_the_interval_is_named_by_its_own_level() -> None:
     assert "(96 % interval" in verdicts(alpha=0.04, arm=made(*CLEAR, alpha=0.04))[0].sentence
     assert "(99.2 % interval" in verdicts(alpha=0.008, arm=made(*CLEAR, alpha=0.008))[0].sentence
