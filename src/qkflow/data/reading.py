@@ -10,6 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedIOBase
 from pathlib import Path, PurePosixPath
 from typing import cast
@@ -120,20 +121,21 @@ def lines(entry: Entry) -> Iterator[bytes]:
 
 def opener(place: Path | zipfile.ZipFile, member: str = "") -> Callable[[], BufferedIOBase]:
     """How to open a file, or a member of an archive, as decompressed bytes."""
-    name = member or str(place)
-    compression = COMPRESSIONS.get(PurePosixPath(name).suffix.lower())
+    compression = COMPRESSIONS.get(PurePosixPath(member or str(place)).suffix.lower())
+    return partial(_decompressed, compression, place, member) if compression else partial(_stored, place, member)
 
-    def stored() -> BufferedIOBase:
-        return cast(BufferedIOBase, place.open(member) if isinstance(place, zipfile.ZipFile) else open(place, "rb"))
 
-    def decompressed() -> BufferedIOBase:
-        try:
-            module = importlib.import_module(str(compression))
-        except ImportError:
-            raise UsageError(f"{name}: this Python was built without {compression}: unpack the file first") from None
-        return module.open(place if isinstance(place, Path) else stored(), "rb")
+def _stored(place: Path | zipfile.ZipFile, member: str) -> BufferedIOBase:
+    return cast(BufferedIOBase, place.open(member) if isinstance(place, zipfile.ZipFile) else open(place, "rb"))
 
-    return decompressed if compression else stored
+
+def _decompressed(compression: str, place: Path | zipfile.ZipFile, member: str) -> BufferedIOBase:
+    try:
+        module = importlib.import_module(compression)
+    except ImportError:
+        name = member or str(place)
+        raise UsageError(f"{name}: this Python was built without {compression}: unpack the file first") from None
+    return module.open(place if isinstance(place, Path) else _stored(place, member), "rb")
 
 
 @contextlib.contextmanager
