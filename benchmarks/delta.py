@@ -1,10 +1,12 @@
 """The delta rule against HF transformers', against fused softmax attention, and against what the machine can multiply.
 
     python benchmarks/delta.py [--quick] [--json FILE] [--threads N]
+    python benchmarks/delta.py --device cuda [--quick] [--json FILE]
 
-float32, heads 64 wide, two threads unless told. "HF" is `torch_chunk_gated_delta_rule`, which knows no lambda: against
-it ours has none either; elsewhere ours is the whole of Q-Delta. fla's form by chunks needs triton and a GPU, and cannot
-take part. "x times" is how many times as long the peer takes: the median of the rounds, with quartiles.
+On a GPU it is another race, of kernels in Triton: `delta_on_gpus.py`. On a CPU: float32, heads 64 wide, two threads
+unless told. "HF" is `torch_chunk_gated_delta_rule`, which knows no lambda: against it ours has none either; elsewhere
+ours is the whole of Q-Delta. fla's form by chunks needs a GPU, and cannot take part. "x times" is how many times as
+long the peer takes: the median of the rounds, with quartiles.
 
 The share of peak is the declared products (chunks of 64) in the best round, over the best rate of a matrix product of
 1,024 or 2,048 in the same run; its quartiles are over rounds, each with the matrix products of its own. Memory is the
@@ -17,6 +19,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -29,6 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import delta_on_gpus
 from qkflow import Decoder, size
 from qkflow.ops.delta import choose, delta_rule
 
@@ -238,6 +242,8 @@ def decode(model: Decoder, token: Tensor, state: object, tokens: int) -> Callabl
 
 
 if __name__ == "__main__":
+    if "cuda" in sys.argv[1:] or "--device=cuda" in sys.argv[1:]:
+        sys.exit(delta_on_gpus.main())
     args = arguments(__doc__ or "")
     torch.set_num_threads(args.threads or 2)
     rounds = 3 if args.quick else 15

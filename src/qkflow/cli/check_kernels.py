@@ -8,9 +8,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from qkflow.laws.kernels import WITHIN, Agreement, agreements
+from qkflow.laws.kernels import WITHIN, Agreement, agreements, own_device
 from qkflow.ops import native
 from qkflow.ops.delta import choose
+from qkflow.ops.delta.backends import triton_fault
 
 
 def try_kernels(console: Console) -> int:
@@ -31,12 +32,14 @@ def try_kernels(console: Console) -> int:
 
 
 def about() -> dict[str, str]:
-    """Which form of the delta rule is taken on a CPU and why, and where its library is from."""
+    """Which form of the delta rule is taken on a CPU, and on a GPU if there is one, and where its library is from."""
     chosen, fault, build = choose(torch.device("cpu")), native.fault(), native.build()
     why = "asked for by QKFLOW_DELTA"
     if chosen == "native" or (chosen == "chunked" and build is None):
         why = "the fastest that runs here"
     facts = {"delta rule": f"{chosen}, {why}"}
+    if (device := own_device()).type == "cuda":
+        facts["on the GPU"] = f"{_on_a_gpu(device)} ({torch.cuda.get_device_name(device)})"
     if build is None:
         return facts | {"kernels in C": f"none: {fault}"}
     took = "there already" if build.seconds is None else f"built now, in {build.seconds:.1f} s"
@@ -46,6 +49,11 @@ def about() -> dict[str, str]:
         "compiler": build.compiler,
         "threads": str(torch.get_num_threads()) if native.threaded() else "1 (the compiler has no OpenMP)",
     }
+
+
+def _on_a_gpu(device: torch.device) -> str:
+    fault = triton_fault(device)
+    return "triton, the fastest that runs here" if fault is None else f"chunked: Triton's kernels cannot run: {fault}"
 
 
 def compared(rows: Sequence[Agreement]) -> Table:

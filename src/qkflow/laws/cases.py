@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from qkflow.layout import Layout
 from qkflow.mechanisms.base import Factory
 
-TOLERANCE = 1e-10
-"""Of every comparison in float64, relative to the larger of 1 and the largest value compared."""
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
+"""Of every comparison in a precision, relative to the larger of 1 and the largest value compared."""
 
 
 class LawBroken(Exception):
@@ -33,8 +33,10 @@ class Bench:
     heads: int = 4
     backend: str = "inductor"
     """The compiler that the law of compilation uses."""
+    dtype: torch.dtype = torch.float64
+    """The precision that laws are tried in; float32 for what knows no float64."""
 
-    def make(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
+    def make(self, seed: int = 0, dtype: torch.dtype | None = None) -> Any:
         """A mechanism away from its start: parameters that begin at zero or one would hide mistakes behind them."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -42,13 +44,15 @@ class Bench:
             with torch.no_grad():
                 for parameter in mechanism.parameters():
                     parameter.add_(0.1 * torch.randn_like(parameter))
-        return mechanism.to(dtype)
+        return mechanism.to(dtype or self.dtype)
 
-    def input(self, b: int, t: int, *, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    def input(self, b: int, t: int, *, seed: int = 1, dtype: torch.dtype | None = None) -> Tensor:
         """Tokens that share a direction, as real ones do: independent ones hide what is badly conditioned."""
         generator = torch.Generator().manual_seed(seed)
         common = torch.randn(self.width, generator=generator, dtype=torch.float64)
-        return (torch.randn(b, t, self.width, generator=generator, dtype=torch.float64) + common).to(dtype)
+        return (torch.randn(b, t, self.width, generator=generator, dtype=torch.float64) + common).to(
+            dtype or self.dtype
+        )
 
 
 def run(
@@ -63,13 +67,14 @@ def run(
     return answer
 
 
-def same(case: str, what: str, got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> None:
-    """Break the law unless the two agree."""
+def same(case: str, what: str, got: Tensor, want: Tensor, tolerance: float | None = None) -> None:
+    """Break the law unless the two agree, within their precision unless told."""
     if got.shape != want.shape:
         raise LawBroken(f"{case}: {what} has shape {list(got.shape)}, expected {list(want.shape)}")
     if not got.numel():
         return
     difference = (got - want).abs()
+    tolerance = TOLERANCES[want.dtype] if tolerance is None else tolerance
     allowed = tolerance * max(1.0, float(want.detach().abs().max()))
     if not bool((difference <= allowed).all()):  # written so that NaN breaks the law too
         place = int(difference.nan_to_num(torch.inf, torch.inf).argmax())

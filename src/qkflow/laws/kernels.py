@@ -6,6 +6,7 @@ where fast forms lose their digits. The truth is computed in float64 from the ve
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,17 +17,22 @@ from torch import Tensor
 
 from qkflow.ops import coupled, kuramoto, native
 from qkflow.ops.delta import delta_rule
+from qkflow.ops.delta.backends import triton_fault
 from qkflow.ops.reversible import alternate_fast
 from qkflow.ops.rotary import turns
 from qkflow.ops.short_conv import short_conv
 
-Precision = Literal["float32", "float64"]
+Precision = Literal["float32", "float64", "bfloat16"]
 Form = Callable[..., tuple[Tensor, ...]]
 Case = Callable[[torch.Generator], Sequence[Tensor]]
 
-WITHIN: dict[Precision, float] = {"float32": 1e-4, "float64": 1e-10}
+WITHIN: dict[Precision, float] = {"float32": 1e-4, "float64": 1e-10, "bfloat16": 1e-2}
 """How far a form may be off in each precision."""
-_DTYPES: dict[Precision, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
+_DTYPES: dict[Precision, torch.dtype] = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+}
 _COMMON = 0.95
 _SMALL = 1e-2
 """Below this, errors are no longer held against a tensor's own largest number."""
@@ -58,29 +64,47 @@ class Agreement:
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
     kernel: str
-    native: bool
-    """Whether it needs the kernels in C."""
+    needs: Literal["C", "Triton"] | None
+    """What it is written in, where that is not torch."""
     fast: Form
     truth: Form
     case: Case
     differentiated: bool = True
 
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """The numbers it computes in."""
+        return ("float32", "bfloat16") if self.needs == "Triton" else ("float32", "float64")
 
-def agreements() -> list[Agreement]:
-    """Every fast form that can run here, in both precisions.
+
+def own_device() -> torch.device:
+    """Where fast forms are tried: a GPU, if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def agreements(device: torch.device | None = None) -> list[Agreement]:
+    """Every fast form that can run on a device, `own_device()` unless told, in the precisions it knows.
+
+    What is written in C runs on the CPU, wherever the rest does.
 
     >>> all(row.ok for row in agreements())
     True
     """
-    runs = [trial for trial in _TRIALS if not trial.native or native.fault() is None]
-    return [_agreement(trial, precision) for trial in runs for precision in WITHIN]
+    place = own_device() if device is None else device
+    able = {"C": native.fault() is None, "Triton": triton_fault(place) is None, None: True}
+    return [
+        _agreement(trial, precision, torch.device("cpu") if trial.needs == "C" else place)
+        for trial in _TRIALS
+        if able[trial.needs]
+        for precision in trial.precisions
+    ]
 
 
-def _agreement(trial: _Trial, precision: Precision) -> Agreement:
-    g = torch.Generator().manual_seed(0)
-    given = [x.to(_DTYPES[precision]) for x in trial.case(g)]
-    values, gradients = _outcome(trial.fast, given, trial.differentiated)
-    true_values, true_gradients = _outcome(trial.truth, [x.double() for x in given], trial.differentiated)
+def _agreement(trial: _Trial, precision: Precision, device: torch.device) -> Agreement:
+    g, dtype = torch.Generator().manual_seed(0), _DTYPES[precision]
+    given = [x.to(dtype).to(device) for x in trial.case(g)]
+    values, gradients = _outcome(trial.fast, given, dtype, trial.differentiated)
+    true_values, true_gradients = _outcome(trial.truth, [x.double() for x in given], dtype, trial.differentiated)
     return Agreement(
         kernel=trial.kernel,
         precision=precision,
@@ -89,8 +113,10 @@ def _agreement(trial: _Trial, precision: Precision) -> Agreement:
     )
 
 
-def _outcome(form: Form, given: Sequence[Tensor], differentiated: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Outputs, and the gradient of a random sum of them by each argument: the same sum for the same shapes."""
+def _outcome(
+    form: Form, given: Sequence[Tensor], dtype: torch.dtype, differentiated: bool
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Outputs, and the gradient of a random sum of them by each argument: the same sum, in `dtype`, for all forms."""
     if not differentiated:
         with torch.no_grad():
             return form(*given), ()
@@ -98,7 +124,7 @@ def _outcome(form: Form, given: Sequence[Tensor], differentiated: bool) -> tuple
     leaves = [x.detach().requires_grad_() for x in given]
     with torch.enable_grad():
         outputs = form(*leaves)
-    weights = [torch.randn(x.shape, generator=g, dtype=torch.float64).to(x) for x in outputs]
+    weights = [torch.randn(x.shape, generator=g, dtype=torch.float64).to(dtype).to(x) for x in outputs]
     return [x.detach() for x in outputs], torch.autograd.grad(outputs, leaves, weights)
 
 
@@ -120,7 +146,8 @@ def _alike(g: torch.Generator, *shape: int) -> tuple[Tensor, Tensor]:
 
 
 def _memory(g: torch.Generator) -> Sequence[Tensor]:
-    b, t, h, k, v = 1, 150, 2, 64, 64  # several chunks, and a part of one
+    t = 40 if os.environ.get("TRITON_INTERPRET") == "1" else 150  # several chunks, and a part of one
+    b, h, k, v = 1, 2, 64, 64
     q, key = _alike(g, b, t, h, k)
     lam = (1.5 * _noise(g, b, t, h).sigmoid()).clamp(max=1.0)
     log_alpha = -0.01 * _noise(g, b, t, h).exp()
@@ -136,16 +163,20 @@ def _delta(backend: str) -> Form:
     return form
 
 
-def _decoded(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_alpha: Tensor, lam: Tensor, S: Tensor
-) -> tuple[Tensor, ...]:
+def _decoded(backend: str) -> Form:
     """Token by token, from a memory that is handed on."""
-    outputs = []
-    for at in range(q.shape[1]):
-        now = (x[:, at : at + 1] for x in (q, k, v, beta, log_alpha, lam))
-        o, S = delta_rule(*now, state=S, backend="native")
-        outputs.append(o)
-    return torch.cat(outputs, 1), S
+
+    def form(
+        q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_alpha: Tensor, lam: Tensor, S: Tensor
+    ) -> tuple[Tensor, ...]:
+        outputs = []
+        for at in range(q.shape[1]):
+            now = (x[:, at : at + 1] for x in (q, k, v, beta, log_alpha, lam))
+            o, S = delta_rule(*now, state=S, backend=backend)
+            outputs.append(o)
+        return torch.cat(outputs, 1), S
+
+    return form
 
 
 def _windows(g: torch.Generator) -> Sequence[Tensor]:
@@ -207,22 +238,31 @@ def _drift(like: Tensor) -> Tensor:
 _STEPS = 3
 _TRUTH = _delta("reference")
 _TRIALS = (
-    _Trial(kernel="delta rule, native", native=True, fast=_delta("native"), truth=_TRUTH, case=_memory),
+    _Trial(kernel="delta rule, Triton", needs="Triton", fast=_delta("triton"), truth=_TRUTH, case=_memory),
     _Trial(
-        kernel="delta rule, native, decoding",
-        native=True,
-        fast=_decoded,
+        kernel="delta rule, Triton, decoding",
+        needs="Triton",
+        fast=_decoded("triton"),
         truth=_TRUTH,
         case=_memory,
         differentiated=False,
     ),
-    _Trial(kernel="delta rule, chunked", native=False, fast=_delta("chunked"), truth=_TRUTH, case=_memory),
-    _Trial(kernel="short convolution", native=True, fast=lambda *x: (short_conv(*x),), truth=_convolved, case=_windows),
-    _Trial(kernel="phases", native=True, fast=_drawn, truth=_drawn_truth, case=_phases),
-    _Trial(kernel="coupling", native=True, fast=_moved_fast, truth=_moved, case=_pairs(35)),
+    _Trial(kernel="delta rule, native", needs="C", fast=_delta("native"), truth=_TRUTH, case=_memory),
+    _Trial(
+        kernel="delta rule, native, decoding",
+        needs="C",
+        fast=_decoded("native"),
+        truth=_TRUTH,
+        case=_memory,
+        differentiated=False,
+    ),
+    _Trial(kernel="delta rule, chunked", needs=None, fast=_delta("chunked"), truth=_TRUTH, case=_memory),
+    _Trial(kernel="short convolution", needs="C", fast=lambda *x: (short_conv(*x),), truth=_convolved, case=_windows),
+    _Trial(kernel="phases", needs="C", fast=_drawn, truth=_drawn_truth, case=_phases),
+    _Trial(kernel="coupling", needs="C", fast=_moved_fast, truth=_moved, case=_pairs(35)),
     _Trial(
         kernel="coupling, decoding",
-        native=True,
+        needs="C",
         fast=_moved_fast,
         truth=_moved,
         case=_pairs(1),  # few rows have a kernel of their own

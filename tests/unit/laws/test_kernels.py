@@ -40,7 +40,7 @@ def test_every_form_that_runs_here_is_near_its_reference() -> None:
     names = {row.kernel for row in rows}
     assert ("delta rule, native" in names) == (native.fault() is None)
     assert {(row.kernel, row.precision) for row in rows} == {
-        (name, precision) for name in names for precision in WITHIN
+        (name, precision) for name in names for precision in ("float32", "float64")
     }
     assert {row.kernel for row in rows if row.gradients is None} == {name for name in names if "decoding" in name}
 

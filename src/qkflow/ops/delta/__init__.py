@@ -39,7 +39,8 @@ def delta_rule(
     """Outputs, and the memory after the last token of each sequence.
 
     Without `lam` it is the gated delta rule, without `log_alpha` besides the delta rule. The memory has at least
-    float32's precision, whatever the inputs have. `chunk` is a matter of speed alone.
+    float32's precision, whatever the inputs have; on a GPU queries and keys are taken in the values' type. `chunk` is a
+    matter of speed alone.
 
     >>> q, k, v, beta = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 3), torch.rand(1, 5, 2)
     >>> o, state = delta_rule(q[:, :4], k[:, :4], v[:, :4], beta[:, :4])
@@ -50,7 +51,7 @@ def delta_rule(
     """
     given = Inputs(q, k, v, beta, log_alpha, lam)
     _check_shapes(given, state, q.shape[0] if layout is None else len(layout.lengths), chunk)
-    chosen = choose(q.device, backend)
+    chosen = choose(q.device, backend, q.dtype)
     if layout is not None:
         layout.check(q)
         given = given.map(lambda x: layout.rows(layout.clean(x)))
@@ -62,9 +63,18 @@ def delta_rule(
         o, final = recurrent(given, state, factor)
     else:
         before = None if state is None else state.to(precise)
-        o, final = operator.run(given.map(lambda x: x.to(precise)), before, factor, chunk or 0, chosen == "native")
+        o, final = operator.run(_typed(given, precise, chosen), before, factor, chunk or 0, chosen)
     o = o.to(v.dtype)
     return (o if layout is None else layout.batch(o)), final.to(precise)
+
+
+def _typed(given: Inputs, precise: torch.dtype, form: str) -> Inputs:
+    """All in one type; but on a GPU queries and keys are of the values' type, which may be half as precise."""
+    if form != "triton":
+        return given.map(lambda x: x.to(precise))
+    like = given.v.dtype if given.v.dtype in (torch.bfloat16, torch.float16) else precise
+    gates = (x if x is None else x.to(precise) for x in given[3:])
+    return Inputs(*(x.to(like) for x in given[:3]), *gates)  # pyright: ignore[reportArgumentType]
 
 
 def _check_shapes(given: Inputs, state: Tensor | None, rows: int, chunk: int | None) -> None:

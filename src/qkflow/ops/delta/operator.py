@@ -24,18 +24,18 @@ CHUNK = chunked.CHUNK
 """Tokens of a chunk by which products are counted, whatever the chunks of the form that runs."""
 _OPS = torch.library.Library("qkflow", "FRAGMENT")
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? log_alpha, Tensor? lam"
-_OPS.define(f"delta({_INPUTS}, Tensor? state, float scale, int chunk, bool keep, bool native) -> Tensor[]")
+_OPS.define(f"delta({_INPUTS}, Tensor? state, float scale, int chunk, bool keep, str form) -> Tensor[]")
 _OPS.define(
     f"delta_backward(Tensor? go, Tensor? gfinal, {_INPUTS}, Tensor o, Tensor errors, Tensor marks,"
-    " float scale, int chunk, bool native) -> Tensor[]"
+    " float scale, int chunk, str form) -> Tensor[]"
 )
 
 
-def run(given: Inputs, state: Tensor | None, scale: float, chunk: int, native: bool) -> tuple[Tensor, Tensor]:
-    """Outputs and the memory after the last token."""
+def run(given: Inputs, state: Tensor | None, scale: float, chunk: int, form: str) -> tuple[Tensor, Tensor]:
+    """Outputs and the memory after the last token, by a form of `backends` other than the reference."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*given, state)):
-        return _Delta.apply(*given, state, scale, chunk, native)  # pyright: ignore[reportReturnType]
-    o, final, *_ = _forward(*given, state, scale, chunk, False, native)
+        return _Delta.apply(*given, state, scale, chunk, form)  # pyright: ignore[reportReturnType]
+    o, final, *_ = _forward(*given, state, scale, chunk, False, form)
     return o, final
 
 
@@ -57,9 +57,9 @@ def _pairs(t: int) -> int:
 class _Delta(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        *inputs, scale, chunk, native = args
-        o, final, errors, marks = _forward(*inputs, scale, chunk, True, native)
-        ctx.settings, ctx.continued = (scale, chunk, native), inputs[6] is not None
+        *inputs, scale, chunk, form = args
+        o, final, errors, marks = _forward(*inputs, scale, chunk, True, form)
+        ctx.settings, ctx.continued = (scale, chunk, form), inputs[6] is not None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:6], o, errors, marks)
         return o, final
@@ -89,11 +89,19 @@ def _forward(*args: Any) -> list[Tensor]:
 
 
 def _delta(*args: Any) -> list[Tensor]:
-    given, (*rest, native) = Inputs(*args[:6]), args[6:]
-    if native:
+    given, (*rest, form) = Inputs(*args[:6]), args[6:]
+    if form == "native":
         return [*kernel.forward(given, *rest)]
-    with _plain(given.q.device.type):
-        return [*chunked.forward(given, *rest)]
+    with _plain(given.q.device.type), torch.cuda.device_of(given.q):
+        return [*_module(form).forward(given, *rest)]
+
+
+def _module(form: str) -> Any:
+    if form == "triton":
+        from qkflow.ops.delta import triton  # here: not everyone has it, and it takes a while
+
+        return triton
+    return kernel if form == "native" else chunked
 
 
 def _plain(device: str) -> AbstractContextManager[Any]:
@@ -102,30 +110,38 @@ def _plain(device: str) -> AbstractContextManager[Any]:
 
 
 def _delta_backward(*args: Any) -> list[Tensor]:
-    given, kept, (scale, chunk, native) = Inputs(*args[2:8]), Kept(*args[8:11]), args[11:]
-    form: Any = kernel if native else chunked
-    with _plain(given.q.device.type):
-        return [*form.backward(*args[:2], given, kept, scale, chunk)]
+    given, kept, (scale, chunk, form) = Inputs(*args[2:8]), Kept(*args[8:11]), args[11:]
+    with _plain(given.q.device.type), torch.cuda.device_of(given.q):
+        return [*_module(form).backward(*args[:2], given, kept, scale, chunk)]
 
 
 def _shapes(*args: Any) -> list[Tensor]:
-    q, _, v, *_, chunk, keep, native = args
+    q, _, v, *_, chunk, keep, form = args
     (n, t, h, width), deep = q.shape, v.shape[3]
-    o, final = v.new_empty(v.shape), q.new_empty(n, h, deep, width)
+    wide = q if form != "triton" else q.new_empty(0, dtype=torch.float32)
+    o, final = v.new_empty(v.shape), wide.new_empty(n, h, deep, width)
     if not keep:
-        return [o, final, q.new_empty(0), q.new_empty(0)]
-    every = kernel.mark_tokens(chunk) if native else chunk or CHUNK
-    many = (t + every - 1) // every
-    if native:
+        return [o, final, v.new_empty(0), v.new_empty(0)]
+    if form == "triton":
+        many = _count(t, _module(form).chunk_of(chunk, width, v.dtype)) + 1
+        return [o, final, wide.new_empty(v.shape), v.new_empty(n, h, many, width, deep)]
+    if form == "native":
+        many = _count(t, kernel.mark_tokens(chunk))
         return [o, final, v.new_empty(v.shape), q.new_empty(n, h, many, width, deep)]
+    every = chunk or CHUNK
+    many = _count(t, every)
     return [o, final, v.new_empty(many, n * h, every, deep), q.new_empty(many + 1, n * h, width, deep)]
+
+
+def _count(t: int, every: int) -> int:
+    return (t + every - 1) // every
 
 
 def _backward_shapes(go: Any, gfinal: Any, *args: Any) -> list[Tensor]:
     q, k, v, beta, log_alpha, lam, *_ = args
     n, _, h, width = q.shape
-    gates = [q.new_empty(0) if x is None else q.new_empty(beta.shape) for x in (log_alpha, lam)]
-    return [*(x.new_empty(x.shape) for x in (q, k, v, beta)), *gates, q.new_empty(n, h, v.shape[3], width)]
+    gates = [beta.new_empty(0) if x is None else beta.new_empty(beta.shape) for x in (log_alpha, lam)]
+    return [*(x.new_empty(x.shape) for x in (q, k, v, beta)), *gates, beta.new_empty(n, h, v.shape[3], width)]
 
 
 _OPS.impl("delta", _delta, "CompositeExplicitAutograd")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,8 @@ from qkflow.ops.delta import BACKENDS, delta_rule
 
 Case = dict[str, Tensor]
 Form = Callable[..., tuple[Tensor, Tensor]]
+FORMS = tuple(name for name in BACKENDS if name != "triton")
+"""Those that know float64 and run anywhere; `test_triton.py` is about the other one."""
 
 
 def _able(name: str) -> str:
@@ -26,13 +30,13 @@ def _able(name: str) -> str:
     return name
 
 
-@pytest.fixture(scope="session", params=BACKENDS)
+@pytest.fixture(scope="session", params=FORMS)
 def backend(request: pytest.FixtureRequest) -> str:
     """Every form that can run here."""
     return _able(request.param)
 
 
-@pytest.fixture(scope="session", params=[name for name in BACKENDS if name != "reference"])
+@pytest.fixture(scope="session", params=[name for name in FORMS if name != "reference"])
 def fast(request: pytest.FixtureRequest) -> str:
     """Every form but the one they are held to."""
     return _able(request.param)
@@ -137,6 +141,18 @@ def agree(got: Mapping[str, Tensor], want: Mapping[str, Tensor], within: float =
         assert a.shape == b.shape, name
         off = float((a - b).abs().max()) / max(least, float(b.abs().max())) if a.numel() else 0.0
         assert off <= within, f"{name} is off by {off:.1e} of its largest value, more than {within:g}"
+
+
+@pytest.fixture(scope="session")
+def quick() -> Iterator[None]:
+    """Triton's interpreter without what makes it slow."""
+    spec = importlib.util.spec_from_file_location("interpreter", Path(__file__).with_name("interpreter.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with module.quick():
+        yield
 
 
 @pytest.fixture(scope="session")

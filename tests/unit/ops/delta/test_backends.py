@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qkflow.errors import UsageError
 from qkflow.ops import native
-from qkflow.ops.delta import BACKENDS, backends, choose, delta_rule, operator, use
+from qkflow.ops.delta import backends, choose, delta_rule, operator, use
 
 CPU = torch.device("cpu")
 
@@ -98,12 +100,69 @@ def test_use_reaches_the_operator(bench: Any, monkeypatch: pytest.MonkeyPatch) -
         return true(*args)
 
     monkeypatch.setattr(operator, "run", watched)
-    for name in BACKENDS:
-        if name == "native" and native.fault() is not None:
-            continue
+    forms = [name for name in ("native", "chunked") if name == "chunked" or native.fault() is None]
+    for name in (*forms, "reference"):
         with use(name):
             delta_rule(**given)
-    assert seen == [True, False][-len(seen) :]
+    assert seen == forms
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU that is asked only what it can, and nobody who asks for anything."""
+    monkeypatch.setattr(backends, "_INSTALLED", True)
+    monkeypatch.setattr(backends, "_told", set())
+    monkeypatch.setattr(backends, "_asked", None)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_a_gpu_it_is_triton(gpu: torch.device, dtype: torch.dtype) -> None:
+    assert choose(gpu, None, dtype) == "triton"
+    assert choose(gpu, "chunked", dtype) == "chunked"
+    with use("reference"):
+        assert choose(gpu, None, dtype) == "reference"
+
+
+def test_float64_on_a_gpu_goes_the_plain_way_with_one_notice(gpu: torch.device) -> None:
+    with pytest.warns(RuntimeWarning, match=r"the tensors are float64: give .float\(\).*plain torch serves instead"):
+        assert choose(gpu, None, torch.float64) == "chunked"
+    assert choose(gpu, None, torch.float64) == "chunked"  # a second one would be an error here
+    with pytest.raises(UsageError, match=r"the tensors are float64: give .*; or use backend 'chunked'"):
+        choose(gpu, "triton", torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "words"),
+    [
+        (backends, "_INSTALLED", False, r"triton is not installed \(pip install triton\)"),
+        (torch.cuda, "get_device_capability", lambda device: (7, 5), "need compute capability 8.0, and cuda:0 has 7.5"),
+        (torch.version, "cuda", None, "are for NVIDIA's GPUs, and the tensors are on cuda"),
+    ],
+)
+def test_a_gpu_that_cannot_is_told_why_once(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, value: Any, words: str
+) -> None:
+    monkeypatch.setattr(where, name, value)
+    with pytest.warns(RuntimeWarning, match=words):
+        assert choose(gpu) == "chunked"
+    assert choose(gpu) == "chunked"
+    with pytest.raises(UsageError, match=words):
+        choose(gpu, "triton")
+
+
+def test_triton_on_a_cpu_says_what_it_would_take(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_INTERPRETED", False)
+    monkeypatch.setattr(backends, "_INSTALLED", True)
+    with pytest.raises(UsageError, match=r"on a CPU, which .* only with TRITON_INTERPRET=1 .*use backend 'chunked'"):
+        delta_rule(**bench.case(3, dtype=torch.float32), backend="triton")
+
+
+def test_the_package_is_imported_without_its_kernels_in_triton() -> None:
+    code = "import sys, qkflow, qkflow.laws.kernels; sys.exit('qkflow.ops.delta.triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.usefixtures("no_kernels")
