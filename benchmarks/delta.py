@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-import delta_on_gpus
 from qkflow import Decoder, size
 from qkflow.ops.delta import choose, delta_rule
 
+import delta_on_gpus
 from peers import hf_gated_delta_rule
 from side_by_side import Line, arguments, quartiles, race, tell
 

@@ -15,6 +15,7 @@ import torch
 from qkflow.data import Corpus
 from qkflow.errors import UsageError
 from qkflow.ops import native
+from qkflow.ops.delta.backends import triton_fault
 
 _PACKAGES = ("qkflow", "torch", "numpy", "safetensors", "tokenizers")
 
@@ -36,11 +37,18 @@ def platform_record(device: torch.device | None = None) -> dict[str, Any]:
         "cpu": _cpu(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": _device(device),
-        "kernels": "native" if native.ready() else "torch",
+        "kernels": _kernels(device),
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
     }
+
+
+def _kernels(device: torch.device | None) -> str:
+    """Which fast forms a device has: `triton` on a GPU, `native` on a CPU, or plain `torch`."""
+    if device is not None and device.type == "cuda":
+        return "triton" if triton_fault(device) is None else "torch"
+    return "native" if native.ready() else "torch"
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
