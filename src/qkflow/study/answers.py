@@ -35,20 +35,20 @@ def read_answers(folders: Mapping[str, Mapping[int, Path]]) -> Recall | None:
 
 
 def _grid(folder: Path, found: RecallResult) -> Grid:
+    grid = Grid(
+        task=found.task["spec"],
+        chance=float(found.task["chance"]),
+        axes=tuple(map(str, found.task["axes"])),
+        context=found.task.get("context"),
+        cells=tuple(Cell(pairs=cell.pairs, length=cell.length, depth=cell.depth) for cell in found.cells),
+    )
     try:
-        grid = Grid(
-            task=str(found.task["spec"]),
-            chance=float(found.task["chance"]),
-            axes=tuple(map(str, found.task["axes"])),
-            context=found.task.get("context"),
-            cells=tuple(Cell(pairs=cell.pairs, length=cell.length, depth=cell.depth) for cell in found.cells),
-        )
         for axis in grid.axes:
             for cell in grid.cells:
                 cell.at(axis)  # complains where there is no such place
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (ValueError, AttributeError) as error:
         raise UsageError(
-            f"{folder} has a recall.json whose task is not one ({error}): restore it from a copy"
+            f"{folder} has a recall.json whose grid is not one ({error}): restore it from a copy"
         ) from error
     return grid
 

@@ -3,12 +3,14 @@
 RUN/recall.json: {"task": the corpus's record of it, "split", "step", "cells": [{"pairs", "length", "depth",
 "instances", "questions", "right", "squares"}, ...]}. A place that a task does not have is null.
 
-The 95 % interval of an accuracy p is Wilson's, with as many independent questions as the spread over instances allows:
+The 95 % interval of an accuracy p is Wilson's. Where each of k instances asks one question, it is one of k questions.
+Where they ask several, those of one instance may succeed or fail together, so it is one of as many questions as the
+spread over instances allows, fewer where that is known from few instances (Korn and Graubard 1998):
 
-    n = p (1 - p) / variance of the mean over instances,    variance = (squares / instances - p^2) / instances
+    n = p (1 - p) / variance of the mean * (z / t_{k-1})^2,    variance = (squares / k - p^2) / (k - 1)
 
-which are the questions themselves where each instance asks one, and fewer where those of one instance succeed or fail
-together. Where all are right, or all wrong, the spread says nothing, and an instance counts once.
+with z and t the quantiles of the normal and of Student's distribution, and never more than were asked. Where all are
+right, or all wrong, the spread says nothing, and an instance counts once.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from qkflow.training.evaluation import Evaluation
 
 FILE = "recall.json"
 _PLACES = CELL.names or ()
-_QUANTILE = NormalDist().inv_cdf(0.975)
+_LEVEL = 0.975
+_QUANTILE = NormalDist().inv_cdf(_LEVEL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,7 @@ class CellResult:
     length: int | None
     """Tokens of an instance; None where cells of several lengths are taken together."""
     depth: int | None
-    """Where the needle lies, in percent of the text before it; None where the task has none."""
+    """Where the needle lies, in percent of the haystack; None where the task has none."""
     instances: int
     """Instances in this cell."""
     questions: int
@@ -81,13 +84,16 @@ class CellResult:
 
     @property
     def _independent(self) -> float:
-        p = self.accuracy
-        spread = self.squares / self.instances - p * p
-        if p in (0, 1):
-            return float(self.instances)
+        from scipy.special import stdtrit  # here: it takes longer to import than all of qkflow
+
+        p, k = self.accuracy, self.instances
+        if k in (1, self.questions) or p in (0, 1):
+            return float(k)
+        spread = self.squares / k - p * p
         if spread < 1e-12:  # all instances alike, but for rounding
             return float(self.questions)
-        return min(float(self.questions), p * (1 - p) * self.instances / spread)
+        t = float(stdtrit(k - 1, _LEVEL))
+        return min(float(self.questions), p * (1 - p) * (k - 1) / spread * (_QUANTILE / t) ** 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +163,16 @@ def read_recall(folder: Path) -> RecallResult | None:
         task, split, step = data["task"], data["split"], data["step"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
-    if not (isinstance(task, dict) and isinstance(split, str) and isinstance(step, int) and cells):
+    if not (_is_task(task) and isinstance(split, str) and isinstance(step, int) and cells):
         return None
     return RecallResult(task=task, split=split, step=step, cells=cells)
+
+
+def _is_task(record: Any) -> bool:
+    """Whether this is a corpus's record of a task, as far as it is read."""
+    if not isinstance(record, dict) or not isinstance(record.get("axes"), list):
+        return False
+    return isinstance(record.get("spec"), str) and isinstance(record.get("chance"), int | float)
 
 
 def _cell(data: dict[str, Any]) -> CellResult:
@@ -168,6 +181,10 @@ def _cell(data: dict[str, Any]) -> CellResult:
     places, counts = [getattr(cell, name) for name in _PLACES], [cell.instances, cell.questions, cell.right]
     if not all(isinstance(count, int) for count in counts) or not all(x is None or isinstance(x, int) for x in places):
         raise ValueError(f"not the counts of a cell: {data}")
-    if not (1 <= cell.instances <= cell.questions and 0 <= cell.right <= cell.questions and cell.squares >= 0):
+    if not (
+        1 <= cell.instances <= cell.questions
+        and 0 <= cell.right <= cell.questions
+        and 0 <= cell.squares <= cell.instances
+    ):
         raise ValueError(f"not the counts of a cell: {data}")
     return cell
