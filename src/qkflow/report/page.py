@@ -122,7 +122,8 @@ def _recall(recall: Recall) -> dict[str, Any]:
     """What is said of a task's accuracies."""
     return {
         "chance": recall_rows.chance(recall),
-        "axis": recall.axes[0],
+        "over_depths": recall.axes[0] == "length",
+        "marked": recall.axes[0] == "length" and recall.context in recall.places,
         "accuracies": recall_rows.accuracies(recall),
         "differences": recall_rows.differences(recall),
         "cells": recall_rows.every_cell(recall),

@@ -8,6 +8,8 @@ from qkflow.study.recall import ArmRecall, Reading, Recall, Seeded
 
 AXES = {"pairs": "number of pairs", "length": "length in tokens", "depth": "depth of the needle in %"}
 """What the axes of a grid are called in a figure."""
+ALIKE = "="
+"""Stands for an interval where all seeds are alike."""
 _PLACES = {"pairs": "{} pairs", "length": "{} tokens", "depth": "{} % deep"}
 
 
@@ -81,15 +83,19 @@ def percent(part: float, digits: int = 1) -> str:
 
 
 def with_half(reading: Reading) -> str:
-    """An accuracy in per cent with half its interval's width, as short as can be.
+    """An accuracy in per cent with half its interval's width, as short as can be; `=` where all seeds are alike.
 
     >>> from qkflow.study.recall import seeded
     >>> with_half(Reading(accuracy=seeded({0: 0.9, 1: 0.91}, least=0.0), difference=None))
     '90.5±6.4'
+    >>> with_half(Reading(accuracy=seeded({0: 0.0, 1: 0.0}, least=0.0), difference=None))
+    '0.0 ='
     """
     found = reading.accuracy
     if found is None:
         return MISSING
+    if _alike(found):  # which does not say that another seed would be
+        return f"{percent(found.mean)} {ALIKE}"
     half = "" if found.half is None else f"±{percent(min(found.half, 1.0))}"
     return f"{percent(found.mean)}{half}"
 

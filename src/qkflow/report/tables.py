@@ -68,7 +68,10 @@ def _recall(recall: Recall) -> list[RenderableType]:
     columns += [(f"{value:,}", [one.along[n] for one in recall.arms]) for n, value in enumerate(recall.places)]
     cells = [(head, [recall_rows.with_half(reading) for reading in found]) for head, found in columns]
     names = max(len(short(one.arm, _NAME)) for one in recall.arms)
-    parts: list[RenderableType] = [Text(), lined(f"accuracy in % by {axis} ({recall_rows.how(recall)} over seeds)")]
+    alike = any(text.endswith(recall_rows.ALIKE) for _, found in cells for text in found)
+    means = f"; {recall_rows.ALIKE} all seeds alike" if alike else ""
+    told = f"accuracy in % by {axis} ({recall_rows.how(recall)} over seeds{means})"
+    parts: list[RenderableType] = [Text(), lined(told)]
     for block in _fitting(cells, _COLUMNS - max(8, names) - 2):
         table = columned("arm", *(head for head, _ in block))
         for row, one in enumerate(recall.arms):

@@ -54,6 +54,27 @@ def test_the_terminal_shows_every_arm_along_the_axis_in_eighty_columns(
     assert "bits/answer" in text
 
 
+def test_seeds_that_are_alike_get_no_interval_of_no_width(synthetic: ModuleType) -> None:
+    found = synthetic.task(("standard", "qdelta"), seeds=2)
+    grid = synthetic.GRIDS["mqar"]
+    tallies = synthetic.tallies(dict.fromkeys(range(len(grid.cells)), 0))
+    runs = {
+        name: [synthetic.Answered(seed=seed, tallies=tallies) for seed in (0, 1)] for name in ("standard", "qdelta")
+    }
+    text = printed(replace(found, recall=recall(grid, runs)))
+    assert "0.0 =" in text
+    assert "; = all seeds alike)" in text
+    assert "±" not in text
+
+
+def test_the_page_speaks_of_the_training_length_only_where_it_is_marked(synthetic: ModuleType) -> None:
+    summary = synthetic.task(ARMS, name="s-niah-2")
+    assert "The upright line marks" in page(summary, Gallery())
+    elsewhere = replace(summary, recall=replace(of(summary), context=48))
+    assert "The upright line marks" not in page(elsewhere, Gallery())
+    assert "Each point is a mean over depths" in page(elsewhere, Gallery())
+
+
 def test_many_places_are_shown_in_several_tables(synthetic: ModuleType) -> None:
     grid = synthetic.GRIDS["mqar"]
     cells = tuple(replace(grid.cells[0], pairs=10_000 + n) for n in range(17))
