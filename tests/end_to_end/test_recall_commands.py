@@ -72,6 +72,10 @@ def test_eval_tells_needles_by_length_and_depth(capsys: pytest.CaptureFixture[st
     assert told[1].split() == ["depth", "64", "96"]
     assert [line.split()[0] for line in told[2:5]] == ["0", "100", "mean"]
     assert any("of 16 questions right (chance 10.0 %)" in line for line in told)
+    learnt = qkflow(capsys, "eval", "run", "--split", "train").splitlines()  # at any depth
+    assert [line.split()[0] for line in learnt[2:13]] == [*(f"{n}-{n + 9}" for n in range(0, 90, 10)), "90-100", "mean"]
+    assert main(["generate", "run", "no such words"]) == 2
+    assert capsys.readouterr().out == ""
     text = Path("text.txt")
     text.write_text("some words of a text " * 99)
     qkflow(capsys, "train", "text.txt", "--config", "tiny.json", "--out", "text")

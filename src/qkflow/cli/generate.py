@@ -57,9 +57,9 @@ class Generate:
             Console(stderr=True, soft_wrap=True).print(f"note: {notice}", markup=False, highlight=False)
         prompts = [os.fsencode(prompt) for prompt in self.prompts or [""]]
         stops = [text.replace("\\n", "\n").replace("\\t", "\t").encode() for text in self.stop]
-        rows = [_Row(prompt, stops, shown=len(prompts) == 1) for prompt in prompts]
         tokenizer = run.tokenizer
-        tokens = [[tokenizer.end, *tokenizer.encode(prompt)] for prompt in prompts]
+        tokens = [[tokenizer.end, *tokenizer.encode(prompt)] for prompt in prompts]  # before anything is shown
+        rows = [_Row(prompt, stops, shown=len(prompts) == 1) for prompt in prompts]
         for step in stream(run.model, tokens, tokens=self.tokens, sampling=sampling, stop=[tokenizer.end]):
             for row, token in zip(rows, step, strict=True):
                 if token is not None:

@@ -8,6 +8,10 @@ from rich.table import Table
 
 from qkflow.training import CellResult, together
 
+_ROWS = 21
+"""Depths under each other, at most: those of training instances lie anywhere, and are shown in bands."""
+_BAND = 10
+"""Percents of a band."""
 _BLOCK = 6
 """Lengths side by side: as many as have room with their intervals."""
 
@@ -51,12 +55,21 @@ def _by_place(cells: Sequence[CellResult], lengths: Sequence[int]) -> Table:
     table.add_column("depth", justify="right", no_wrap=True)
     for length in lengths:
         table.add_column(f"{length:,}", justify="right", no_wrap=True)
-    for depth in sorted({cell.depth or 0 for cell in cells}):
-        row = [[cell for cell in cells if (cell.length, cell.depth) == (length, depth)] for length in lengths]
-        table.add_row(f"{depth} %", *map(_brief, row))
+    for name, depths in _bands(sorted({cell.depth or 0 for cell in cells})):
+        row = [[cell for cell in cells if cell.length == length and cell.depth in depths] for length in lengths]
+        table.add_row(name, *map(_brief, row))
     columns = [[cell for cell in cells if cell.length == length] for length in lengths]
     table.add_row("mean", *map(_brief, columns), style="bold")
     return table
+
+
+def _bands(depths: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
+    """Depths with their names, or where there are too many for a table, bands of them."""
+    if len(depths) <= _ROWS:
+        return [(f"{depth} %", [depth]) for depth in depths]
+    firsts = range(0, 100, _BAND)
+    bands = [(first, 100 if first == firsts[-1] else first + _BAND - 1) for first in firsts]
+    return [(f"{first}-{last} %", range(first, last + 1)) for first, last in bands]
 
 
 def _brief(cells: Sequence[CellResult]) -> str:
