@@ -77,8 +77,9 @@ def _open_task(config: CorpusConfig, tokenizer: Tokenizer | None) -> Corpus:
         raise UsageError(f"{task.name} has words of its own for tokens, got --tokens {config.tokens}: leave it out")
     if tokenizer is not None and tokenizer.to_json() != own.to_json():
         got = f"{tokenizer.vocabulary} tokens of kind {tokenizer.kind!r}"
-        want = f"another vocabulary than the {len(own.words)} words of {config.source}"
-        raise UsageError(f"the model has {want} ({got}): evaluate it on a task with the words it was trained on")
+        want = f"another vocabulary than the {own.vocabulary} tokens of {config.source}"
+        other = "a task with the words it was trained on" if tokenizer.kind == own.kind else "text"
+        raise UsageError(f"the model has {want} ({got}): evaluate it on {other}")
     folder = files.cache_folder() / "corpora" / recall.key(task)
     with contextlib.suppress(DamagedError):
         return Corpus.at(folder)

@@ -168,8 +168,8 @@ def test_tasks_are_read_with_their_own_words_only(tmp_path: Path) -> None:
     corpus = opened(MQAR)
     other = "mqar:pairs=3,length=40,train=20,validation=5,each=5"
     assert open_corpus(CorpusConfig(source=other), tokenizer=corpus.tokenizer).vocabulary == corpus.vocabulary
-    for tokenizer in (ByteTokenizer(), WordTokenizer(["k0", "v0"])):
-        with pytest.raises(UsageError, match=r"another vocabulary than the 129 words of mqar:.* trained on"):
+    for tokenizer, hint in ((ByteTokenizer(), "on text"), (WordTokenizer(["k0", "v0"]), "on a task .* trained on")):
+        with pytest.raises(UsageError, match=rf"another vocabulary than the 130 tokens of mqar:.*evaluate it {hint}$"):
             open_corpus(CorpusConfig(source=MQAR), tokenizer=tokenizer)
     with pytest.raises(UsageError, match="mqar has words of its own for tokens, got --tokens bpe: leave it out"):
         open_corpus(CorpusConfig(source=MQAR, tokens="bpe"))
