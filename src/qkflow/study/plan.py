@@ -157,14 +157,17 @@ def measured(
     guess, like = known[0]
 
     def scaled(flops: int) -> Speed:
-        return Speed(step=guess.step * flops / like.flops_per_token, token=guess.token * flops / like.flops_per_token)
+        ratio = flops / like.flops_per_token
+        return Speed(step=guess.step * ratio, token=guess.token * ratio, answer=guess.answer * ratio)
 
     return tuple(speed or scaled(arm.flops_per_token) for speed, arm in zip(found, shape.arms, strict=True))
 
 
 def _middle(speeds: Sequence[Speed]) -> Speed:
     return Speed(
-        step=statistics.median(speed.step for speed in speeds), token=statistics.median(speed.token for speed in speeds)
+        step=statistics.median(speed.step for speed in speeds),
+        token=statistics.median(speed.token for speed in speeds),
+        answer=statistics.median(speed.answer for speed in speeds),
     )
 
 

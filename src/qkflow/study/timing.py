@@ -55,8 +55,11 @@ class Workload:
         each = self.steps(steps)
 
         def stage(times: int, steps: Iterable[int], evaluations: int) -> float:
-            read = evaluations * during + last + self.graded
-            runs = [n * speed.step + read * speed.token for n, speed in zip(steps, self.speeds, strict=True)]
+            read = evaluations * during + last
+            runs = [
+                n * speed.step + read * speed.token + self.graded * speed.answer
+                for n, speed in zip(steps, self.speeds, strict=True)
+            ]
             return makespan(sorted(runs, reverse=True) * times, self.jobs)
 
         tuning = stage(self.rates, map(tuning_steps, each), TUNING_EVALUATIONS) if self.rates > 1 else 0.0

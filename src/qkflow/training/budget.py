@@ -6,6 +6,8 @@ import statistics
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from qkflow.data import Split
 from qkflow.errors import UsageError
 from qkflow.training.config import TrainConfig
@@ -23,6 +25,8 @@ class Speed:
     """Seconds a training step."""
     token: float
     """Seconds a token of held-out text."""
+    answer: float = 0.0
+    """Seconds a token of a task's test instances, which may be longer than those it learns from."""
 
 
 def measure(config: TrainConfig, seconds: float) -> Speed:
@@ -43,7 +47,13 @@ def measure(config: TrainConfig, seconds: float) -> Speed:
         began = time.perf_counter()
         learner.evaluate(piece, lambda: False)
         token = (time.perf_counter() - began) / scored(corpus.validation, config, piece)
-    return Speed(step=statistics.median(times), token=token)
+        answer = 0.0
+        if corpus.task is not None:
+            some = max(piece, int(np.unique(np.diff(corpus.test.documents)).sum()))  # room for one of every length
+            began = time.perf_counter()
+            learner.recall(some, lambda: False)
+            answer = (time.perf_counter() - began) / scored(corpus.test, config, some)
+    return Speed(step=statistics.median(times), token=token, answer=answer)
 
 
 def steps_for_budget(config: TrainConfig, seconds: float) -> int:
@@ -55,7 +65,12 @@ def steps_for_budget(config: TrainConfig, seconds: float) -> int:
     during = speed.token * scored(corpus.validation, config, config.evaluate_tokens)
     final = speed.token * scored(corpus.validation, config, config.final_tokens)
     if corpus.task is not None:
-        final += speed.token * scored(corpus.test, config, None)
+        final += (answers := speed.answer * scored(corpus.test, config, None))
+        if answers > seconds:
+            raise UsageError(
+                f"answering the {len(corpus.test.documents):,} test instances of {corpus.name} takes about "
+                f"{answers:.0f} s, and the budget is {seconds:g} s: give a longer --budget, or ask for fewer (each=N)"
+            )
     return max(1, int((seconds - during - final) / (speed.step + during / config.evaluate_every)))
 
 

@@ -118,9 +118,9 @@ class Learner:
         """The loss of the validation documents as the config says, of about `limit` tokens of them."""
         return self._evaluate(self.corpus.validation, limit, should_stop)
 
-    def recall(self, should_stop: Callable[[], bool]) -> Evaluation:
-        """The whole test grid of a task."""
-        return self._evaluate(self.corpus.test, None, should_stop)
+    def recall(self, limit: int | None, should_stop: Callable[[], bool]) -> Evaluation:
+        """The test grid of a task, or about `limit` tokens of it."""
+        return self._evaluate(self.corpus.test, limit, should_stop)
 
     def _evaluate(self, split: Split, limit: int | None, should_stop: Callable[[], bool]) -> Evaluation:
         config = self.config

@@ -188,7 +188,7 @@ class Loop:
         task = self.learner.corpus.task
         if task is None or not (again or read_recall(self.folder) is None):
             return
-        cells = by_cell(self.learner.recall(self.stop))
+        cells = by_cell(self.learner.recall(None, self.stop))
         write_recall(self.folder, RecallResult(task=task, split="test", step=self.learner.step, cells=cells))
 
     def _checkpoint_if_due(self) -> None:

@@ -16,7 +16,7 @@ from qkflow.data import lesson
 from qkflow.errors import Interrupted, UsageError
 from qkflow.models import Decoder
 from qkflow.training import budget, by_cell, load_run, read_metrics, read_recall, steps_for_budget, train
-from qkflow.training.evaluation import evaluate
+from qkflow.training.evaluation import evaluate, held_out
 from qkflow.training.learner import Learner, open_checked
 
 FILES = ("weights.safetensors", "documents.npy", "recall.json")
@@ -157,6 +157,31 @@ def test_what_the_task_cannot_give_is_refused_before_a_folder_is_made(
 
 def test_a_budget_has_time_for_the_test_grid(task_configure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = task_configure(evaluate_every=10, evaluate_tokens=16)
-    monkeypatch.setattr(budget, "measure", lambda *args: budget.Speed(step=0.5, token=0.01))
-    once, last = 0.01 * 16, 0.01 * 16 * (12 + 2 * 6)
+    monkeypatch.setattr(budget, "measure", lambda *args: budget.Speed(step=0.5, token=0.01, answer=0.02))
+    once, last = 0.01 * 16, 0.01 * 16 * 12 + 0.02 * 16 * 2 * 6
     assert steps_for_budget(config, 100.0) == int((100 - once - last) / (0.5 + once / 10))
+    with pytest.raises(UsageError, match=r"the 12 test instances of mqar.* about 4 s, .* 3 s: .*longer --budget"):
+        steps_for_budget(config, 3.0)
+
+
+def test_the_time_of_the_test_grid_is_measured_on_instances_of_every_length(
+    task_configure: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, now = [], [0.0]
+
+    class Timed(Learner):
+        """A second for each evaluation of validation instances, a hundred for one of test instances."""
+
+        def evaluate(self, limit: Any, should_stop: Any) -> Any:
+            now[0] += 1
+
+        def recall(self, limit: Any, should_stop: Any) -> Any:
+            now[0] += 100
+            asked.append({window.length for window in held_out(self.corpus.test, context=64, limit=limit)})
+
+    monkeypatch.setattr(budget, "Learner", Timed)
+    monkeypatch.setattr(budget.time, "perf_counter", lambda: now[0])
+    spec = "s-niah-1:length=64,lengths=64+512,depths=0+100,train=40,validation=8,each=4"
+    speed = budget.measure(task_configure(spec=spec, evaluate_batch=2, batch=4), 0.0)
+    assert asked == [{64, 512}]
+    assert (speed.token, speed.answer) == (1 / 128, 100 / 576)
