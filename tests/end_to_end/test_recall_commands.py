@@ -50,6 +50,7 @@ def test_training_on_pairs_tells_accuracy_and_eval_tells_it_by_pairs(capsys: pyt
 
     found = json.loads(qkflow(capsys, "eval", "run", "--json"))
     assert (found["chance"], found["questions"], found["split"]) == (0.25, 15, "test")
+    assert found["unit"] == "answer token"  # of what JSON calls bytes
     kept = json.loads(Path("run/recall.json").read_text())["cells"]
     assert [{name: cell[name] for name in kept[0]} for cell in found["cells"]] == kept
     assert all(cell["low"] <= cell["accuracy"] <= cell["high"] for cell in found["cells"])

@@ -74,10 +74,10 @@ class Eval:
 
 
 def _on_record(corpus: Corpus, result: Evaluation) -> dict[str, Any]:
-    """What JSON tells of a task besides."""
+    """What JSON tells of a task besides: first what its "bytes" are."""
     if corpus.task is None:
         return {}
-    return {"chance": corpus.chance, "cells": [_figures(cell) for cell in by_cell(result)]}
+    return {"unit": corpus.unit, "chance": corpus.chance, "cells": [_figures(cell) for cell in by_cell(result)]}
 
 
 def _figures(cell: CellResult) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from qkflow.data.corpus import Split
+from qkflow.data.mixing import mixed
 from qkflow.errors import UsageError
 
 ROUNDS = 6
@@ -205,15 +206,12 @@ def _permuted(index: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
     while walking.any():
         left, right = now[walking] // side, now[walking] % side
         for key in keys:
-            left, right = right, (left + _mixed(right, key)) % side
+            left, right = right, (left + _hashed(right, key)) % side
         now[walking] = left * side + right
         walking = now >= count
     return now.astype(np.int64)
 
 
-def _mixed(x: np.ndarray, key: np.uint64) -> np.ndarray:
-    """SplitMix64's finaliser of x + key, shifted so that adding to it cannot overflow."""
-    x = x + key
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (x ^ (x >> np.uint64(31))) >> np.uint64(1)
+def _hashed(x: np.ndarray, key: np.uint64) -> np.ndarray:
+    """A hash of x, shifted so that adding to it cannot overflow."""
+    return mixed(x + key) >> np.uint64(1)

@@ -6,7 +6,7 @@ A prepared folder holds, for each part of train, validation and test:
 |--------------------|---------------------------------------------------------------------|
 | `PART.tokens`      | the token stream, little-endian uint16 or uint32                    |
 | `PART.spans.npy`   | int64 `[n, 2]`: where each document's own tokens begin and end      |
-| `PART.sizes.npy`   | int64 `[n]`: the bytes of each document                             |
+| `PART.sizes.npy`   | int64 `[n]`: the bytes of each document, or its answers' tokens     |
 | `PART.answers.npy` | recall tasks only: int64 `[m, 2]`, the spans of the answers         |
 | `PART.cells.npy`   | recall tasks only: `[n]` of dtype `CELL`, what each document asks   |
 
@@ -70,7 +70,7 @@ class Corpus:
     name: str
     """What people call it."""
     digest: str
-    """SHA-256 of the text, in hex: equal digests mean equal documents."""
+    """SHA-256 of the text, or of a task's files, in hex: equal digests mean equal documents."""
     folder: Path
     """Where it is prepared; `Corpus.at` opens it again."""
     record: dict[str, Any]

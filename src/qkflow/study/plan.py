@@ -65,10 +65,8 @@ def plan(request: Request, engine: Engine, *, notice: Callable[[str], None], com
 def refuse_small(corpus: Corpus) -> None:
     """Refuse a corpus on which nothing could be compared."""
     if (documents := len(corpus.validation.documents)) < 2:
-        raise UsageError(
-            f"{corpus.name} has {documents} held-out documents, and a comparison needs at least 2: give more text, "
-            "or shorter passages"
-        )
+        more = "give more text, or shorter passages" if corpus.task is None else "ask the task for more (validation=N)"
+        raise UsageError(f"{corpus.name} has {documents} held-out documents, and a comparison needs at least 2: {more}")
 
 
 def refuse_context(request: Request, corpus: Corpus) -> None:

@@ -33,7 +33,7 @@ class Cell:
     length: int | None = None
     """Tokens of an instance."""
     depth: int | None = None
-    """Where its needle lies, in per cent of its length."""
+    """Where its needle lies, in per cent of its haystack."""
 
     def at(self, axis: str) -> int:
         """Its place along one axis.

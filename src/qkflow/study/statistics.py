@@ -19,7 +19,7 @@ from qkflow.study.student import half_width, tail
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """An arm minus the baseline, in bits per byte of held-out text: below zero, the arm is better."""
+    """An arm minus the baseline, in held-out bits per byte or per answer token: below zero, the arm is better."""
 
     seeds: int
     """Pairs of runs, one of each arm with the same seed."""
@@ -56,7 +56,7 @@ class Spread:
     """How much an arm's runs differ from seed to seed, beside the baseline's."""
 
     arm: float
-    """Standard deviation over seeds of the arm's bits per byte."""
+    """Standard deviation over seeds of the arm's held-out loss."""
     baseline: float
     """The baseline's."""
     ratio: float

@@ -11,7 +11,7 @@ from qkflow.training.run import finished
 
 
 def tried(study: Path, design: Design) -> dict[str, dict[float, float | None]]:
-    """For each arm the learning rates it tried, in the order they were given, with the bits per byte they came to.
+    """For each arm the learning rates it tried, in the order they were given, with the loss they came to.
 
     None: that run failed, or is not finished. Empty where one learning rate was given.
     """

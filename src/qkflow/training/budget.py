@@ -46,13 +46,13 @@ def measure(config: TrainConfig, seconds: float) -> Speed:
         learner.evaluate(piece, lambda: False)
         began = time.perf_counter()
         learner.evaluate(piece, lambda: False)
-        token = (time.perf_counter() - began) / scored(corpus.validation, config, piece)
+        token = (time.perf_counter() - began) / tokens_read(corpus.validation, config, piece)
         answer = 0.0
         if corpus.task is not None:
             some = max(piece, int(np.unique(np.diff(corpus.test.documents)).sum()))  # room for one of every length
             began = time.perf_counter()
             learner.recall(some, lambda: False)
-            answer = (time.perf_counter() - began) / scored(corpus.test, config, some)
+            answer = (time.perf_counter() - began) / tokens_read(corpus.test, config, some)
     return Speed(step=statistics.median(times), token=token, answer=answer)
 
 
@@ -62,10 +62,10 @@ def steps_for_budget(config: TrainConfig, seconds: float) -> int:
         raise UsageError(f"a budget must be more than 0 seconds, got {seconds:g}")
     speed = measure(config, min(0.05 * seconds, 5.0))
     corpus = open_checked(config)
-    during = speed.token * scored(corpus.validation, config, config.evaluate_tokens)
-    final = speed.token * scored(corpus.validation, config, config.final_tokens)
+    during = speed.token * tokens_read(corpus.validation, config, config.evaluate_tokens)
+    final = speed.token * tokens_read(corpus.validation, config, config.final_tokens)
     if corpus.task is not None:
-        final += (answers := speed.answer * scored(corpus.test, config, None))
+        final += (answers := speed.answer * tokens_read(corpus.test, config, None))
         if answers > seconds:
             raise UsageError(
                 f"answering the {len(corpus.test.documents):,} test instances of {corpus.name} takes about "
@@ -74,6 +74,6 @@ def steps_for_budget(config: TrainConfig, seconds: float) -> int:
     return max(1, int((seconds - during - final) / (speed.step + during / config.evaluate_every)))
 
 
-def scored(split: Split, config: TrainConfig, limit: int | None) -> int:
+def tokens_read(split: Split, config: TrainConfig, limit: int | None) -> int:
     """Tokens that an evaluation with this limit reads."""
     return sum(window.length for window in held_out(split, context=config.context, stride=config.stride, limit=limit))

@@ -174,9 +174,7 @@ def _losses(model: Decoder, tokens: Tensor, mask: Tensor, *, answers: bool) -> t
         sums = [math.nan]
     if not all(map(math.isfinite, sums)):
         where = first_bad_module(model, forward) or "the loss itself"
-        raise DivergenceError(
-            f"the loss of held-out text is not finite: the first output that is not is that of {where}"
-        )
+        raise DivergenceError(f"the held-out loss is not finite: the first output that is not is that of {where}")
     return sums, hits.cpu().numpy()
 
 

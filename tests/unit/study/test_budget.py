@@ -327,6 +327,12 @@ def test_the_answers_of_a_task_are_part_of_the_time(ask: Ask) -> None:
     assert asked.seconds(400) - plain.seconds(400) == pytest.approx(reading)
 
 
+def test_a_task_with_one_held_out_instance_says_what_to_ask_of_it() -> None:
+    task = CorpusConfig(source="mqar:pairs=2,length=16,keys=4,values=4,train=8,validation=1,each=2")
+    with pytest.raises(UsageError, match=r"needs at least 2: ask the task for more \(validation=N\)"):
+        planning.refuse_small(open_corpus(task))
+
+
 def test_a_task_too_small_for_the_budget_says_what_to_ask_of_it(ask: Ask) -> None:
     task = CorpusConfig(source="mqar:pairs=2,length=16,keys=4,values=4,train=64,validation=8,each=2")
     asked = ask(corpus=task, model=None, size="100k", context=None, batch=None, tokens=None, budget=600.0)

@@ -43,7 +43,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_layer_and_checkpoint(
 
 def test_an_evaluation_that_is_not_finite_stops_in_the_same_way(configure: Any, tmp_path: Path, at: Any) -> None:
     config = configure(steps=9, checkpoint_every=2, evaluate_every=3)
-    says = r"after step 6, the loss of held-out text is not finite: .* is that of norm\. The last good .*step-00000004"
+    says = r"after step 6, the held-out loss is not finite: .* is that of norm\. The last good .*step-00000004"
     with pytest.raises(DivergenceError, match=says):
         train(config, tmp_path / "run", callbacks=[at(6, poison("norm.weight"))])
 

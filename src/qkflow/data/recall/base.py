@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from qkflow.data.mixing import mixed
 from qkflow.errors import UsageError
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -30,7 +31,7 @@ class Cell(NamedTuple):
     length: int
     """Tokens of an instance."""
     depth: int | None
-    """Where the needle lies, in percent of the text before the question."""
+    """Where the needle lies, in percent of the haystack."""
 
 
 class Instances(NamedTuple):
@@ -58,8 +59,8 @@ def draws(seed: Seed, instances: np.ndarray, columns: int) -> np.ndarray:
     True
     """
     start = np.frombuffer(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), dtype="<u8")
-    rows = _mixed(start + GOLDEN * (instances.astype(np.uint64) + np.uint64(1)))
-    return _mixed(rows[:, None] + GOLDEN * np.arange(1, columns + 1, dtype=np.uint64))
+    rows = mixed(start + GOLDEN * (instances.astype(np.uint64) + np.uint64(1)))
+    return mixed(rows[:, None] + GOLDEN * np.arange(1, columns + 1, dtype=np.uint64))
 
 
 def below(numbers: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
@@ -76,10 +77,3 @@ def at_least(task: str, least: int, options: dict[str, int | tuple[int, ...]]) -
             raise UsageError(f"{task}: {name} is {got}: give {least} or more")
         if len(set(numbers)) < len(numbers):
             raise UsageError(f"{task}: {name} names a number twice ({'+'.join(map(str, numbers))}): give each once")
-
-
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
