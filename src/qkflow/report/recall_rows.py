@@ -10,6 +10,8 @@ AXES = {"pairs": "number of pairs", "length": "length in tokens", "depth": "dept
 """What the axes of a grid are called in a figure."""
 ALIKE = "="
 """Stands for an interval where all seeds are alike."""
+_RARE = 1e-6
+"""Chances below this are not told apart."""
 _PLACES = {"pairs": "{} pairs", "length": "{} tokens", "depth": "{} % deep"}
 
 
@@ -70,7 +72,8 @@ def told(recall: Recall, arm: str) -> str:
 
 def chance(recall: Recall) -> str:
     """What guessing comes to, in a sentence."""
-    return f"A guess among the possible answers is right {100 * recall.chance:.2g} % of the time."
+    part = f"{100 * recall.chance:.2g} %" if recall.chance >= _RARE else f"less than {100 * _RARE:.2g} %"
+    return f"A guess among the possible answers is right {part} of the time."
 
 
 def percent(part: float, digits: int = 1) -> str:

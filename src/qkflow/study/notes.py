@@ -51,8 +51,13 @@ def _of_task(corpus: Corpus, task: Mapping[str, Any]) -> list[dict[str, str]]:
         _note("instances", f"{parts[0]} to learn from, {parts[1]} held out, {parts[2]} to test", made),
         _note("test grid", grid, "the test instances are shared out evenly"),
         _note("vocabulary", f"{corpus.vocabulary:,} tokens", "the end token included"),
-        _note("chance", f"{100 * task['chance']:.3g} %", "how often a guess among the possible answers is right"),
+        _note("chance", _rarely(task["chance"]), "how often a guess among the possible answers is right"),
     ]
+
+
+def _rarely(chance: float) -> str:
+    """A chance in percent; a long answer's has more zeros than anyone reads."""
+    return f"{100 * chance:.3g} %" if chance >= 1e-6 else f"1 in {1 / chance:,.0f}"
 
 
 def _of_text(corpus: Corpus) -> list[dict[str, str]]:

@@ -75,6 +75,11 @@ def test_the_page_speaks_of_the_training_length_only_where_it_is_marked(syntheti
     assert "Each point is a mean over depths" in page(elsewhere, Gallery())
 
 
+def test_a_chance_with_many_zeros_is_told_in_words(synthetic: ModuleType) -> None:
+    found = replace(of(synthetic.task(("standard", "qdelta"))), chance=16.0**-12)
+    assert recall_rows.chance(found) == "A guess among the possible answers is right less than 0.0001 % of the time."
+
+
 def test_many_places_are_shown_in_several_tables(synthetic: ModuleType) -> None:
     grid = synthetic.GRIDS["mqar"]
     cells = tuple(replace(grid.cells[0], pairs=10_000 + n) for n in range(17))

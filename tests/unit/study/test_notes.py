@@ -78,6 +78,8 @@ def test_a_task_is_described_by_its_instances_its_words_and_chance() -> None:
     assert found["test grid"] == "2 cells by pairs"
     assert found["vocabulary"] == f"{corpus.vocabulary} tokens"
     assert found["chance"] == "12.5 %"
+    rare = open_corpus(CorpusConfig(source="s-niah-3:length=48,lengths=48,train=4,validation=2,each=1"))
+    assert {note["name"]: note["value"] for note in notes(rare)}["chance"] == "1 in 281,474,976,710,656"
     assert "compressibility" not in found
 
 

@@ -52,7 +52,8 @@ def from_spec(spec: str) -> RecallTask:
     for item in filter(None, options.split(",")):
         key, equals, text = (part.strip() for part in item.partition("="))
         if not equals:
-            raise UsageError(f"{spec!r}: expected key=value after the colon, got {item!r}")
+            lists = "; the numbers of a list are joined by +" if item.strip().isdecimal() else ""
+            raise UsageError(f"{spec!r}: expected key=value after the colon, got {item!r}{lists}")
         if key not in types:
             raise unknown(f"option of {name}", key, types)
         if key in values:

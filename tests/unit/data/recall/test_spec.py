@@ -52,6 +52,7 @@ def test_a_task_is_known_by_its_name_and_not_by_a_likeness() -> None:
         ("mqar:pairs=x", r"mqar: pairs=x cannot be read: give whole numbers joined by \+"),
         ("mqar:pairs=", "mqar: pairs= cannot be read"),
         ("mqar:length=64+128", r"length=64\+128 cannot be read: give one whole number"),
+        ("mqar:pairs=4,8", r"got '8'; the numbers of a list are joined by \+"),
         ("mqar:pairs", "expected key=value after the colon, got 'pairs'"),
         ("mqar:keys=9,keys=10", "gives keys twice"),
         ("s-niah-1:kind=2", "unknown option of s-niah-1 'kind'"),
