@@ -185,9 +185,10 @@ class Loop:
 
     def _answer(self, *, again: bool) -> None:
         """Answer the test grid of a task and write recall.json; a whole one is kept unless it is made `again`."""
-        task = self.learner.corpus.task
+        corpus, task = self.learner.corpus, self.learner.corpus.task
         if task is None or not (again or read_recall(self.folder) is None):
             return
+        self.watch.on_notice(f"answering the {len(corpus.test.documents):,} test instances of {corpus.name}")
         cells = by_cell(self.learner.recall(None, self.stop))
         write_recall(self.folder, RecallResult(task=task, split="test", step=self.learner.step, cells=cells))
 

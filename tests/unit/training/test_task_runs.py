@@ -76,9 +76,11 @@ def test_the_loss_is_the_mean_over_answers(
         torch.testing.assert_close(learner.loss(tokens, scored), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_run_leaves_the_answers_to_its_test_grid(task_configure: Any, tmp_path: Path) -> None:
-    config = task_configure(steps=3, evaluate_every=2)
-    result = train(config, tmp_path / "run")
+def test_a_run_leaves_the_answers_to_its_test_grid(task_configure: Any, tmp_path: Path, watcher: Any) -> None:
+    config, witness = task_configure(steps=3, evaluate_every=2), watcher()
+    result = train(config, tmp_path / "run", callbacks=[witness])
+    assert len(witness.notices) == 1  # answering can take a while
+    assert witness.notices[0].startswith("answering the 12 test instances of mqar")
     records = [record for record in figures(tmp_path / "run") if record["kind"] == "eval"]
     assert [record["step"] for record in records] == [0, 2, 3]
     assert all(0 <= record["accuracy"] <= 1 for record in records)
@@ -133,7 +135,8 @@ def test_files_that_a_finished_run_lost_are_made_again(
         (folder / name).write_bytes(damage) if damage else (folder / name).unlink()
         witness = watcher()
         assert not train(None, folder, resume=True, callbacks=[witness]).was_finished
-        assert witness.told == [("start", 4), ("evaluate", 4), ("end", 4)]
+        assert [event for event in witness.told if event[0] != "notice"] == [("start", 4), ("evaluate", 4), ("end", 4)]
+        assert len(witness.notices) == (name == "recall.json")  # only then are questions answered again
         assert [(folder / file).read_bytes() for file in FILES] == before
     assert (folder / "metrics.jsonl").read_bytes() == metrics
 
