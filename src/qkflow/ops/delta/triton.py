@@ -85,8 +85,9 @@ def _fit(width: int, most: int, least: int = 16) -> int:
 
 
 def launch(it: Launch) -> None:
-    """Run it where its tensors are."""
-    it.kernel[it.grid](**it.given, **it.constants, **({} if INTERPRETED else options(it.tile)))
+    """Run it on the GPU where its tensors are, whichever is the current one."""
+    with torch.cuda.device_of(next(x for x in it.given.values() if isinstance(x, Tensor))):
+        it.kernel[it.grid](**it.given, **it.constants, **({} if INTERPRETED else options(it.tile)))
 
 
 def options(tile: Tile) -> dict[str, Any]:
