@@ -8,7 +8,6 @@ r"""What attention on a group shares, the torus included: tokens are elements, a
 
 The first paper (https://arxiv.org/abs/2606.11585) has the score, the drift, raw values and the tangent update; its
 successor (https://arxiv.org/abs/2606.18694) the delay, the lag and the harmonics. Ours, since they do not say:
-
 - "Previous phase states" are u < t, strictly: a token is most like itself, and by itself is not moved at all. Keys are
   seen one step late, and before the first token there is nothing: a key of zeros whose value is zero, seen by all whose
   window reaches back to it.

@@ -108,8 +108,8 @@ class ArmRecall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recall:
-    """Accuracy on the test instances of a task."""
+class Grid:
+    """A task's test grid, as a run has it on record."""
 
     task: str
     """Its spec."""
@@ -119,12 +119,8 @@ class Recall:
     """What the grid goes along: pairs, or length and depth."""
     context: int | None
     """Tokens of a training instance."""
-    level: float
-    """Confidence of the intervals."""
     cells: tuple[Cell, ...]
-    """The grid."""
-    arms: tuple[ArmRecall, ...]
-    """The baseline first."""
+    """Its places."""
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -133,14 +129,13 @@ class Recall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
-    """A task's test grid, as a run has it on record."""
+class Recall(Grid):
+    """Accuracy on the test instances of a task."""
 
-    task: str
-    chance: float
-    axes: tuple[str, ...]
-    context: int | None
-    cells: tuple[Cell, ...]
+    level: float
+    """Confidence of the intervals."""
+    arms: tuple[ArmRecall, ...]
+    """The baseline first."""
 
 
 def recall(grid: Grid, runs: Mapping[str, Sequence[Answered]]) -> Recall:
@@ -149,7 +144,7 @@ def recall(grid: Grid, runs: Mapping[str, Sequence[Answered]]) -> Recall:
     baseline = next(iter(by_arm.values()), {})
     every = range(len(grid.cells))
     first = [cell.at(grid.axes[0]) for cell in grid.cells]
-    groups = [[n for n in every if first[n] == place] for place in places(grid.cells, grid.axes[0])]
+    groups = [[n for n in every if first[n] == place] for place in grid.places]
 
     def reading(name: str, cells: Sequence[int]) -> Reading:
         own, other = (
@@ -171,15 +166,7 @@ def recall(grid: Grid, runs: Mapping[str, Sequence[Answered]]) -> Recall:
         )
         for name, found in runs.items()
     ]
-    return Recall(
-        task=grid.task,
-        chance=grid.chance,
-        axes=grid.axes,
-        context=grid.context,
-        level=LEVEL,
-        cells=grid.cells,
-        arms=tuple(arms),
-    )
+    return Recall(**vars(grid), level=LEVEL, arms=tuple(arms))
 
 
 def seeded(values: Mapping[int, float], *, least: float) -> Seeded:
