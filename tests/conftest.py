@@ -26,8 +26,20 @@ def same_start() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def synthetic() -> ModuleType:
     """Studies that were never run, to show and to judge: `unit/report/synthetic.py`."""
-    path = Path(__file__).parent / "unit" / "report" / "synthetic.py"
-    spec = importlib.util.spec_from_file_location("synthetic", path)
+    return _loaded("unit/report/synthetic.py")
+
+
+@pytest.fixture(scope="session")
+def quick() -> Iterator[None]:
+    """Triton's interpreter without what makes it slow: `unit/ops/delta/interpreter.py`."""
+    with _loaded("unit/ops/delta/interpreter.py").quick():
+        yield
+
+
+def _loaded(file: str) -> ModuleType:
+    """A file that lies beside tests, from which nothing can be imported by name."""
+    path = Path(__file__).parent / file
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

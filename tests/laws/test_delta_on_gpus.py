@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,19 +9,7 @@ from qkflow.laws import LAWS, check, sequences
 from qkflow.mechanisms import mechanism
 from qkflow.ops.delta import use
 
-pytestmark = pytest.mark.interpreted
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    path = Path(__file__).parents[1] / "unit" / "ops" / "delta" / "interpreter.py"
-    spec = importlib.util.spec_from_file_location("interpreter", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with module.quick():
-        yield
+pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("quick")]
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of itself

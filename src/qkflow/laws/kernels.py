@@ -6,7 +6,6 @@ where fast forms lose their digits. The truth is computed in float64 from the ve
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from qkflow.ops import coupled, kuramoto, native
 from qkflow.ops.delta import delta_rule
-from qkflow.ops.delta.backends import triton_fault
+from qkflow.ops.delta.backends import INTERPRETED, triton_fault
 from qkflow.ops.reversible import alternate_fast
 from qkflow.ops.rotary import turns
 from qkflow.ops.short_conv import short_conv
@@ -146,7 +145,7 @@ def _alike(g: torch.Generator, *shape: int) -> tuple[Tensor, Tensor]:
 
 
 def _memory(g: torch.Generator) -> Sequence[Tensor]:
-    t = 40 if os.environ.get("TRITON_INTERPRET") == "1" else 150  # several chunks, and a part of one
+    t = 40 if INTERPRETED else 150  # several chunks, and a part of one
     b, h, k, v = 1, 2, 64, 64
     q, key = _alike(g, b, t, h, k)
     lam = (1.5 * _noise(g, b, t, h).sigmoid()).clamp(max=1.0)

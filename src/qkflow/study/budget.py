@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qkflow.data import Corpus
 from qkflow.errors import UsageError
@@ -246,5 +246,5 @@ def predicted(speeds: tuple[Speed, ...], known: Shape, other: Shape) -> tuple[Sp
     for speed, old, new in zip(speeds, known.arms, other.arms, strict=True):
         ratio = new.flops_per_token / old.flops_per_token
         step = speed.step * ratio * other.step_tokens / known.step_tokens
-        found.append(Speed(step=step, token=speed.token * ratio, answer=speed.answer * ratio))
+        found.append(replace(speed.times(ratio), step=step))
     return tuple(found)

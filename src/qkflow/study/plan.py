@@ -154,11 +154,10 @@ def measured(
         raise UsageError(f"no arm could be run: {why}")
     guess, like = known[0]
 
-    def scaled(flops: int) -> Speed:
-        ratio = flops / like.flops_per_token
-        return Speed(step=guess.step * ratio, token=guess.token * ratio, answer=guess.answer * ratio)
-
-    return tuple(speed or scaled(arm.flops_per_token) for speed, arm in zip(found, shape.arms, strict=True))
+    return tuple(
+        speed or guess.times(arm.flops_per_token / like.flops_per_token)
+        for speed, arm in zip(found, shape.arms, strict=True)
+    )
 
 
 def _middle(speeds: Sequence[Speed]) -> Speed:

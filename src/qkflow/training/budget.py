@@ -28,6 +28,14 @@ class Speed:
     answer: float = 0.0
     """Seconds a token of a task's test instances, which may be longer than those it learns from."""
 
+    def times(self, ratio: float) -> Speed:
+        """The speed of what takes so many times as long.
+
+        >>> Speed(step=1.0, token=0.5).times(2.0).token
+        1.0
+        """
+        return Speed(step=self.step * ratio, token=self.token * ratio, answer=self.answer * ratio)
+
 
 def measure(config: TrainConfig, seconds: float) -> Speed:
     """Let a throwaway model make steps for about `seconds`, three at least, and a piece of an evaluation.

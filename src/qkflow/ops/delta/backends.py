@@ -31,7 +31,8 @@ BACKENDS = ("triton", "native", "chunked", "reference")
 OLDEST = (8, 0)
 """The first generation of NVIDIA's GPUs that multiplies bfloat16, and float32 on tensor cores."""
 _INSTALLED = importlib.util.find_spec("triton") is not None
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether the kernels in Triton run on a CPU, as Python."""
 _told: set[str] = set()
 _asked: str | None = os.environ.get("QKFLOW_DELTA") or None
 
@@ -84,7 +85,7 @@ def triton_fault(device: torch.device, dtype: torch.dtype = torch.float32) -> st
     if dtype == torch.float64:
         return "they compute in float32, and the tensors are float64: give .float(), .bfloat16() or .half() ones"
     if device.type == "cpu":
-        if _INTERPRETED:
+        if INTERPRETED:
             return None
         return "the tensors are on a CPU, which runs them, slowly, only with TRITON_INTERPRET=1 in the environment"
     if device.type != "cuda" or torch.version.cuda is None:

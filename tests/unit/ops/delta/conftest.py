@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,18 +139,6 @@ def agree(got: Mapping[str, Tensor], want: Mapping[str, Tensor], within: float =
         assert a.shape == b.shape, name
         off = float((a - b).abs().max()) / max(least, float(b.abs().max())) if a.numel() else 0.0
         assert off <= within, f"{name} is off by {off:.1e} of its largest value, more than {within:g}"
-
-
-@pytest.fixture(scope="session")
-def quick() -> Iterator[None]:
-    """Triton's interpreter without what makes it slow."""
-    spec = importlib.util.spec_from_file_location("interpreter", Path(__file__).with_name("interpreter.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with module.quick():
-        yield
 
 
 @pytest.fixture(scope="session")

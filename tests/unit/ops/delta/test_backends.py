@@ -154,7 +154,7 @@ def test_a_gpu_that_cannot_is_told_why_once(
 
 
 def test_triton_on_a_cpu_says_what_it_would_take(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_INTERPRETED", False)
+    monkeypatch.setattr(backends, "INTERPRETED", False)
     monkeypatch.setattr(backends, "_INSTALLED", True)
     with pytest.raises(UsageError, match=r"on a CPU, which .* only with TRITON_INTERPRET=1 .*use backend 'chunked'"):
         delta_rule(**bench.case(3, dtype=torch.float32), backend="triton")
