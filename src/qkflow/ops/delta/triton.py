@@ -100,18 +100,18 @@ def forward(given: Inputs, state: Tensor | None, scale: float, chunk: int, keep:
     q, k, v, beta, log_alpha, _ = given = given.map(Tensor.contiguous)
     state = None if state is None else state.contiguous()
     (n, t, h, width), deep = q.shape, v.shape[3]
-    o, final, nothing = torch.empty_like(v), q.new_empty((n, h, deep, width), dtype=torch.float32), v.new_empty(0)
+    o, final = torch.empty_like(v), q.new_empty((n, h, deep, width), dtype=torch.float32)
     call = _Call(run, n, t, h, width, deep, chunk_of(chunk, width, v.dtype), v.dtype)
     if t <= _FEW and not keep:
         call(triton_forward.few, "rows", **given._asdict(), state=state, o=o, final=final, scale=scale)
-        return Forward(o, final, nothing, nothing)
+        return Forward(o, final, v.new_empty(0), v.new_empty(0))
     by, marks = v.new_empty(q.shape), v.new_empty(n, h, call.chunks + 1, width, deep)
     errors = v.new_empty(v.shape, dtype=torch.float32)
     gates = {"beta": beta, "log_alpha": log_alpha}
     call(triton_forward.inside, "chunks", **given._asdict(), by=by, ahead=errors)
     call(triton_forward.states, "rows", k=k, **gates, state=state, by=by, errors=errors, marks=marks, final=final)
     call(triton_forward.outputs, "values", q=q, k=k, **gates, errors=errors, marks=marks, o=o, scale=scale)
-    return Forward(o, final, *((errors, marks) if keep else (nothing, nothing)))
+    return Forward(o, final, *((errors, marks) if keep else (v.new_empty(0), v.new_empty(0))))
 
 
 def backward(
