@@ -1,6 +1,7 @@
 # make demo: set up, then compare mechanisms on Python's own library for about five minutes, and write one page
 # make test: set up, then check style, types, import directions, and every test
-.PHONY: demo test style types layers tests compiled interpreted clean
+# make docs: set up, then build the documentation into site/
+.PHONY: demo test docs style types layers tests compiled interpreted clean
 .DEFAULT_GOAL := demo
 
 python := .venv/bin/python
@@ -37,9 +38,12 @@ compiled: .setup
 interpreted: .setup
 	TRITON_INTERPRET=1 $(pytest) -m interpreted tests/laws tests/unit/ops
 
+docs: .setup
+	$(python) -m zensical build --clean --strict
+
 .PHONY: .setup
 .setup:
 	@tools/setup.sh dev
 
 clean:
-	rm -rf .venv runs dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv runs dist site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

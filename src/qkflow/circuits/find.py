@@ -12,8 +12,8 @@
 | Falcon `query_key_value`: queries, key, value of each group in turn | its q and k            | its v, `dense`        |
 | Phi-3 `qkv_proj`, ModernBERT `Wqkv`: [q, k, v]            | its q and k                      | its v, `o_proj` or `Wo` |
 
-Biases go with their matrices, key biases too, though no softmax sees them. Others' orders of fused matrices are not
-guessed: name them by hand.
+Biases go with their matrices, key biases too, though no softmax sees them; a `coupling` that was fitted to one of these
+layers is QK. Others' orders of fused matrices are not guessed: name them by hand.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -23,7 +23,10 @@ _SEPARATE = (
     ("to_q", "to_k", "to_v"),  # x-transformers, diffusers
 )
 _OUTPUTS = ("o_proj", "out_proj", "dense", "o", "out_lin", "wo", "Wo", "to_out", "c_proj")
-_QK_TOO = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "q_conv1d", "k_conv1d", "relative_attention_bias")
+_QK_TOO = (
+    *("q_norm", "k_norm", "q_layernorm", "k_layernorm", "q_conv1d", "k_conv1d", "relative_attention_bias"),
+    "coupling",  # what a retrofit adds
+)
 _OV_TOO = ("v_conv1d",)
 _MATRICES = ("query", "key", "value")
 _CIRCUITS: tuple[Circuit, ...] = ("qk", "qk", "ov")

@@ -13,6 +13,7 @@ from rich.console import Console
 from qkflow.cli.check import Check
 from qkflow.cli.compare import Compare
 from qkflow.cli.evaluate import Eval
+from qkflow.cli.export import Export
 from qkflow.cli.generate import Generate
 from qkflow.cli.probe import Probe
 from qkflow.cli.report import Report
@@ -32,6 +33,7 @@ COMMANDS = {
     "eval": Eval,
     "generate": Generate,
     "probe": Probe,
+    "export": Export,
     "check": Check,
 }
 

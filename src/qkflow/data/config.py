@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from qkflow.errors import UsageError, unknown
 
-Tokens = Literal["bytes", "bpe", "gpt2"]
+Tokens = Literal["bytes", "bpe", "gpt2", "saved"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +22,12 @@ class CorpusConfig:
     """A name (`python-stdlib`, `enwik8`, `text8`, `wikitext-103`, `hf:NAME[/CONFIG]`), a file, a folder, or a recall
     task (`mqar`, `s-niah-1`, `s-niah-2`, `s-niah-3`) with its options, as in `mqar:pairs=4+8,length=64`."""
     tokens: Tokens = "bytes"
-    """Bytes, byte-level BPE trained on the train part, or GPT-2's BPE from local files."""
+    """Bytes, byte-level BPE trained on the train part, GPT-2's BPE from local files, or those of a saved model."""
     vocabulary: int = 4096
     """Size of the trained BPE vocabulary, the 256 bytes and the end-of-document token included (`bpe` only)."""
     vocabulary_files: str | None = None
-    """Folder with GPT-2's vocab.json (or encoder.json) and merges.txt (or vocab.bpe) (`gpt2` only)."""
+    """Folder with GPT-2's vocab.json (or encoder.json) and merges.txt (or vocab.bpe) (`gpt2`), or with the model whose
+    tokens are used: a run, or what `qkflow export` wrote (`saved`)."""
     field: str = "text"
     """The field of a .jsonl line, or of a dataset's row, that holds the text; `a.b` reaches into `{"a": {"b": ..}}`."""
     passage: int = 2048

@@ -18,6 +18,7 @@ from qkflow.data.corpus import FORMAT, RECORD, Corpus, DamagedError
 from qkflow.data.find import find_source
 from qkflow.data.recall import from_spec, is_task
 from qkflow.data.recall import prepare as recall
+from qkflow.data.saved import saved_tokenizer
 from qkflow.data.sources import Source
 from qkflow.data.splits import Plan, divide
 from qkflow.data.survey import Survey, plan, remembered, watched
@@ -46,6 +47,8 @@ def open_corpus(config: CorpusConfig, *, tokenizer: Tokenizer | None = None) -> 
     >>> corpus.vocabulary  # doctest: +SKIP
     257
     """
+    if tokenizer is None and config.tokens == "saved":
+        tokenizer = saved_tokenizer(config.vocabulary_files)
     if is_task(config.source):
         return _open_task(config, tokenizer)
     source = find_source(config)

@@ -145,8 +145,8 @@ class PairTokenizer:
         self.end = end
         words = {number: word for word, number in model.get_vocab().items() if number != end}
         self.vocabulary = max(end, *words) + 1
-        letters = {letter: bytes([byte]) for byte, letter in _letters().items()}
-        self._bytes = [b"".join(letters[x] for x in words.get(number, "")) for number in range(self.vocabulary)]
+        known = {letter: bytes([byte]) for byte, letter in letters().items()}
+        self._bytes = [b"".join(known[x] for x in words.get(number, "")) for number in range(self.vocabulary)]
 
     def encode(self, text: bytes) -> list[int]:
         """The tokens of a UTF-8 text; other bytes are a `UsageError`."""
@@ -178,7 +178,7 @@ def train_bpe(texts: Iterable[bytes], vocabulary: int) -> PairTokenizer:
         vocab_size=vocabulary - 1,
         min_frequency=2,
         show_progress=False,
-        initial_alphabet=sorted(_letters().values()),
+        initial_alphabet=sorted(letters().values()),
     )
     model.train_from_iterator((_decoded(text) for text in texts), trainer=trainer)
     return PairTokenizer("bpe", model, end=model.get_vocab_size())
@@ -193,7 +193,7 @@ def load_gpt2(folder: str | None) -> PairTokenizer:
     except Exception as error:  # the library raises bare Exceptions
         raise UsageError(f"{vocabulary} and {merges} are not GPT-2's vocabulary ({error}): fetch them again") from error
     words = model.get_vocab()
-    if GPT2_END not in words or not set(_letters().values()) <= words.keys():
+    if GPT2_END not in words or not set(letters().values()) <= words.keys():
         raise UsageError(f"{vocabulary} lacks {GPT2_END} or one of the 256 bytes: give GPT-2's own vocabulary files")
     return PairTokenizer("gpt2", model, end=words[GPT2_END])
 
@@ -231,12 +231,20 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return WordTokenizer(data["words"])
     if data["kind"] not in ("bpe", "gpt2"):
         raise unknown("tokenizer", str(data["kind"]), ["bytes", "bpe", "gpt2", "words"])
+    return pair_tokenizer(data["kind"], data["model"], data["end"], path)
+
+
+def pair_tokenizer(kind: str, model: dict[str, Any], end: int, path: Path) -> PairTokenizer:
+    """Byte-level BPE from the plain data that the `tokenizers` library reads, found at `path`."""
     library = _library()
     try:
-        model = library.Tokenizer.from_str(json.dumps(data["model"]))
+        read = library.Tokenizer.from_str(json.dumps(model))
+        numbers = read.get_vocab().values()
+        if not (isinstance(end, int) and 0 <= end <= len(numbers) and 0 <= max(numbers) <= len(numbers)):
+            raise UsageError(f"its {len(numbers)} tokens are not numbered one after the other, the end is {end}")
+        return PairTokenizer(kind, read, end=end)
     except Exception as error:  # the library raises bare Exceptions
         raise UsageError(f"{path} is not a tokenizer ({error}): remove its folder and prepare it again") from error
-    return PairTokenizer(data["kind"], model, end=data["end"])
 
 
 def _pipeline(library: Any, model: Any) -> Any:
@@ -253,7 +261,7 @@ def _library() -> Any:
         raise UsageError("BPE needs the tokenizers library: pip install tokenizers, or use --tokens bytes") from None
 
 
-def _letters() -> dict[int, str]:
+def letters() -> dict[int, str]:
     """GPT-2's visible letter for each byte: the byte itself where it prints in Latin-1, else one from U+0100 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]

@@ -1,0 +1,126 @@
+"""What the wrapper for transformers adds to the bare decoder: a training step, a cached step, and `generate`.
+
+python benchmarks/hf.py [--quick] [--json FILE]
+
+Both sides have the same weights and take turns in one process. The figure of the first two is the wrapper's time over
+the bare model's; `generate` of transformers is told beside ours, with its own work around every token.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkflow import Decoder, DecoderConfig, Sampling, generate, size
+from qkflow.hf import QKFlowCache, QKFlowForCausalLM
+
+from side_by_side import Line, arguments, quartiles, race, tell
+
+BATCH, CONTEXT = 16, 256
+PROMPT, NEW = 256, 64
+STEPS = 32
+GOAL = 1.03
+
+
+def training(model: nn.Module, loss: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[], None]:
+    """A whole step: loss, gradients, clipping, AdamW."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def do() -> None:
+        optimiser.zero_grad()
+        loss(tokens).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+
+    return do
+
+
+def training_steps(bare: Decoder, wrapped: QKFlowForCausalLM) -> dict[str, Callable[[], None]]:
+    tokens = torch.randint(0, 256, (BATCH, CONTEXT))
+
+    def loss(t: Tensor) -> Tensor:
+        return F.cross_entropy(bare(t)[0][:, :-1].flatten(0, 1), t[:, 1:].flatten())
+
+    return {
+        "wrapper": training(wrapped, lambda t: wrapped(input_ids=t, labels=t).loss, tokens),
+        "bare": training(bare, loss, tokens),
+    }
+
+
+def cached_steps(bare: Decoder, wrapped: QKFlowForCausalLM) -> dict[str, Callable[[], None]]:
+    """As many single tokens as a round has, behind the same prompt."""
+    token = torch.zeros(1, 1, dtype=torch.long)
+    with torch.inference_mode():
+        _, start = bare(torch.randint(0, 256, (1, PROMPT)))
+
+    @torch.inference_mode()
+    def own() -> None:
+        state = start
+        for _ in range(STEPS):
+            _, state = bare(token, state)
+
+    @torch.inference_mode()
+    def theirs() -> None:
+        cache = QKFlowCache()
+        cache.advance(start, PROMPT, None)
+        for _ in range(STEPS):
+            wrapped(input_ids=token, past_key_values=cache)
+
+    return {"wrapper": theirs, "bare": own}
+
+
+def generation(bare: Decoder, wrapped: QKFlowForCausalLM, batch: int) -> dict[str, Callable[[], None]]:
+    prompt = torch.randint(0, 256, (batch, PROMPT))
+    mask = torch.ones_like(prompt)
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 256, "eos_token_id": None}
+    return {
+        "wrapper": lambda: wrapped.generate(prompt, attention_mask=mask, **options),
+        "bare": lambda: generate(bare, prompt.tolist(), tokens=NEW, sampling=Sampling(temperature=0.0)),
+    }
+
+
+def line(
+    where: str, what: str, work: dict[str, Callable[[], None]], rounds: int, *, goal: float | None, calls: int
+) -> Line:
+    times = race(work, rounds=rounds, warm=2)
+    low, ratio, high = quartiles([a / b for a, b in zip(times["wrapper"], times["bare"], strict=True)])
+    control = quartiles(times["control"])
+    return Line(
+        where,
+        what,
+        ratio,
+        quartiles=(low, high),
+        goal=goal,
+        less=True,
+        ours=1e3 * statistics.median(times["wrapper"]) / calls,
+        peer=1e3 * statistics.median(times["bare"]) / calls,
+        control=(control[2] - control[0]) / control[1],
+    )
+
+
+def compare(name: str, config: DecoderConfig, rounds: int) -> list[Line]:
+    where = f"{name} ({config.mechanism}), {torch.get_num_threads()} threads"
+    bare = Decoder(config)
+    wrapped = QKFlowForCausalLM.of(copy.deepcopy(bare), end=256)
+    table = [line(where, "training step", training_steps(bare, wrapped), rounds, goal=GOAL, calls=1)]
+    bare.eval(), wrapped.eval()
+    cached = cached_steps(bare, wrapped)
+    table.append(line(where, "cached step, 1 row", cached, 6 * rounds, goal=GOAL, calls=STEPS))
+    for batch in (1, 8):
+        work = generation(bare, wrapped, batch)
+        table.append(line(where, f"generate, a token of {batch} rows", work, rounds, goal=None, calls=NEW))
+    return table
+
+
+if __name__ == "__main__":
+    args = arguments(__doc__)
+    table = compare("1m", size("1m"), 4 if args.quick else 15)
+    if not args.quick:
+        table += compare("1m", size("1m", mechanism="qdelta"), 15)
+        table += compare("5m", size("5m"), 9)
+    tell(table, args.json)

@@ -1,0 +1,82 @@
+"""The config of our models in transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from qkflow.errors import UsageError
+from qkflow.hub.description import MODEL_TYPE, describe, refuse_unknown
+from qkflow.hub.description import classifier_config as classifier_of
+from qkflow.hub.description import decoder_config as decoder_of
+from qkflow.models import ClassifierConfig, DecoderConfig
+
+
+class QKFlowConfig(PretrainedConfig):
+    """The shape of one of our models, under the names that transformers uses; keys it does not know are refused.
+
+    >>> config = QKFlowConfig(hidden_size=32, num_hidden_layers=2, intermediate_size=64, mechanism="standard+affine")
+    >>> config.decoder_config().width, QKFlowConfig.of(config.decoder_config()).mechanism
+    (32, 'standard+affine')
+    """
+
+    model_type = MODEL_TYPE
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 257,
+        hidden_size: int = 128,
+        num_hidden_layers: int = 5,
+        num_attention_heads: int = 4,
+        intermediate_size: int = 336,
+        mechanism: str | list[str] | tuple[str, ...] = "standard",
+        dropout: float | int = 0.0,
+        rms_norm_eps: float | int = 1e-5,
+        tie_word_embeddings: bool | None = None,
+        classifier_norm: bool = True,
+        classifier_spread: float | int = 1.0,
+        classifier_qk_start: float | int = 1.0,
+        use_cache: bool = True,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        **common: Any,
+    ) -> None:
+        refuse_unknown(common, "the config")
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.intermediate_size = intermediate_size
+        self.mechanism = mechanism if isinstance(mechanism, str) else list(mechanism)
+        self.dropout = dropout
+        self.rms_norm_eps = rms_norm_eps
+        self.classifier_norm = classifier_norm
+        self.classifier_spread = classifier_spread
+        self.classifier_qk_start = classifier_qk_start
+        self.use_cache = use_cache
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
+        self.tie_word_embeddings = tie_word_embeddings
+        super().__init__(**common)
+        self.classifier_config(self.num_labels or 2)
+
+    @classmethod
+    def of(cls, config: DecoderConfig | ClassifierConfig, *, end: int | None = None) -> QKFlowConfig:
+        """The same shape for transformers; `end` is the token that begins, ends and pads a text."""
+        options = describe(config)
+        if isinstance(config, ClassifierConfig):
+            options["num_labels"] = config.classes
+        return cls(**options, bos_token_id=end, eos_token_id=end, pad_token_id=end)
+
+    def decoder_config(self) -> DecoderConfig:
+        """The language model that this config describes."""
+        return decoder_of(vars(self))
+
+    def classifier_config(self, labels: int) -> ClassifierConfig:
+        """The classifier that this config describes."""
+        if labels < 1:
+            raise UsageError(f"a classifier has at least one label, got {labels}")
+        return classifier_of(vars(self), labels)

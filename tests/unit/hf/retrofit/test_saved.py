@@ -1,0 +1,134 @@
+"""Folders of models with a coupling: read back whole, and refused when they are anything else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from qkflow.circuits import circuit_groups
+from qkflow.errors import CheckpointError, UsageError
+from qkflow.hf.retrofit import load_retrofitted, retrofit, retrofitted, unfit
+from qkflow.mechanisms.coupling import CouplingConfig
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox", "mixtral"])
+def test_a_folder_gives_the_model_back(others: Any, kind: str, tmp_path: Path) -> None:
+    model = others.far(retrofit(others(kind, dtype=torch.bfloat16), layers=[1]))
+    circuit_groups(model, 1e-3, r=10.0)  # splits fused matrices, which files do not know of
+    model.save_pretrained(tmp_path, max_shard_size="4KB" if kind == "llama" else "5GB")
+    loaded = load_retrofitted(tmp_path)
+    assert type(loaded) is type(model)
+    assert not loaded.training
+    assert (loaded.dtype, loaded.config.qkflow_retrofit) == (torch.bfloat16, model.config.qkflow_retrofit)
+    assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+    assert_close(loaded(others.tokens()).logits, model(others.tokens()).logits, rtol=0, atol=0)
+    loaded.save_pretrained(tmp_path / "again")
+    assert load_retrofitted(tmp_path / "again", dtype=torch.float32, attention="eager").dtype == torch.float32
+    assert not retrofitted(unfit(loaded))
+
+
+def test_another_head_on_the_same_stack_is_loaded_as_what_it_is(others: Any, tmp_path: Path) -> None:
+    coupling = CouplingConfig(dynamics="hamiltonian", dt=0.0, integrator="leapfrog", hidden=3)
+    model = others.far(retrofit(others("llama", suffix="ForSequenceClassification"), coupling))
+    model.save_pretrained(tmp_path)
+    loaded = load_retrofitted(tmp_path)
+    assert type(loaded) is transformers.LlamaForSequenceClassification
+    assert_close(loaded(others.tokens()).logits, model(others.tokens()).logits, rtol=0, atol=0)
+
+
+def test_a_model_that_lost_its_coupling_in_loading_is_not_fitted_anew_by_accident(others: Any, tmp_path: Path) -> None:
+    retrofit(others("llama")).save_pretrained(tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="load its folder with load_retrofitted"):
+        retrofit(plain)
+
+
+Change = Callable[[Path], None]
+
+
+def _config(**values: Any) -> Change:
+    def change(folder: Path) -> None:
+        data = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**data, **values}))
+
+    return change
+
+
+def _record(**values: Any) -> Change:
+    def change(folder: Path) -> None:
+        record = json.loads((folder / "config.json").read_text())["qkflow_retrofit"]
+        _config(qkflow_retrofit={**record, **values})(folder)
+
+    return change
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+
+
+def _cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-64])
+
+
+def _missing(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    kept = {name: tensor for name, tensor in safetensors.load_file(path).items() if "coupling" not in name}
+    safetensors.save_file(kept, path, metadata={"format": "pt"})
+
+
+def _outside(folder: Path) -> None:
+    names = safetensors.load_file(folder / "model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "../elsewhere/model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_config(qkflow_retrofit=None), "saved without a coupling"),
+        (_config(qkflow_retrofit="__import__"), "expected a table"),
+        (_record(code="x"), "unknown config key in 'qkflow_retrofit' 'code'"),
+        (_record(coupling={"dynamics": "affine", "code": "x"}), "unknown config key in 'coupling' 'code'"),
+        (_record(layers=[5]), "give some of its 2"),
+        (_record(layers=[0]), r"unexpected: model.layers.1.self_attn.coupling"),
+        (_record(coupling={"dynamics": "affine", "hidden": 3}), r"mismatched: .*coupling.*\[3, 4\]"),
+        (_config(hidden_size=32), "mismatched"),
+        (_config(num_attention_heads="many"), "cannot be loaded as LlamaForCausalLM"),
+        (_config(architectures=["os"]), "expected a model of transformers"),
+        (_config(architectures=["GPT2LMHeadModel"]), "unknown model_type for GPT2LMHeadModel 'llama'"),
+        (_config(attn_implementation="someone/kernel"), "asks for attn_implementation 'someone/kernel'"),
+        (_config(quantization_config={"quant_method": "x"}), "quantised weights are not read"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "holds an adapter"),
+        (lambda folder: (folder / "config.json").write_text("[" * 10_000), "cannot be read as JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "holds list, expected a table"),
+        (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+        (_pickled, "other formats are not read"),
+        (_cut, "cannot be loaded as LlamaForCausalLM"),
+        (_missing, r"missing: .*coupling"),
+        (_outside, r"names '../elsewhere/model.safetensors': expected a .safetensors file of that folder"),
+    ],
+)
+def test_any_other_folder_is_refused_on_one_line(others: Any, tmp_path: Path, change: Change, why: str) -> None:
+    retrofit(others("llama")).save_pretrained(tmp_path)
+    change(tmp_path)
+    with pytest.raises(UsageError, match=why) as caught:
+        load_retrofitted(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_folder_is_a_checkpoint_error(others: Any, tmp_path: Path) -> None:
+    retrofit(others("llama")).save_pretrained(tmp_path)
+    _cut(tmp_path)
+    with pytest.raises(CheckpointError):
+        load_retrofitted(tmp_path)

@@ -1,0 +1,57 @@
+"""Runs that were never trained, and folders exported from them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from qkflow.configs import to_dict
+from qkflow.data import ByteTokenizer, CorpusConfig, Tokenizer, save_tokenizer
+from qkflow.hub import export_run
+from qkflow.models import Decoder, DecoderConfig
+from qkflow.training import TrainConfig
+from qkflow.training.tensors import model_tensors, save_tensors
+
+Run = Callable[..., Path]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """The folder of a finished run, without the training."""
+    return lambda mechanism="standard", tokenizer=None: _run(tmp_path / "run", mechanism, tokenizer or ByteTokenizer())
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in three shards; not to be changed."""
+    place = tmp_path_factory.mktemp("exported")
+    return export_run(_run(place / "run", "standard", ByteTokenizer()), place / "folder", shard="6KB")
+
+
+@pytest.fixture
+def folder(exported: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(exported, tmp_path / "exported"))
+
+
+def _run(folder: Path, mechanism: str | tuple[str, ...], tokens: Tokenizer) -> Path:
+    folder.mkdir()
+    shape = DecoderConfig(width=16, layers=2, heads=2, hidden=8, vocabulary=tokens.vocabulary, mechanism=mechanism)
+    model = Decoder(shape)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    config = TrainConfig(corpus=CorpusConfig(source="text.txt"), model=shape, steps=7)
+    record = {"command": ["qkflow", "train", "my text.txt"], "corpus": {"name": "text.txt", "digest": "abc"}}
+    evaluated = {"kind": "eval", "step": 7, "bits_per_byte": 1.25, "perplexity": 2.5}
+    (folder / "config.json").write_text(json.dumps(to_dict(config)))
+    (folder / "environment.json").write_text(json.dumps(record))
+    (folder / "metrics.jsonl").write_text(json.dumps(evaluated) + "\n")
+    save_tokenizer(tokens, folder / "tokenizer.json")
+    save_tensors(folder / "weights.safetensors", model_tensors(model))
+    return folder

@@ -1,0 +1,296 @@
+"""A folder that someone else made is refused unless it is whole and ours, by both readers, and nothing in it runs."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import resource
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from qkflow.errors import UsageError
+from qkflow.hf import QKFlowConfig, QKFlowForCausalLM
+from qkflow.hub import read_folder
+
+INDEX = "model.safetensors.index.json"
+FIRST = "model-00001-of-00003.safetensors"
+
+
+class Bomb:
+    """A pickle that writes a file when it is opened."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.place,))
+
+
+def edit(folder: Path, name: str, change: Callable[[dict[str, Any]], object]) -> None:
+    data = json.loads((folder / name).read_text())
+    change(data)
+    (folder / name).write_text(json.dumps(data))
+
+
+def refused(folder: Path, *said: str) -> None:
+    """Both readers say no, on one line, and say why."""
+    for read in (read_folder, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises((UsageError, TypeCheckError)) as caught:
+            read(folder)
+        if isinstance(caught.value, TypeCheckError):  # types are checked at run time in tests, before we do
+            assert read is not read_folder
+            continue
+        assert "\n" not in str(caught.value)
+        for words in said:
+            assert words in str(caught.value)
+
+
+def without_shards(folder: Path) -> None:
+    for path in [*folder.glob("*.safetensors"), folder / INDEX]:
+        path.unlink()
+
+
+def test_the_folder_itself_is_read(folder: Path) -> None:
+    assert len(list(folder.glob("*.safetensors"))) == 3
+    assert read_folder(folder).weights
+    assert AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "model.pt", "pytorch_model-00001-of-00001.bin", "model.safetensors"]
+)
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_pickle_is_refused_and_not_opened(folder: Path, tmp_path: Path, name: str, zipped: bool) -> None:
+    without_shards(folder)
+    bomb = pickle.dumps(Bomb(tmp_path / "executed"))
+    if zipped:
+        with zipfile.ZipFile(folder / name, "w") as archive:
+            archive.writestr("archive/data.pkl", bomb)
+    else:
+        (folder / name).write_bytes(bomb)
+    refused(folder, "which can run code when it is opened", "safetensors only")
+    assert not (tmp_path / "executed").exists()
+    pickle.loads(bomb)  # it would have
+    assert (tmp_path / "executed").exists()
+
+
+def test_a_pickle_beside_the_weights_is_not_opened(folder: Path, tmp_path: Path) -> None:
+    bomb = pickle.dumps(Bomb(tmp_path / "executed"))
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt"):
+        (folder / name).write_bytes(bomb)
+    assert read_folder(folder).weights
+    assert AutoModelForCausalLM.from_pretrained(folder)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_pickle_is_not_loaded_on_request_either(folder: Path) -> None:
+    with pytest.raises(UsageError, match="safetensors only"):
+        AutoModelForCausalLM.from_pretrained(folder, use_safetensors=False)
+    with pytest.raises(UsageError, match="without a word"):
+        AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)
+    with pytest.raises(UsageError, match="leave variant out"):
+        AutoModelForCausalLM.from_pretrained(folder, variant="fp16")
+    (folder / "evil.bin").write_bytes(b"")
+    with pytest.raises(UsageError, match="give the folder"):
+        QKFlowForCausalLM.from_pretrained(folder / "evil.bin", config=QKFlowConfig())
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "shard-00001-model-00001-of-00001.safetensors"])
+def test_files_that_would_be_loaded_instead_are_refused(folder: Path, name: str) -> None:
+    shutil.copy(folder / FIRST, folder / name)
+    with pytest.raises(UsageError, match="in place of its weights"):
+        QKFlowForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("where", ["../stolen.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "a\\b", "\0"])
+def test_a_shard_outside_of_the_folder_is_refused(folder: Path, where: str) -> None:
+    shutil.copy(folder / FIRST, folder.parent / "stolen.safetensors")
+    edit(folder, INDEX, lambda index: index["weight_map"].update({"model.embedding.weight": where}))
+    refused(folder, "lies outside of it")
+
+
+def test_a_link_out_of_the_folder_is_refused_but_not_one_to_the_blobs_of_the_cache(folder: Path) -> None:
+    stolen = folder.parent / "stolen.safetensors"
+    shutil.move(folder / FIRST, stolen)
+    (folder / FIRST).symlink_to(stolen)
+    refused(folder, "leads out of its folder")
+    hub = folder.parent / "models--me--mine"
+    (hub / "snapshots").mkdir(parents=True)
+    (hub / "blobs").mkdir()
+    shutil.move(stolen, hub / "blobs" / "abc")
+    (folder / FIRST).unlink()
+    (folder / FIRST).symlink_to(Path("../../blobs/abc"))
+    shutil.move(folder, hub / "snapshots" / "1")
+    assert read_folder(hub / "snapshots" / "1").weights
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda index: index["weight_map"].pop("model.norm.weight"), "do not agree with their index"),
+        (lambda index: index["weight_map"].update({"model.more": FIRST}), "do not agree with their index"),
+        (lambda index: index["weight_map"].update({"model.more": "gone.safetensors"}), "lacks the shard"),
+        (lambda index: index["weight_map"].update({"model.more": 3}), "weight_map"),
+        (lambda index: index["weight_map"].update({"model.more": "README.md"}), "safetensors only"),
+        (lambda index: index.pop("weight_map"), "weight_map"),
+        (lambda index: index.update(weight_map=[]), "weight_map"),
+    ],
+)
+def test_an_index_that_lies_is_refused(folder: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
+    edit(folder, INDEX, change)
+    refused(folder, said)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"auto_map": {"AutoConfig": "evil.py"}}, "code of its own"),
+        ({"custom_pipelines": {}}, "code of its own"),
+        ({"quantization_config": {}}, "unknown key"),
+        ({"transformers_weights": "evil.bin"}, "unknown key"),
+        ({"hiden_size": 3}, "did you mean 'hidden_size'"),
+        ({"hidden_size": "16"}, "expected int"),
+        ({"hidden_size": None}, "expected int"),
+        ({"num_hidden_layers": True}, "expected int"),
+        ({"mechanism": 7}, "mechanism"),
+        ({"mechanism": "__import__('os').system('x')"}, "unknown mechanism"),
+        ({"mechanism": "standard:window=__import__('os')"}, "window"),
+        ({"mechanism": "standrd"}, "did you mean 'standard'"),
+        ({"dropout": 2}, "dropout"),
+        ({"hidden_size": 10**12}, "model.embedding.weight"),
+        ({"vocab_size": 10**12}, "model.embedding.weight"),
+        ({"num_hidden_layers": 10**12}, "more parts"),
+        ({"intermediate_size": 10**18}, ""),
+        ({"intermediate_size": 10**30}, ""),
+        ({"mechanism": "standard+affine:alternations=1000000000000"}, "more parts"),
+        ({"mechanism": "standard+affine:hidden=1000000000000000000"}, ""),
+        ({"mechanism": "deltanet:heads=1000000000000"}, ""),
+        ({"num_hidden_layers": 1}, "in the weights only"),
+        ({"mechanism": "standard+affine"}, "in the model only"),
+        ({"intermediate_size": 9}, "by its config it has"),
+        ({"tie_word_embeddings": False}, "in the model only"),
+        ({"architectures": ["LlamaForCausalLM"]}, "expected QKFlowForCausalLM"),
+        ({"architectures": "QKFlowForCausalLM"}, ""),
+    ],
+    ids=str,
+)
+def test_a_config_that_is_not_the_models_is_refused_and_nothing_is_allocated(
+    folder: Path, change: dict[str, Any], said: str
+) -> None:
+    edit(folder, "config.json", lambda config: config.update(change))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused(folder, said)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
+
+
+def test_another_model_is_told_from_ours(folder: Path) -> None:
+    edit(folder, "config.json", lambda config: config.update(model_type="llama"))
+    with pytest.raises(UsageError, match="a model of type 'llama'"):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"model_type": "qkflow", "dtype": 1, "dtype": 2}']
+)
+def test_a_config_that_is_no_table_is_refused(folder: Path, content: bytes) -> None:
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(UsageError, match=r"config\.json"):
+        read_folder(folder)
+    with pytest.raises((UsageError, OSError, RecursionError, ValueError, TypeError, AttributeError)):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def header(path: Path, content: bytes, length: int | None = None, rest: bytes = b"") -> None:
+    path.write_bytes(struct.pack("<Q", len(content) if length is None else length) + content + rest)
+
+
+TWICE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-7]), "torn"),
+        (lambda path: path.write_bytes(path.read_bytes()[:20]), "torn"),
+        (lambda path: path.write_bytes(b""), ""),
+        (lambda path: path.write_bytes(b"\1\2\3"), ""),
+        (lambda path: header(path, b"{}", length=2**62), "announces a header"),
+        (lambda path: header(path, b"[]"), ""),
+        (lambda path: header(path, TWICE, rest=bytes(4)), "twice"),
+        (
+            lambda path: header(
+                path, b'{"a":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4]}}', rest=bytes(4)
+            ),
+            "",
+        ),
+        (lambda path: (path.unlink(), path.mkdir()), "not a file"),
+    ],
+    ids=range(9),
+)
+def test_weights_that_are_torn_or_lie_about_themselves_are_refused(
+    folder: Path, spoil: Callable[[Path], object], said: str
+) -> None:
+    spoil(folder / FIRST)
+    refused(folder, said)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda name, tensor: tensor.T.contiguous() if name.endswith("gate.weight") else tensor, "has shape [16, 8]"),
+        (lambda name, tensor: tensor.int(), "I32"),
+        (lambda name, tensor: tensor[:0], "model.embedding.weight"),
+    ],
+)
+def test_weights_of_another_shape_or_kind_are_refused(
+    folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor], said: str
+) -> None:
+    for path in folder.glob("*.safetensors"):
+        tensors = {name: change(name, tensor) for name, tensor in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+    refused(folder, said)
+
+
+def test_half_precision_and_numbers_that_are_none_are_weights_too(folder: Path) -> None:
+    for path in folder.glob("*.safetensors"):
+        halves = {name: tensor.bfloat16() for name, tensor in load_file(path).items()}
+        save_file({name: half.fill_(torch.nan) for name, half in halves.items()}, path, metadata={"format": "pt"})
+    found = read_folder(folder).weights
+    assert all(tensor.dtype == torch.float32 and bool(tensor.isnan().all()) for tensor in found.values())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "damaged"),
+        ('{"kind": "nothing"}', "unknown tokenizer"),
+        ('{"kind": "bpe", "end": 1000000000000, "model": {}}', "not a tokenizer"),
+        ('{"kind": "words", "words": ["a b"]}', "words that differ"),
+        ("[1]", "damaged"),
+        (json.dumps({"kind": "words", "words": [f"w{n}" for n in range(300)]}), "do not belong together"),
+    ],
+)
+def test_a_tokenizer_that_is_none_is_refused(folder: Path, content: str, said: str) -> None:
+    (folder / "qkflow_tokenizer.json").write_text(content)
+    with pytest.raises(UsageError, match=said):
+        read_folder(folder)
+
+
+def test_a_folder_that_lacks_something_says_what(folder: Path, tmp_path: Path) -> None:
+    without_shards(folder)
+    refused(folder, "has no weights")
+    (folder / "config.json").unlink()
+    with pytest.raises(UsageError, match=r"has no config\.json"):
+        read_folder(folder)
+    with pytest.raises(UsageError, match="is no folder"):
+        read_folder(tmp_path / "nowhere")
