@@ -35,5 +35,5 @@ class Export:
         console = Console(soft_wrap=True, highlight=False)
         console.print(f"wrote {self.folder}. To use it (with qkflow[hf] installed):\n", markup=False)
         for line in usage(str(self.folder)):
-            console.print(f"  {line}", markup=False)
+            console.print(f"  {line}".rstrip(), markup=False)
         return 0

@@ -16,7 +16,7 @@ tags:
 
 # {title}
 
-A causal language model of [qkflow](https://pypi.org/project/qkflow/): attention whose queries and keys move.
+A causal language model of qkflow: attention whose queries and keys move.
 
 | | |
 |---|---|
@@ -39,11 +39,15 @@ A causal language model of [qkflow](https://pypi.org/project/qkflow/): attention
 
 
 def usage(folder: str) -> tuple[str, ...]:
-    """Three lines that load the model of a folder and let it write."""
+    """What to type to load the model of a folder and let it write."""
     return (
-        "import qkflow.hf; from transformers import AutoModelForCausalLM, AutoTokenizer",
-        f"model, tokenizer = (Auto.from_pretrained({folder!r}) for Auto in (AutoModelForCausalLM, AutoTokenizer))",
-        'print(tokenizer.decode(model.generate(**tokenizer("The ", return_tensors="pt"), max_new_tokens=40)[0]))',
+        "import qkflow.hf",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"model = AutoModelForCausalLM.from_pretrained({folder!r})",
+        f"tokenizer = AutoTokenizer.from_pretrained({folder!r})",
+        'prompt = tokenizer("The ", return_tensors="pt")',
+        "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=40)[0]))",
     )
 
 
