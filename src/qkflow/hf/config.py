@@ -51,7 +51,7 @@ class QKFlowConfig(PretrainedConfig):
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
         self.intermediate_size = intermediate_size
-        self.mechanism = mechanism if isinstance(mechanism, str) else list(mechanism)
+        self.mechanism = list(mechanism) if isinstance(mechanism, tuple) else mechanism
         self.dropout = dropout
         self.rms_norm_eps = rms_norm_eps
         self.classifier_norm = classifier_norm
