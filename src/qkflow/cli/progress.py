@@ -47,7 +47,8 @@ class Watch(Callback):
             f"model   {names}, {count:,} parameters: width {model.width}, {model.layers} layers, {model.heads} heads"
         )
         self.say(f"corpus  {run.corpus}")
-        self.say(f"run     {run.folder}: {config.steps:,} steps of {config.batch} x {config.context} tokens")
+        shared = "" if run.processes == 1 else f" on {run.processes} processes ({run.parallel})"
+        self.say(f"run     {run.folder}: {config.steps:,} steps of {config.batch} x {config.context} tokens{shared}")
         if run.step:
             self.say(f"resumed after step {run.step:,}")
         self.steps = config.steps

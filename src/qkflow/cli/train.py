@@ -12,15 +12,18 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
+from qkflow.cli.initial import Initial, read_initial
 from qkflow.cli.options import command_line, findable, flag, flags_given, given, new_folder, seconds
 from qkflow.cli.progress import Watch
 from qkflow.cli.recall_table import percent
 from qkflow.configs import from_dict, to_dict
 from qkflow.data import CorpusConfig, open_corpus
-from qkflow.errors import UsageError, unknown
+from qkflow.errors import DiskError, DivergenceError, Interrupted, UsageError, unknown
 from qkflow.models import SIZES, DecoderConfig, size
 from qkflow.study.arm import parse_arm
 from qkflow.training import Result, TrainConfig, read_metrics, read_recall, steps_for_budget, train
+from qkflow.training.run import holds_run, read_config
+from qkflow.training.world import LostError, Parallel, World, by_torchrun, is_known_to_all, join, restarted
 
 _DEFAULT_BUDGET = "2m"
 _OPEN = 10**9
@@ -37,7 +40,9 @@ class Train:
       qkflow train enwik8 --mechanism differential --steps 2000 --out runs/diff
       qkflow train my.txt --qk-ratio 20          queries and keys learn faster
       qkflow train mqar --mechanism qdelta       recall of many pairs, in accuracy
+      qkflow train my.txt --init exported        go on from weights that are there
       qkflow train --resume runs/diff            after Ctrl-C, a crash, a power cut
+      torchrun --nproc-per-node 2 -m qkflow train my.txt --out runs/two
     """
 
     corpus: Annotated[str | None, tyro.conf.Positional, flag("CORPUS", "python-stdlib")] = None
@@ -77,6 +82,10 @@ class Train:
     """Where to compute."""
     compile: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Compile the model first."""
+    parallel: Annotated[Parallel | None, flag("{ddp,fsdp}", "ddp")] = None
+    """How the processes that torchrun starts share a model: each has all of it, or a part of each parameter."""
+    init: Annotated[Path | None, flag("FOLDER")] = None
+    """Begin with the weights of an exported folder or of a run: its shape, its tokens."""
     config: Annotated[Path | None, flag("FILE")] = None
     """A TOML or JSON file with any of a run's settings; flags come before it."""
     out: Annotated[Path | None, flag("RUN", "a new one in runs/")] = None
@@ -85,27 +94,64 @@ class Train:
     """Go on with the run in this folder; nothing else is needed."""
 
     def run(self) -> int:
-        """Train, showing how it goes."""
-        console = Console()
+        """Train, showing how it goes; of several processes, the first one does."""
+        try:
+            with join(self.parallel) as world:
+                return self._spoken_for(world)
+        except LostError as error:
+            Console(stderr=True, soft_wrap=True).print(f"qkflow: {error}", style="red", markup=False)
+            return 1
+
+    def _spoken_for(self, world: World) -> int:
+        """Leave what all processes know for the first one to say."""
+        try:
+            return self._run(world)
+        except (UsageError, DiskError, DivergenceError, Interrupted) as error:
+            if world.leads or not is_known_to_all(error):
+                raise
+            return 128 + error.signal if isinstance(error, Interrupted) else 1
+
+    def _run(self, world: World) -> int:
+        console = Console(quiet=not world.leads)
         watch = Watch(console)
         try:
             if self.resume is not None:
-                self._refuse_others()
-                result = train(None, self.resume, callbacks=[watch], resume=True, command=command_line())
+                with world.agreed():
+                    self._refuse_others()
+                config, folder, weights = None, self.resume, None
             else:
-                config = self._config(console)
-                result = train(config, self._folder(config), callbacks=[watch], command=command_line())
+                with world.agreed():
+                    self._refuse_restless(world)
+                    begun = None if self.init is None else read_initial(self.init)
+                    config = self._config(begun)
+                    folder, weights = self._folder(config), None if begun is None else begun.weights
+                if config.steps == _OPEN and self.steps is None:
+                    config = self._timed(config, folder, console)
+            result = train(
+                config,
+                folder,
+                callbacks=[watch],
+                resume=self.resume is not None,
+                command=command_line(),
+                initial=weights,
+                parallel=self.parallel,
+            )
         finally:
             watch.close()
         watch.say(f"held-out {_gain(result)}; saved in {result.folder}")
         return 0
 
     def _refuse_others(self) -> None:
-        if flags := flags_given(self, but=("resume",)):
+        if flags := flags_given(self, but=("resume", "parallel")):
             raise UsageError(f"--resume goes on with the run as it was begun: leave out {flags}")
 
-    def _config(self, console: Console) -> TrainConfig:
-        """Flags over file over defaults; then the vocabulary from the corpus, and the steps from the budget."""
+    def _refuse_restless(self, world: World) -> None:
+        """A command that torchrun may start again has to find its folder again."""
+        if self.out is None and (by_torchrun() or world.size > 1):
+            raise UsageError("torchrun may start this command again, and then it goes on with its run: give --out RUN")
+
+    def _config(self, begun: Initial | None) -> TrainConfig:
+        """Flags over file over defaults; then the vocabulary from the corpus. Steps that a budget decides stay open."""
         if self.steps is not None and self.budget is not None:
             raise UsageError("give --steps or --budget, not both")
         settings = {} if self.config is None else read_settings(self.config)
@@ -117,6 +163,8 @@ class Train:
             data_dir=self.data_dir,
         )
         model = _table(settings, "model")
+        if begun is not None:
+            corpus |= self._tokens(begun, corpus, model)
         spec, ratio = (None, {}) if self.mechanism is None else self._arm(self.mechanism)
         shape = given(size=self.size, mechanism=spec)
         named = model.pop("size", "1m")
@@ -130,7 +178,7 @@ class Train:
         model.setdefault("vocabulary", opened.vocabulary)
         if opened.context is not None:
             settings.setdefault("context", opened.context)
-        model = {**to_dict(size(named)), **model, **shape}
+        whole = from_dict(DecoderConfig, {**to_dict(size(named)), **model, **shape}) if begun is None else begun.model
         flags = given(
             steps=self.steps,
             context=self.context,
@@ -144,18 +192,30 @@ class Train:
             compile=self.compile or None,
         )
         flags |= ratio
-        timed = self.steps is None and (self.budget is not None or "steps" not in settings)
-        config = from_dict(
-            TrainConfig,
-            {"steps": _OPEN, **settings, **flags, "corpus": corpus_config, "model": from_dict(DecoderConfig, model)},
-        )
-        if not timed:
-            return config
+        if self.steps is None and self.budget is not None:
+            flags["steps"] = _OPEN
+        return from_dict(TrainConfig, {"steps": _OPEN, **settings, **flags, "corpus": corpus_config, "model": whole})
+
+    def _timed(self, config: TrainConfig, folder: Path, console: Console) -> TrainConfig:
+        """The config with as many steps as the budget allows; started again by torchrun, with those it began with."""
         budget = self.budget or _DEFAULT_BUDGET
-        with console.status(f"measuring how many steps fit into {budget}"):
-            steps = steps_for_budget(config, seconds(budget))
-        console.print(f"budget  {budget}: {steps:,} steps on this machine", highlight=False)
+        if restarted() and holds_run(folder):
+            steps = read_config(folder).steps
+        else:
+            with console.status(f"measuring how many steps fit into {budget}"):
+                steps = steps_for_budget(config, seconds(budget), parallel=self.parallel)
+            console.print(f"budget  {budget}: {steps:,} steps on this machine", highlight=False)
         return replace(config, steps=steps, warmup=None if config.warmup is None else min(config.warmup, steps))
+
+    def _tokens(self, begun: Initial, corpus: dict[str, Any], model: dict[str, Any]) -> dict[str, str]:
+        """How the corpus becomes tokens that weights which are given know; nothing may say otherwise."""
+        if model or self.size is not None or self.mechanism is not None:
+            raise UsageError(
+                f"--init takes the model of {self.init} as it is: leave out --size, --mechanism and 'model'"
+            )
+        if begun.tokens and {"tokens", "vocabulary_files"} & corpus.keys():
+            raise UsageError(f"--init reads the corpus with the tokens of {self.init}: leave out --tokens")
+        return begun.tokens
 
     def _arm(self, name: str) -> tuple[str, dict[str, float | None]]:
         """The mechanism, and the ratio that may be written with it: the flags have to leave it alone then."""

@@ -4,10 +4,10 @@ from qkflow.training.budget import steps_for_budget
 from qkflow.training.callbacks import Callback, Result, Run
 from qkflow.training.config import TrainConfig
 from qkflow.training.evaluation import Evaluation, evaluate
-from qkflow.training.loop import train
 from qkflow.training.metrics import read_metrics
 from qkflow.training.recall import CellResult, RecallResult, by_cell, read_recall, together, write_recall
 from qkflow.training.run import LoadedRun, load_run, resume_command
+from qkflow.training.start import train
 
 __all__ = [
     "Callback",

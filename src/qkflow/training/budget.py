@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from qkflow.data import Split
 from qkflow.errors import UsageError
 from qkflow.training.config import TrainConfig
-from qkflow.training.environment import pick_device
 from qkflow.training.evaluation import held_out
 from qkflow.training.learner import Learner, open_checked
+from qkflow.training.parallel import quiet
 from qkflow.training.runtime import own_randomness, threads
+from qkflow.training.world import ALONE, Parallel, World, join
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +38,21 @@ class Speed:
         return Speed(step=self.step * ratio, token=self.token * ratio, answer=self.answer * ratio)
 
 
-def measure(config: TrainConfig, seconds: float) -> Speed:
+def measure(config: TrainConfig, seconds: float, world: World = ALONE) -> Speed:
     """Let a throwaway model make steps for about `seconds`, three at least, and a piece of an evaluation.
 
-    Neither a folder nor the global generators change.
+    Neither a folder nor the global generators change. The processes of a world do it together, and the first one's
+    clock counts.
     """
-    device = pick_device(config.device)
-    corpus = open_checked(config)
-    with threads(config.threads), own_randomness(device):
-        learner = Learner(config, corpus, device)
+    with world.agreed():
+        device, corpus = world.device(config.device), open_checked(config)
+    with threads(config.threads), own_randomness(device), quiet(world):
+        with world.agreed():
+            learner = Learner(config, corpus, device, world=world)
+        learner.spread()
         learner.learn(lambda: False)  # the first step allocates, and compiles
         began, times = time.perf_counter(), []
-        while len(times) < 3 or time.perf_counter() - began < seconds:
+        while len(times) < 3 or world.any(world.leads and time.perf_counter() - began < seconds):
             times.append(learner.learn(lambda: False)["seconds"])
         piece = config.evaluate_batch * config.context
         learner.evaluate(piece, lambda: False)
@@ -61,14 +65,18 @@ def measure(config: TrainConfig, seconds: float) -> Speed:
             began = time.perf_counter()
             learner.recall(some, lambda: False)
             answer = (time.perf_counter() - began) / tokens_read(corpus.test, config, some)
-    return Speed(step=statistics.median(times), token=token, answer=answer)
+    return Speed(**world.first(asdict(Speed(step=statistics.median(times), token=token, answer=answer))))
 
 
-def steps_for_budget(config: TrainConfig, seconds: float) -> int:
-    """How many steps of `config` (whose own number is ignored) fit into `seconds`, evaluations included; at least 1."""
+def steps_for_budget(config: TrainConfig, seconds: float, *, parallel: Parallel | None = None) -> int:
+    """How many steps of `config` (whose own number is ignored) fit into `seconds`, evaluations included; at least 1.
+
+    Under torchrun, of all its processes together.
+    """
     if not seconds > 0:
         raise UsageError(f"a budget must be more than 0 seconds, got {seconds:g}")
-    speed = measure(config, min(0.05 * seconds, 5.0))
+    with join(parallel) as world:
+        speed = measure(config, min(0.05 * seconds, 5.0), world)
     corpus = open_checked(config)
     during = speed.token * tokens_read(corpus.validation, config, config.evaluate_tokens)
     final = speed.token * tokens_read(corpus.validation, config, config.final_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import nn
@@ -27,6 +27,10 @@ class Run:
     """Steps made before this session: 0, or what the checkpoint holds."""
     corpus: str
     """The corpus: its name and the beginning of its hash."""
+    processes: int = 1
+    """How many processes train it together. Callbacks are called in the first of them only."""
+    parallel: Literal["ddp", "fsdp"] | None = None
+    """How they do; under `fsdp` the model's parameters are sharded, and the first process cannot run it alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@
 
 A checkpoint is filled under a temporary name, synced, and renamed: under its own name it is whole, or was damaged
 later, and then the checksums tell. There is no state of a random generator to keep: every step seeds its own.
+
+Where each process of a run has only pieces of the model, a checkpoint holds those instead (`sharded`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,16 @@ from typing import Any
 from torch import Tensor
 
 from qkflow.errors import CheckpointError, DiskError
-from qkflow.files import checksum, discard, write_folder
+from qkflow.files import checksum, discard, sync, write_folder
+from qkflow.training.sharded import NAME, PARTS, Pieces, write_pieces
 from qkflow.training.tensors import load_tensors, refuse_foreign, save_tensors
+from qkflow.training.world import World
 
 FORMAT = 1
+SHARDED = 2
+"""The format of a checkpoint that holds pieces."""
 KEPT = 2
-_PARTS = ("weights", "optimizer")
+_FILES = {f"{part}.safetensors" for part in PARTS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +44,9 @@ class Checkpoint:
     """Its folder."""
     step: int
     """Optimiser steps made."""
-    weights: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
     """The model's tensors by name."""
-    optimizer: dict[str, Tensor]
+    optimizer: Mapping[str, Tensor]
     """The optimiser's tensors by name."""
     extra: dict[str, Any]
     """What else was written into the manifest."""
@@ -53,19 +59,66 @@ def save(
     path = folder / "checkpoints" / f"step-{step:08d}"
 
     def fill(temporary: Path) -> None:
-        for part, tensors in zip(_PARTS, (weights, optimizer), strict=True):
+        for part, tensors in zip(PARTS, (weights, optimizer), strict=True):
             save_tensors(temporary / f"{part}.safetensors", tensors)
-        body = {
-            "format": FORMAT,
-            "step": step,
-            "files": {f"{part}.safetensors": checksum(temporary / f"{part}.safetensors") for part in _PARTS},
-            "extra": dict(extra),
-        }
-        (temporary / "manifest.json").write_bytes(_render(body))
+        sums = {name: checksum(temporary / name) for name in sorted(_FILES)}
+        (temporary / "manifest.json").write_bytes(_manifest_of(FORMAT, step, sums, extra))
 
     write_folder(path, fill)
     prune(folder)
     return path
+
+
+def save_sharded(
+    folder: Path,
+    step: int,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    extra: Mapping[str, Any],
+    world: World,
+) -> Path:
+    """`save` by all processes of a run, each of which has pieces. All of them have to come here."""
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    temporary = path.with_name(world.first(f".{path.name}.{os.getpid()}.tmp"))
+    try:
+        with world.agreed():
+            if world.leads:
+                _guarded(path, lambda: temporary.mkdir(parents=True))
+        write_pieces(temporary, weights, optimizer)
+        sums: dict[str, str] = {}
+        with world.agreed():  # each its own: over a network, the first process may not see the others' files at once
+            sums = {file.name: checksum(file) for file in temporary.glob(f"shard-{world.rank + 1:05d}-*")}
+        sums = {name: sha256 for some in world.gather(sums) for name, sha256 in some.items()}
+        with world.agreed():
+            if world.leads:
+                _guarded(path, lambda: _into_place(temporary, path, _manifest_of(SHARDED, step, sums, extra)))
+    except BaseException:
+        if world.leads:
+            discard(temporary)
+        raise
+    if world.leads:
+        prune(folder)
+    return path
+
+
+def _into_place(temporary: Path, path: Path, manifest: bytes) -> None:
+    (temporary / "manifest.json").write_bytes(manifest)
+    sync(temporary / "manifest.json")
+    sync(temporary)
+    os.rename(temporary, path)
+    sync(path.parent)
+
+
+def _manifest_of(number: int, step: int, files: Mapping[str, str], extra: Mapping[str, Any]) -> bytes:
+    return _render({"format": number, "step": step, "files": dict(files), "extra": dict(extra)})
+
+
+def _guarded(path: Path, write: Callable[[], None]) -> None:
+    try:
+        write()
+    except OSError as error:
+        text = f"could not write {path} ({error.strerror}); what was there before is kept"
+        raise DiskError(error.errno, text) from error
 
 
 def prune(folder: Path) -> None:
@@ -94,7 +147,7 @@ def load(path: Path) -> Checkpoint:
     try:
         body = _manifest(path)
         _verify(path, body)
-        weights, optimizer = (load_tensors(path / f"{part}.safetensors") for part in _PARTS)
+        weights, optimizer = (_read(path, body, part) for part in PARTS)
     except OSError as error:
         raise CheckpointError(f"{error.filename or path} cannot be read ({error.strerror})") from error
     return Checkpoint(path=path, step=body["step"], weights=weights, optimizer=optimizer, extra=body["extra"])
@@ -146,15 +199,22 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is torn or altered: it is not a manifest") from error
     if not isinstance(body, dict) or content != _render(body):
         raise CheckpointError(f"{file} is torn or altered: its checksum is not the one on record")
-    if body.get("format") != FORMAT:
+    if (number := body.get("format")) not in (FORMAT, SHARDED):
         raise NewerFormatError(
-            f"{path} has format {body.get('format')}, this qkflow reads format {FORMAT}: use the qkflow that wrote it"
+            f"{path} has format {number}, this qkflow reads format {FORMAT} and {SHARDED}: use the qkflow that wrote it"
         )
     files = body.get("files")
-    named = isinstance(files, dict) and set(files) == {f"{part}.safetensors" for part in _PARTS}
+    pieces = isinstance(files, dict) and all(NAME.fullmatch(name) for name in files)
+    named = pieces if number == SHARDED else isinstance(files, dict) and set(files) == _FILES
     if not named or type(body.get("step")) is not int or not isinstance(body.get("extra"), dict):
         raise CheckpointError(f"{file} is not a manifest of qkflow")
     return body
+
+
+def _read(path: Path, body: dict[str, Any], part: str) -> Mapping[str, Tensor]:
+    if body["format"] == SHARDED:
+        return Pieces([path / name for name in sorted(body["files"])], part)
+    return load_tensors(path / f"{part}.safetensors")
 
 
 def _verify(path: Path, body: dict[str, Any]) -> None:

@@ -63,6 +63,8 @@ class TrainConfig:
     """Initialisation and dropout."""
     data_seed: int = 0
     """The order of the batches."""
+    initial: str | None = None
+    """SHA-256 of the weights the run begins with (RUN/initial.safetensors); None: drawn from the seed."""
     crossing: bool = True
     """Whether attention may cross from one document of a window into the next."""
 

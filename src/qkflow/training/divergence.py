@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.errors import NotFiniteError
+from qkflow.training.pieces import local
 
 
 def first_bad_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
@@ -56,6 +57,7 @@ def first_bad_parameter(model: nn.Module) -> str | None:
 
 
 def _finite(tensor: Tensor) -> bool:
+    tensor = local(tensor)
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 

@@ -20,10 +20,12 @@ from qkflow.ops.delta.backends import triton_fault
 _PACKAGES = ("qkflow", "torch", "numpy", "safetensors", "tokenizers")
 
 
-def environment(corpus: Corpus, device: torch.device, command: Sequence[str]) -> dict[str, Any]:
-    """The present process and its machine, JSON-ready."""
+def environment(
+    corpus: Corpus, device: torch.device, command: Sequence[str], *, processes: int = 1, parallel: str | None = None
+) -> dict[str, Any]:
+    """The present process and its machine, and how many make the run together, JSON-ready."""
     what = {"command": list(command), "corpus": {"name": corpus.name, "digest": corpus.digest}}
-    return what | platform_record(device)
+    return what | {"processes": processes, "parallel": parallel} | platform_record(device)
 
 
 def platform_record(device: torch.device | None = None) -> dict[str, Any]:
@@ -58,8 +60,9 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ['threads was 2 when the run began and is 4 now: the last bits of results may differ']
     """
     pairs = {name: (before.get(name), now.get(name)) for name in ("threads", "device", "cpu")}
-    if "kernels" in before:  # older records do not tell
-        pairs["kernels"] = (before["kernels"], now.get("kernels"))
+    for name in ("kernels", "processes"):
+        if name in before:  # older records do not tell
+            pairs[name] = (before[name], now.get(name))
     old, new = before.get("versions", {}), now.get("versions", {})
     pairs |= {f"the version of {name}": (old.get(name), new.get(name)) for name in ("torch", "qkflow")}
     return [

@@ -21,6 +21,8 @@ from qkflow.errors import DivergenceError, Interrupted, NotFiniteError, UsageErr
 from qkflow.models import Decoder
 from qkflow.training.answers import Marks
 from qkflow.training.divergence import first_bad_module
+from qkflow.training.scores import Scores, exact
+from qkflow.training.world import ALONE, World, first_of, known_to_all
 
 DOCUMENT = np.dtype([("nats", "<f8"), ("tokens", "<i8"), ("bytes", "<i8")])
 """One document in documents.npy."""
@@ -94,34 +96,130 @@ def evaluate(
     Instances of a task are read whole, however long; a batch has no more tokens than `batch` windows of `context`.
     `should_stop` is asked between batches; if it says yes, `Interrupted` is raised.
     """
+    return evaluate_together(
+        Scores(model),
+        split,
+        context=context,
+        batch=batch,
+        stride=stride,
+        limit=limit,
+        should_stop=should_stop,
+        world=ALONE,
+    )
+
+
+def evaluate_together(
+    scores: Scores,
+    split: Split,
+    *,
+    context: int,
+    batch: int,
+    stride: int | None,
+    limit: int | None,
+    should_stop: Callable[[], bool],
+    world: World,
+) -> Evaluation:
+    """`evaluate` by all processes of a run, each of which has `batch` windows at once; all get the whole of it.
+
+    Every process makes as many forward passes as the others, of rows as long: what is sharded is put together for each.
+    """
     if batch < 1:
         raise UsageError(f"the evaluation batch must be at least 1, got {batch}")
     todo = held_out(split, context=context, stride=stride, limit=limit)
     if not todo:
         raise UsageError("there is no held-out document to evaluate on: give a larger corpus")
     todo.sort(key=lambda window: -window.length)  # the longest first: what does not fit into memory fails at once
-    documents = np.zeros(len(split.documents), DOCUMENT)
-    documents["bytes"] = split.sizes
-    marks = None if split.answers is None else Marks(split)
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
+    sums = _Sums(split)
+    was_training = scores.model.training
+    scores.eval()
     try:
         with torch.no_grad():  # not inference mode: what a layer caches there could not be trained with later
-            for group in _groups(todo, batch, context):
+            for group in _groups(todo, batch * world.size, context):
                 if should_stop():
                     raise Interrupted("stopped in an evaluation")
-                tokens, mask = _padded(split, group)
-                nats, hits = _losses(model, tokens.to(device), mask.to(device), answers=marks is not None)
-                for row, window in enumerate(group):
-                    documents["nats"][window.document] += nats[row]
-                    documents["tokens"][window.document] += int(mask[row].sum())
-                    if marks is not None:
-                        marks.mark(window, hits[row])
+                own = group[world.rank :: world.size]
+                asked = _Batch(scores, split, own or group[:1], group[0].length)
+                finite = sums.add(asked, counted=bool(own))
+                if world.any(not finite):
+                    raise _diverged(asked, world)
     finally:
-        model.train(was_training)
-    seen = documents["tokens"] > 0
-    return Evaluation(documents[seen], None if marks is None else marks.cells[seen])
+        scores.train(was_training)
+    return sums.together(world)
+
+
+class _Sums:
+    """What an evaluation has come to, document by document."""
+
+    def __init__(self, split: Split) -> None:
+        self.documents = np.zeros(len(split.documents), DOCUMENT)
+        self.documents["bytes"] = split.sizes
+        self.marks = None if split.answers is None else Marks(split)
+
+    def add(self, asked: _Batch, *, counted: bool) -> bool:
+        """Score some windows, and add their losses if they count; whether all of them are finite."""
+        nats, hits = asked.losses()
+        if not all(map(math.isfinite, nats)):
+            return False
+        for row, window in enumerate(asked.group if counted else ()):
+            self.documents["nats"][window.document] += nats[row]
+            self.documents["tokens"][window.document] += int(asked.mask[row].sum())
+            if self.marks is not None:
+                self.marks.mark(window, hits[row])
+        return True
+
+    def together(self, world: World) -> Evaluation:
+        """The whole of what the processes have scored."""
+        documents, marks = self.documents, self.marks
+        right = np.zeros(0) if marks is None else marks.cells["right"].astype(np.float64)
+        parts = [documents["nats"], documents["tokens"].astype(np.float64), right]
+        total = world.add(np.concatenate(parts))
+        documents["nats"], documents["tokens"] = total[: len(documents)], total[len(documents) : 2 * len(documents)]
+        if marks is not None:
+            marks.cells["right"] = total[2 * len(documents) :]
+        seen = documents["tokens"] > 0
+        return Evaluation(documents[seen], None if marks is None else marks.cells[seen])
+
+
+class _Batch:
+    """Windows that are read together, each padded on the right to `width` tokens."""
+
+    def __init__(self, scores: Scores, split: Split, group: list[Window], width: int) -> None:
+        self.scores, self.group = scores, group
+        self.answers = split.answers is not None
+        device = next(scores.parameters()).device
+        self.tokens, self.mask = (tensor.to(device) for tensor in _padded(split, group, width))
+
+    def forward(self) -> Tensor:
+        """Scores of all targets, or of a task's answers."""
+        device = self.tokens.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            some = (self.mask, None, PIECE) if self.answers else ()
+            return self.scores(self.tokens[:, :-1], *some)
+
+    def losses(self) -> tuple[list[float], np.ndarray]:
+        """The loss of each row's scored targets, summed, in nats; for answers, also which targets `[b, t]` were hit."""
+        mask, targets, hits = self.mask, self.tokens[:, 1:], torch.zeros_like(self.mask)
+        try:
+            logits = self.forward()
+        except NotFiniteError:
+            return [math.nan], hits.numpy(force=True)
+        if self.answers:
+            found = F.cross_entropy(exact(logits), targets[mask], reduction="none")
+            losses = torch.zeros(mask.shape, dtype=found.dtype, device=mask.device)
+            losses[mask] = found
+            hits[mask] = logits.argmax(-1) == targets[mask]
+        else:
+            losses = F.cross_entropy(exact(logits).flatten(0, 1), targets.flatten(), reduction="none")
+            losses = losses.view_as(mask).masked_fill(~mask, 0.0)
+        return losses.cpu().double().sum(1).tolist(), hits.numpy(force=True)
+
+
+def _diverged(asked: _Batch, world: World) -> DivergenceError:
+    """Make the forward pass again, and say where it broke."""
+    told = first_of(world.gather(first_bad_module(asked.scores.model, asked.forward)))
+    where = "the loss itself" if told is None else told[1]
+    text = f"the held-out loss is not finite: the first output that is not is that of {where}"
+    return known_to_all(DivergenceError(text))
 
 
 def held_out(split: Split, *, context: int, stride: int | None = None, limit: int | None = None) -> list[Window]:
@@ -141,47 +239,12 @@ def _groups(todo: list[Window], batch: int, context: int) -> Iterator[list[Windo
         begin += count
 
 
-def _padded(split: Split, group: list[Window]) -> tuple[Tensor, Tensor]:
-    """The tokens `[b, t + 1]` of some windows, and which of their targets `[b, t]` count."""
-    width = max(window.length for window in group) + 1
-    tokens = np.zeros((len(group), width), np.int64)
-    mask = np.zeros((len(group), width - 1), bool)
+def _padded(split: Split, group: list[Window], width: int | None = None) -> tuple[Tensor, Tensor]:
+    """The tokens `[b, t + 1]` of some windows, and which of their targets `[b, t]` count; t is the `width` if given."""
+    width = max(window.length for window in group) if width is None else width
+    tokens = np.zeros((len(group), width + 1), np.int64)
+    mask = np.zeros((len(group), width), bool)
     for row, window in enumerate(group):
         tokens[row, : window.length + 1] = split.tokens[window.begin : window.begin + window.length + 1]
         mask[row, window.skip : window.length] = scored(split, window.begin, window.length)[window.skip :]
     return torch.from_numpy(tokens), torch.from_numpy(mask)
-
-
-def _losses(model: Decoder, tokens: Tensor, mask: Tensor, *, answers: bool) -> tuple[list[float], np.ndarray]:
-    """The loss of each row's scored targets, summed, in nats; for `answers`, also which targets `[b, t]` were hit."""
-    targets, hits = tokens[:, 1:], torch.zeros_like(mask)
-
-    def forward() -> Tensor:
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.device.type == "cuda"):
-            return model.logits(_read(model, tokens[:, :-1])[mask]) if answers else model(tokens[:, :-1])[0]
-
-    try:
-        logits = forward()
-        if answers:
-            losses = torch.zeros(mask.shape, device=mask.device)
-            losses[mask] = F.cross_entropy(logits.float(), targets[mask], reduction="none")
-            hits[mask] = logits.argmax(-1) == targets[mask]
-        else:
-            losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
-            losses = losses.view_as(mask).masked_fill(~mask, 0.0)
-        sums = losses.cpu().double().sum(1).tolist()
-    except NotFiniteError:
-        sums = [math.nan]
-    if not all(map(math.isfinite, sums)):
-        where = first_bad_module(model, forward) or "the loss itself"
-        raise DivergenceError(f"the held-out loss is not finite: the first output that is not is that of {where}")
-    return sums, hits.cpu().numpy()
-
-
-def _read(model: Decoder, tokens: Tensor) -> Tensor:
-    """The stream `[b, t, d]` before the head, read piece by piece with the state carried: the law of splits."""
-    pieces, state = [], None
-    for piece in tokens.split(PIECE, dim=1):
-        x, state = model.read(piece, state)
-        pieces.append(x)
-    return torch.cat(pieces, dim=1)

@@ -4,82 +4,29 @@
 
 Nothing outlives a step but the weights, the optimiser's memory and the number of steps: batch and dropout are functions
 of (seed, step). A checkpoint holds these three; what metrics.jsonl says beyond it is dropped on resume and made again.
+
+Several processes go through it in step. The first one writes and talks; what it alone can see or fail at, all of them
+learn before they go on.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from qkflow.errors import CheckpointError, DiskError, DivergenceError, Interrupted, UsageError
-from qkflow.files import checksum, locked
+from qkflow.errors import CheckpointError, DiskError, DivergenceError, Interrupted
+from qkflow.files import checksum
 from qkflow.training import checkpoint
-from qkflow.training.callbacks import Callback, Callbacks, Result, Run
-from qkflow.training.config import TrainConfig
+from qkflow.training.callbacks import Callback, Result, Run
 from qkflow.training.divergence import first_bad_parameter
-from qkflow.training.environment import environment, pick_device
-from qkflow.training.learner import Learner, open_checked
+from qkflow.training.learner import Learner
 from qkflow.training.metrics import Metrics
-from qkflow.training.optimizer import optimizer_tensors
 from qkflow.training.recall import RecallResult, by_cell, read_recall, write_recall
-from qkflow.training.resume import config_of, note_session, restore, threads_of
-from qkflow.training.run import (
-    begin,
-    finish,
-    finished,
-    read_documents,
-    refuse_held,
-    result_of,
-    resume_command,
-    sweep,
-    write_documents,
-)
-from qkflow.training.runtime import own_randomness, threads
-from qkflow.training.signals import StopRequest, stop_on_signals
-from qkflow.training.tensors import model_tensors
-
-
-def train(
-    config: TrainConfig | None,
-    out: Path | str,
-    *,
-    callbacks: Sequence[Callback] = (),
-    resume: bool = False,
-    command: Sequence[str] = (),
-    cpu_threads: int | None = None,
-) -> Result:
-    """Train into the folder `out`, or go on with the run it holds (`resume`; the config may then be left out).
-
-    Ctrl-C and SIGTERM write a checkpoint and raise `Interrupted`. `command` goes on record. A resumed run takes the
-    number of threads it began with, whatever its config and the machine say, unless `cpu_threads` overrules it.
-    """
-    folder, watch = Path(out), Callbacks(callbacks)
-    if resume:
-        config = config_of(folder, config)
-        if (result := finished(folder)) is not None:
-            watch.on_notice(f"{folder} is finished ({result.step} steps): there is nothing left to do")
-            return result
-    elif config is None:
-        raise UsageError("a new run needs a config: give one, or resume a run that has its own")
-    else:
-        refuse_held(folder)
-    device = pick_device(config.device)
-    corpus = open_checked(config)
-    with locked(folder / "lock"):
-        count = cpu_threads or (threads_of(folder, watch) if resume else config.threads)
-        with threads(count), own_randomness(device):
-            learner = Learner(config, corpus, device)
-            sweep(folder)
-            session = environment(corpus, device, command)
-            if resume:
-                note_session(folder, session, watch)
-                start = restore(folder, learner, watch)
-            else:
-                begin(folder, config, session, corpus.tokenizer)
-                start = None
-            with stop_on_signals() as stop:
-                return Loop(folder, learner, watch, stop, start).run()
+from qkflow.training.run import finish, read_documents, result_of, resume_command, write_documents
+from qkflow.training.signals import StopRequest
+from qkflow.training.world import first_of, known_to_all
 
 
 class Loop:
@@ -94,8 +41,12 @@ class Loop:
         start: checkpoint.Checkpoint | None,
     ) -> None:
         self.folder, self.learner, self.watch, self.stop = folder, learner, watch, stop
-        self.config = learner.config
-        self.metrics = Metrics(folder / "metrics.jsonl")
+        self.config, self.world = learner.config, learner.world
+        self.metrics: Metrics | None = None
+        with self.world.agreed():
+            if self.world.leads:
+                self.metrics = Metrics(folder / "metrics.jsonl")
+        self.evaluated: set[int] = set(self.world.first(sorted(self.metrics.evaluated) if self.metrics else None))
         self.saved = None if start is None else start.path
         self.saved_step = None if start is None else start.step
         self.saved_at = time.monotonic()
@@ -111,7 +62,8 @@ class Loop:
             command = resume_command(self.folder)
             raise DiskError(error.errno, f"{error.strerror}: free some space, then go on with `{command}`") from error
         finally:
-            self.metrics.close()
+            if self.metrics is not None:
+                self.metrics.close()
 
     def _to_the_end(self) -> Result:
         self._announce()
@@ -125,45 +77,60 @@ class Loop:
             self._save()
             step, steps, command = self.learner.step, self.config.steps, resume_command(self.folder)
             stopped = Interrupted(f"stopped after step {step} of {steps}, checkpoint written: go on with `{command}`")
-            stopped.signal = self.stop.signal or stopped.signal
-            raise stopped from None
+            signals = [signal for signal in self.world.gather(self.stop.signal) if signal is not None]
+            stopped.signal = signals[0] if signals else stopped.signal
+            raise known_to_all(stopped) from None
         return self._finish()
 
     def _announce(self) -> None:
-        corpus = self.learner.corpus
-        self.watch.on_start(
-            Run(
-                folder=self.folder,
-                config=self.config,
-                model=self.learner.model,
-                step=self.learner.step,
-                corpus=f"{corpus.name} ({corpus.digest[:12]})",
-            )
+        corpus, world = self.learner.corpus, self.world
+        run = Run(
+            folder=self.folder,
+            config=self.config,
+            model=self.learner.model,
+            step=self.learner.step,
+            corpus=f"{corpus.name} ({corpus.digest[:12]})",
+            processes=world.size,
+            parallel=world.kind,
         )
+        with world.agreed():
+            self.watch.on_start(run)
+
+    def _asked_to_stop(self) -> bool:
+        """Whether any process was asked to."""
+        return self.world.any(self.stop())
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(record)
 
     def _step(self) -> None:
-        record = self.learner.learn(self.stop)
+        record = self.learner.learn(self._asked_to_stop)
         self.seconds += record["seconds"]
         record["seconds"] = self.seconds
-        if self.learner.step % self.config.log_every == 0 or self.learner.step == self.config.steps:
-            self.metrics.write(record)
-        self.watch.on_step(record)
+        with self.world.agreed():
+            if self.learner.step % self.config.log_every == 0 or self.learner.step == self.config.steps:
+                self._write(record)
+            self.watch.on_step(record)
 
     def _evaluate_if_due(self) -> None:
         """Before the first step, every so often, and after the last; once, even if a checkpoint came in between."""
         step, config = self.learner.step, self.config
         last = step == config.steps
-        known = step in self.metrics.evaluated
-        if known and not (last and self._lacks_results()):
+        known = step in self.evaluated
+        if known and not (last and self.world.any(self.world.leads and self._lacks_results())):
             return
         if step % config.evaluate_every and not last:
             return
         began = time.perf_counter()
         try:
-            result = self.learner.evaluate(config.final_tokens if last else config.evaluate_tokens, self.stop)
+            limit = config.final_tokens if last else config.evaluate_tokens
+            result = self.learner.evaluate(limit, self._asked_to_stop)
             if last:  # before the record, which says that they are there
                 self._answer(again=not known)
-                write_documents(self.folder / "documents.npy", result.documents)
+                with self.world.agreed():
+                    if self.world.leads:
+                        write_documents(self.folder / "documents.npy", result.documents)
         except DivergenceError as error:
             raise DivergenceError(f"after step {step}, {error}") from error
         record = {
@@ -174,9 +141,11 @@ class Loop:
             "seconds": self.seconds,
             "evaluation_seconds": time.perf_counter() - began,
         }
-        if not known:
-            self.metrics.write(record)
-        self.watch.on_evaluate(record)
+        with self.world.agreed():
+            if not known:
+                self._write(record)
+            self.watch.on_evaluate(record)
+        self.evaluated.add(step)
 
     def _lacks_results(self) -> bool:
         """Whether a file that the last evaluation leaves is missing or damaged."""
@@ -185,53 +154,70 @@ class Loop:
 
     def _answer(self, *, again: bool) -> None:
         """Answer the test grid of a task and write recall.json; a whole one is kept unless it is made `again`."""
-        corpus, task = self.learner.corpus, self.learner.corpus.task
-        if task is None or not (again or read_recall(self.folder) is None):
+        corpus, task, world = self.learner.corpus, self.learner.corpus.task, self.world
+        if task is None or not world.any(world.leads and (again or read_recall(self.folder) is None)):
             return
-        self.watch.on_notice(f"answering the {len(corpus.test.documents):,} test instances of {corpus.name}")
-        cells = by_cell(self.learner.recall(None, self.stop))
-        write_recall(self.folder, RecallResult(task=task, split="test", step=self.learner.step, cells=cells))
+        with world.agreed():
+            self.watch.on_notice(f"answering the {len(corpus.test.documents):,} test instances of {corpus.name}")
+        cells = by_cell(self.learner.recall(None, self._asked_to_stop))
+        with world.agreed():
+            if world.leads:
+                write_recall(self.folder, RecallResult(task=task, split="test", step=self.learner.step, cells=cells))
 
     def _checkpoint_if_due(self) -> None:
         every, minutes, step = self.config.checkpoint_every, self.config.checkpoint_minutes, self.learner.step
         by_steps = every is not None and step > 0 and step % every == 0
-        by_time = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
-        if by_steps or by_time:
+        late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        if by_steps or (minutes is not None and self.world.any(self.world.leads and late)):
             self._save()
 
     def _save(self) -> None:
         """Write a checkpoint unless this step has one; never one that is not finite: it would push out a good one."""
-        learner = self.learner
+        learner, world = self.learner, self.world
         if learner.step == self.saved_step:
             return
-        if (name := first_bad_parameter(learner.model)) is not None:
-            raise DivergenceError(f"the weights after step {learner.step} are not finite: the first is {name}")
-        self.metrics.sync()
-        self.saved = checkpoint.save(
-            self.folder,
-            learner.step,
-            model_tensors(learner.model),
-            optimizer_tensors(learner.model, learner.optimizer),
-            {
-                "config": checksum(self.folder / "config.json"),
-                "corpus": learner.corpus.digest,
-                "seconds": self.seconds,
-                "tokens": learner.step * self.config.batch * self.config.context,
-            },
-        )
+        if (bad := first_of(world.gather(first_bad_parameter(learner.model)))) is not None:
+            text = f"the weights after step {learner.step} are not finite: the first is {bad[1]}"
+            raise known_to_all(DivergenceError(text))
+        with world.agreed():
+            if self.metrics is not None:
+                self.metrics.sync()
+        self.saved = self._write_checkpoint()
         self.saved_step, self.saved_at = learner.step, time.monotonic()
-        self.watch.on_checkpoint(self.saved)
+        with world.agreed():
+            self.watch.on_checkpoint(self.saved)
+
+    def _write_checkpoint(self) -> Path:
+        learner, world = self.learner, self.world
+        weights, memory = learner.weights(), learner.memory()
+        extra = {
+            "config": checksum(self.folder / "config.json"),
+            "corpus": learner.corpus.digest,
+            "seconds": self.seconds,
+            "tokens": learner.step * self.config.batch * self.config.context,
+        }
+        if learner.sharded:
+            return checkpoint.save_sharded(self.folder, learner.step, weights, memory, extra, world)
+        path = None
+        with world.agreed():
+            if world.leads:
+                path = str(checkpoint.save(self.folder, learner.step, weights, memory, extra))
+        return Path(world.first(path))
 
     def _finish(self) -> Result:
         self._save()
-        finish(self.folder, self.learner.model)
-        result = result_of(self.folder, was_finished=False)
-        if result is None:
-            raise CheckpointError(
-                f"the last evaluation vanished from {self.folder} while it was trained: "
-                f"`{resume_command(self.folder)}` makes it again"
-            )
-        self.watch.on_end(result)
+        weights = self.learner.whole_weights()
+        with self.world.agreed():
+            if self.world.leads:
+                finish(self.folder, weights)
+        with self.world.agreed():
+            result = self.world.sees(lambda: result_of(self.folder, was_finished=False))
+            if result is None:
+                raise CheckpointError(
+                    f"the last evaluation vanished from {self.folder} while it was trained: "
+                    f"`{resume_command(self.folder)}` makes it again"
+                )
+            self.watch.on_end(result)
         return result
 
     def _after_divergence(self) -> str:

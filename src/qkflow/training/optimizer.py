@@ -13,6 +13,7 @@ from qkflow.errors import CheckpointError, UsageError
 from qkflow.mechanisms.base import Pace
 from qkflow.models import Stack
 from qkflow.training.config import TrainConfig
+from qkflow.training.pieces import is_sharded, like
 
 _FUSED = ("cpu", "cuda", "mps")
 _VECTORS = ("bias", "amplitude")
@@ -52,16 +53,18 @@ def paced_groups(
     >>> [(group["rate"], group["weight_decay"], group["circuit"]) for group in groups]
     [(1.0, 0.1, 'qk'), (3.0, 0.0, 'rest')]
     """
-    groups: dict[tuple[float, float, Circuit], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, Circuit, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             pace = paces.get(name, Pace())
             decayed = pace.decay and parameter.ndim >= 2 and not name.endswith(_VECTORS)
-            kind = (pace.rate, weight_decay if decayed else 0.0, circuits.get(name, "rest"))
+            circuit = circuits.get(name, "rest")
+            # An optimiser takes whole parameters or sharded ones at once, not both.
+            kind = (pace.rate, weight_decay if decayed else 0.0, circuit, is_sharded(parameter))
             groups.setdefault(kind, []).append(parameter)
     return [
         {"params": some, "rate": rate, "weight_decay": decay, "circuit": circuit}
-        for (rate, decay, circuit), some in groups.items()
+        for (rate, decay, circuit, _), some in groups.items()
     ]
 
 
@@ -109,11 +112,16 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
         stray = sorted(set(tensors) ^ set(wanted))[0]
         raise CheckpointError(f"the optimiser state does not belong to this model: {stray!r} is in only one of them")
     optimizer.state.clear()
-    for name, tensor in tensors.items():
-        parameter, part = wanted[name]
+    for name in tensors:
+        (parameter, part), tensor = wanted[name], tensors[name]
         if part != "step" and tensor.shape != parameter.shape:
             raise CheckpointError(
                 f"the optimiser state does not belong to this model: {name!r} has shape {list(tensor.shape)}, "
                 f"the model's has {list(parameter.shape)}"
             )
-        optimizer.state[parameter][part] = tensor.to(parameter.device, copy=True)
+        optimizer.state[parameter][part] = _placed(part, tensor, parameter)
+
+
+def _placed(part: str, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A tensor of the optimiser's memory where the parameter is, and in the pieces that it is in."""
+    return tensor.to(parameter.device, copy=True) if part == "step" else like(tensor, parameter)

@@ -16,7 +16,7 @@ from qkflow.training.environment import changes
 from qkflow.training.learner import Learner
 from qkflow.training.metrics import trim_metrics
 from qkflow.training.optimizer import load_optimizer
-from qkflow.training.run import read_config, read_json
+from qkflow.training.run import initial_weights, read_config, read_json
 from qkflow.training.tensors import load_model_tensors
 
 
@@ -55,8 +55,8 @@ def note_session(folder: Path, session: dict[str, Any], watch: Callback) -> None
     write_json(folder / "environment.json", {**record, "resumed": [*record.get("resumed", []), session]})
 
 
-def restore(folder: Path, learner: Learner, watch: Callback) -> checkpoint.Checkpoint | None:
-    """Bring the learner and metrics.jsonl to the newest checkpoint that passes; refused ones are named and set aside.
+def newest(folder: Path, watch: Callback) -> checkpoint.Checkpoint | None:
+    """The newest checkpoint that passes, and metrics.jsonl as it was then; refused ones are named and set aside.
 
     None means that the run was stopped before its first checkpoint: it begins again, with the same bits.
     """
@@ -64,14 +64,30 @@ def restore(folder: Path, learner: Learner, watch: Callback) -> checkpoint.Check
     for path, why in refused.items():
         watch.on_notice(f"checkpoint refused, the one before it is used: {why}")
         checkpoint.set_aside(path)
-    if found is not None:
-        if found.extra.get("config") != checksum(folder / "config.json"):
-            raise UsageError(
-                f"{folder / 'config.json'} is not the config of {found.path.name}: put it back, or begin a new run"
-            )
+    if found is not None and found.extra.get("config") != checksum(folder / "config.json"):
+        raise UsageError(
+            f"{folder / 'config.json'} is not the config of {found.path.name}: put it back, or begin a new run"
+        )
+    checkpoint.prune(folder)  # a kill may have come between a new checkpoint and the removal of an old one
+    trim_metrics(folder / "metrics.jsonl", 0 if found is None else found.step)
+    return found
+
+
+def restore(folder: Path, learner: Learner, watch: Callback) -> checkpoint.Checkpoint | None:
+    """Bring the learner to the newest checkpoint, which the first process chooses, or to where the run begins."""
+    world, found = learner.world, None
+    with world.agreed():
+        found = newest(folder, watch) if world.leads else None
+    path = world.first(None if found is None else str(found.path))
+    with world.agreed():
+        if path is None:
+            if (initial := initial_weights(folder, learner.config)) is not None:
+                load_model_tensors(learner.model, initial)
+            return None
+        if found is None:
+            world.sees(Path(path).is_dir)
+            found = checkpoint.load(Path(path))
         load_model_tensors(learner.model, found.weights)
         load_optimizer(learner.model, learner.optimizer, found.optimizer)
         learner.step = found.step
-    checkpoint.prune(folder)  # a kill may have come between a new checkpoint and the removal of an old one
-    trim_metrics(folder / "metrics.jsonl", learner.step)
     return found

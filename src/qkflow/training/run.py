@@ -4,6 +4,7 @@ RUN/
   config.json            what the run is a function of, written last at the beginning: with it, the folder holds a run
   environment.json       where it was made; one entry more for each time it was resumed
   tokenizer.json         text to tokens and back, so that the run needs nothing but its folder to be used
+  initial.safetensors    the weights it began with, where they were given
   metrics.jsonl          a line for each logged step and each evaluation
   checkpoints/           the last two
   documents.npy          loss of each held-out document after the last step
@@ -17,11 +18,13 @@ from __future__ import annotations
 import io
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from qkflow.configs import from_dict, to_dict
 from qkflow.data import Tokenizer, load_tokenizer, save_tokenizer
@@ -35,7 +38,14 @@ from qkflow.training.environment import pick_device
 from qkflow.training.evaluation import DOCUMENT
 from qkflow.training.metrics import read_metrics
 from qkflow.training.recall import read_recall
-from qkflow.training.tensors import load_model_tensors, load_tensors, model_tensors, refuse_foreign, save_tensors
+from qkflow.training.tensors import (
+    digest,
+    load_model_tensors,
+    load_tensors,
+    model_tensors,
+    refuse_foreign,
+    save_tensors,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +155,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def begin(folder: Path, config: TrainConfig, environment: dict[str, Any], tokenizer: Tokenizer) -> None:
+def begin(
+    folder: Path,
+    config: TrainConfig,
+    environment: dict[str, Any],
+    tokenizer: Tokenizer,
+    initial: Mapping[str, Tensor] | None = None,
+) -> None:
     """Make the folder hold a run. The config comes last: before it there is nothing to resume."""
     refuse_held(folder)  # again, now under the lock
     try:
@@ -154,6 +170,8 @@ def begin(folder: Path, config: TrainConfig, environment: dict[str, Any], tokeni
         raise DiskError(error.errno, f"could not make {folder / 'checkpoints'} ({error.strerror})") from error
     write_json(folder / "environment.json", {**environment, "resumed": []})
     save_tokenizer(tokenizer, folder / "tokenizer.json")
+    if initial is not None:
+        replace(folder / "initial.safetensors", lambda path: save_tensors(path, initial))
     write_json(folder / "config.json", to_dict(config))
 
 
@@ -164,9 +182,20 @@ def sweep(folder: Path) -> None:
             discard(path)
 
 
-def finish(folder: Path, model: Decoder) -> None:
+def initial_weights(folder: Path, config: TrainConfig) -> dict[str, Tensor] | None:
+    """The weights a run began with; None where the seed drew them. Others than those raise `CheckpointError`."""
+    if config.initial is None:
+        return None
+    weights = load_tensors(path := folder / "initial.safetensors")
+    if digest(weights) != config.initial:
+        raise CheckpointError(f"{path} is not what {folder} began with: restore it from a copy, or begin a new run")
+    return weights
+
+
+def finish(folder: Path, model: Decoder | Mapping[str, Tensor]) -> None:
     """Write the final weights: from here on the run is finished."""
-    replace(folder / "weights.safetensors", lambda path: save_tensors(path, model_tensors(model)))
+    weights = model if isinstance(model, Mapping) else model_tensors(model)
+    replace(folder / "weights.safetensors", lambda path: save_tensors(path, weights))
 
 
 def finished(folder: Path) -> Result | None:

@@ -57,10 +57,11 @@ def own_randomness(device: torch.device) -> Iterator[None]:
             torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
 
 
-def step_seed(seed: int, step: int) -> int:
-    """A seed for one step of one run, as good as independent of its neighbours'.
+def step_seed(seed: int, step: int, rank: int = 0) -> int:
+    """A seed for one step of one run on one of its processes, as good as independent of its neighbours'.
 
-    >>> step_seed(0, 1) != step_seed(1, 0)
+    >>> step_seed(0, 1) != step_seed(1, 0) != step_seed(1, 0, rank=1)
     True
     """
-    return int(np.random.SeedSequence((seed, step)).generate_state(1, np.uint64)[0])
+    entropy = (seed, step, rank) if rank else (seed, step)
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qkflow.errors import CheckpointError
+from qkflow.training.pieces import is_sharded, like, local
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -84,8 +85,9 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     for name, tensor in model.state_dict().items():
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if tensor.numel() == 0 or place not in seen:
+        own = local(tensor)
+        place = (own.data_ptr(), tensor.shape, tensor.stride())
+        if own.numel() == 0 or place not in seen:
             found[name] = tensor
         seen.add(place)
     return found
@@ -106,4 +108,4 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             )
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+            tensor.copy_(like(tensors[name], tensor) if is_sharded(tensor) else tensors[name])

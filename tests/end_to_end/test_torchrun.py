@@ -1,0 +1,59 @@
+"""One run on two processes as a user starts it: torchrun loses one, starts both again, and nothing else is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from qkflow.files import checksum
+from qkflow.training import load_run, read_metrics
+
+SETTINGS = {
+    "steps": 8,
+    "context": 16,
+    "batch": 4,
+    "accumulate": 2,
+    "evaluate_every": 5,
+    "evaluate_tokens": 512,
+    "checkpoint_every": 3,
+    "log_every": 1,
+    "threads": 1,
+    "model": {"width": 16, "layers": 2, "heads": 2, "hidden": 24, "dropout": 0.1},
+}
+
+
+def numbers(folder: Path) -> dict[str, Any]:
+    """All numbers of a finished run, times left out."""
+    records = read_metrics(folder / "metrics.jsonl")
+    times = ("seconds", "evaluation_seconds")
+    return {
+        "metrics": [{key: value for key, value in record.items() if key not in times} for record in records],
+        "weights": checksum(folder / "weights.safetensors"),
+        "documents": checksum(folder / "documents.npy"),
+    }
+
+
+def test_a_killed_process_costs_nothing_but_time(tmp_path: Path) -> None:
+    lines = (f"line {number}: the quick brown fox number {number * number}\n" for number in range(400))
+    (tmp_path / "text.txt").write_text("".join(lines))
+    (tmp_path / "small.json").write_text(json.dumps(SETTINGS))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch += ["--max-restarts", "1", "--monitor-interval", "0.1", str(Path(__file__).with_name("losing_a_process.py"))]
+    arguments = ["train", "text.txt", "--config", "small.json", "--device", "cpu", "--parallel", "fsdp"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*launch, "5", "disturbed", "undisturbed", *arguments],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    disturbed, undisturbed = tmp_path / "disturbed", tmp_path / "undisturbed"
+    assert numbers(disturbed) == numbers(undisturbed)
+    sessions = [len(json.loads((run / "environment.json").read_text())["resumed"]) for run in (disturbed, undisturbed)]
+    assert sessions == [1, 0]
+    assert done.stdout.count("resumed after step 3") == 1
+    assert done.stdout.count("saved in undisturbed") == 1  # only the first process talks
+    assert load_run(disturbed).finished

@@ -1,0 +1,136 @@
+"""A run that begins with weights that are there already."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qkflow.cli import main
+from qkflow.data import CorpusConfig, open_corpus
+from qkflow.errors import CheckpointError, Interrupted, UsageError
+from qkflow.hub import export_run
+from qkflow.models import Decoder
+from qkflow.training import load_run, read_metrics, train
+from qkflow.training.run import read_config
+from qkflow.training.tensors import digest, load_tensors, model_tensors, save_tensors
+
+
+@pytest.fixture
+def weights(configure: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    return model_tensors(Decoder(configure().model))
+
+
+def test_it_begins_with_them_and_keeps_them(
+    configure: Any, tmp_path: Path, weights: dict[str, torch.Tensor], at: Any
+) -> None:
+    train(configure(steps=1, lr=1e-9), tmp_path / "run", initial=weights)
+    assert read_config(tmp_path / "run").initial == digest(weights)
+    kept = load_tensors(tmp_path / "run" / "initial.safetensors")
+    after = load_tensors(tmp_path / "run" / "weights.safetensors")
+    for name, tensor in weights.items():
+        assert torch.equal(kept[name], tensor)
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-6)
+    train(configure(steps=1, lr=1e-9), tmp_path / "drawn")
+    drawn = load_tensors(tmp_path / "drawn" / "weights.safetensors")
+    assert not torch.allclose(drawn["embedding.weight"], weights["embedding.weight"], atol=1e-3)
+    assert not (tmp_path / "drawn" / "initial.safetensors").exists()
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_stopped_before_or_after_a_checkpoint_it_goes_on_to_the_same_bits(
+    configure: Any, tmp_path: Path, weights: dict[str, torch.Tensor], watcher: Any, step: int
+) -> None:
+    config = configure(checkpoint_every=2)
+    train(config, tmp_path / "whole", initial=weights)
+
+    class Failing(watcher):
+        def on_step(self, record: Any) -> None:
+            if record["step"] == step + 1:
+                raise Interrupted("killed") if step else RuntimeError("killed")
+
+    with pytest.raises((RuntimeError, Interrupted)):
+        train(config, tmp_path / "run", initial=weights, callbacks=[Failing()])
+    train(None, tmp_path / "run", resume=True)
+    files = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("whole", "run")]
+    assert files[0] == files[1]
+
+
+def test_others_than_it_began_with_are_refused(
+    configure: Any, tmp_path: Path, weights: dict[str, torch.Tensor], watcher: Any
+) -> None:
+    class Failing(watcher):
+        def on_step(self, record: Any) -> None:
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        train(configure(), tmp_path / "run", initial=weights, callbacks=[Failing()])
+    save_tensors(tmp_path / "run" / "initial.safetensors", {name: t + 1 for name, t in weights.items()})
+    with pytest.raises(CheckpointError, match=r"is not what .* began with"):
+        train(None, tmp_path / "run", resume=True)
+
+
+def test_weights_of_another_shape_leave_no_run(
+    configure: Any, tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    with pytest.raises(CheckpointError, match="do not belong to this model"):
+        train(configure(model={"width": 8}), tmp_path / "run", initial=weights)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_config_that_names_weights_has_to_be_given_those(
+    configure: Any, tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    config = configure(initial=digest(weights))
+    for given in (None, {name: tensor + 1 for name, tensor in weights.items()}):
+        with pytest.raises(UsageError, match="begins with the weights"):
+            train(config, tmp_path / "run", initial=given)
+    train(config, tmp_path / "run", initial=weights)
+
+
+def test_the_command_line_goes_on_from_a_run(
+    configure: Any, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(configure(steps=30, lr=1e-2), tmp_path / "first")
+    (tmp_path / "small.json").write_text(json.dumps({"context": 16, "batch": 4, "steps": 1, "device": "cpu"}))
+    begin = ["train", str(texts), "--init", str(tmp_path / "first"), "--config", str(tmp_path / "small.json")]
+    assert main([*begin, "--out", str(tmp_path / "second")]) == 0
+    first, second = load_run(tmp_path / "first"), load_run(tmp_path / "second")
+    assert second.config.model == first.config.model
+    assert second.config.initial == digest(model_tensors(first.model))
+    last, start = (
+        read_metrics(tmp_path / "first" / "metrics.jsonl")[-1],
+        read_metrics(tmp_path / "second" / "metrics.jsonl")[0],
+    )
+    assert start["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    capsys.readouterr()
+    for flags in (["--size", "1m"], ["--mechanism", "differential"], ["--tokens", "bpe"]):
+        assert main([*begin, *flags, "--out", str(tmp_path / "third")]) == 2
+        assert "--init" in capsys.readouterr().err
+    assert main([*begin[:3], str(tmp_path), "--out", str(tmp_path / "third")]) == 2
+    assert "has no config.json" in capsys.readouterr().err
+    assert not (tmp_path / "third").exists()
+
+
+def test_a_run_an_exported_folder_and_a_run_have_the_same_weights_and_tokens(
+    configure: Any, texts: Path, tmp_path: Path
+) -> None:
+    corpus = CorpusConfig(source=str(texts), tokens="bpe", vocabulary=300)
+    shape = {"mechanism": "coupled:sharing=layers", "vocabulary": open_corpus(corpus).vocabulary}
+    train(replace(configure(model=shape), corpus=corpus), tmp_path / "first")
+    export_run(tmp_path / "first", tmp_path / "exported")
+    (tmp_path / "small.json").write_text(json.dumps({"context": 16, "batch": 4, "steps": 1, "device": "cpu"}))
+    first = load_run(tmp_path / "first")
+    for origin in ("first", "exported"):
+        out = tmp_path / f"from-{origin}"
+        begin = ["train", str(texts), "--init", str(tmp_path / origin), "--config", str(tmp_path / "small.json")]
+        assert main([*begin, "--out", str(out)]) == 0
+        run = load_run(out)
+        assert run.config.initial == digest(model_tensors(first.model))
+        assert (run.config.model, run.config.corpus.tokens) == (first.config.model, "saved")
+        assert run.tokenizer.to_json() == first.tokenizer.to_json()

@@ -1,0 +1,142 @@
+"""Pieces of tensors: put together by anyone, and refused where they do not fit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qkflow.errors import CheckpointError, DiskError
+from qkflow.training import checkpoint
+from qkflow.training.sharded import Pieces
+from qkflow.training.world import ALONE
+
+WHOLE = torch.arange(12.0).reshape(6, 2)
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], offsets: Any) -> Path:
+    places = (
+        {name: {"saved_offsets": place} for name, place in offsets.items()} if isinstance(offsets, dict) else offsets
+    )
+    save_file(dict(tensors), path, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
+    return path
+
+
+def shards(folder: Path, cuts: list[tuple[int, int]]) -> list[Path]:
+    """The rows of `WHOLE` in pieces, as they are cut."""
+    return [
+        write(folder / f"{number}.safetensors", {"weights.a": WHOLE[first:last].clone()}, {"weights.a": [first, 0]})
+        for number, (first, last) in enumerate(cuts)
+    ]
+
+
+@pytest.mark.parametrize("cuts", [[(0, 6)], [(3, 6), (0, 3)], [(0, 1), (1, 2), (2, 6)], [(0, 6), (6, 6)]])
+def test_pieces_come_together_however_they_were_cut(tmp_path: Path, cuts: list[tuple[int, int]]) -> None:
+    found = Pieces(shards(tmp_path, cuts), "weights")
+    assert list(found) == ["a"]
+    assert torch.equal(found["a"], WHOLE)
+    assert len(Pieces(shards(tmp_path, cuts), "optimizer")) == 0
+
+
+def test_a_single_number_has_one_place(tmp_path: Path) -> None:
+    file = write(tmp_path / "0.safetensors", {"optimizer.step.a": torch.tensor(3.0)}, {"optimizer.step.a": []})
+    assert float(Pieces([file], "optimizer")["step.a"]) == 3.0
+
+
+@pytest.mark.parametrize("cuts", [[(0, 2), (3, 6)], [(0, 4), (3, 6)], [(1, 6)], [(0, 3), (0, 3), (3, 6)]])
+def test_a_gap_or_an_overlap_is_refused(tmp_path: Path, cuts: list[tuple[int, int]]) -> None:
+    with pytest.raises(CheckpointError, match="the pieces of 'a' do not fit together"):
+        Pieces(shards(tmp_path, cuts), "weights")
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        *(None, [], "weights.a", {"b": [0, 0]}),
+        *({"weights.a": place} for place in (None, [0], [0, 1], [-1, 0], ["0", 0], [0.0, 0])),
+    ],
+)
+def test_a_header_that_does_not_say_where_a_piece_lies_is_refused(tmp_path: Path, offsets: Any) -> None:
+    file = write(tmp_path / "0.safetensors", {"weights.a": WHOLE}, offsets)
+    with pytest.raises(CheckpointError, match=r"0\.safetensors"):
+        Pieces([file], "weights")
+
+
+def test_pieces_of_unlike_tensors_are_refused(tmp_path: Path) -> None:
+    first = write(tmp_path / "0.safetensors", {"weights.a": WHOLE[:3].clone()}, {"weights.a": [0, 0]})
+    for other in (WHOLE[3:].double(), WHOLE[3:, :1].clone()):
+        second = write(tmp_path / "1.safetensors", {"weights.a": other}, {"weights.a": [3, 0]})
+        with pytest.raises(CheckpointError, match="do not fit together"):
+            Pieces([first, second], "weights")
+
+
+def test_what_is_not_safetensors_is_refused_unread(tmp_path: Path) -> None:
+    file = tmp_path / "0.safetensors"
+    file.write_bytes(b"\x80\x04\x95 a pickle")
+    with pytest.raises(CheckpointError, match="can run code"):
+        Pieces([file], "weights")
+
+
+@pytest.mark.parametrize("name", ["../weights.safetensors", "shard-00001-model-00003-of-00002.safetensors", "a.pt"])
+def test_a_manifest_that_names_other_files_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "checkpoints" / "step-00000001"
+    path.mkdir(parents=True)
+    body = {"format": checkpoint.SHARDED, "step": 1, "files": {name: "0"}, "extra": {}}
+    (path / "manifest.json").write_bytes(checkpoint._render(body))
+    with pytest.raises(CheckpointError, match="is not a manifest of qkflow"):
+        checkpoint.load(path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+def test_a_disk_that_is_full_at_any_moment_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(step: int) -> Path:
+        memory = {"exp_avg.a": WHOLE * step, "step.a": torch.tensor(float(step))}
+        return checkpoint.save_sharded(tmp_path, step, {"a": WHOLE + step}, memory, {"tokens": step}, ALONE)
+
+    calls, full = 0, 0
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return call(*args, **options)
+
+        return counting
+
+    save(1)
+    for name in ("fsync", "rename", "mkdir"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    save(2)
+    total, refusals = calls, 0
+    for moment in range(1, total + 1):
+        full, calls = moment, 0
+        try:
+            save(3)
+        except DiskError:
+            refusals += 1
+        found, refused = checkpoint.load_latest(tmp_path)
+        assert found is not None
+        assert found.step in (2, 3)  # in place, and only the list of names not yet on the disk
+        assert refused == {}
+        assert torch.equal(found.weights["a"], WHOLE + found.step)
+        assert not list((tmp_path / "checkpoints").glob(".*"))
+        shutil.rmtree(tmp_path / "checkpoints" / "step-00000003", ignore_errors=True)
+    assert refusals >= 6
+    full, calls = 0, 0
+    newest = checkpoint.load(save(4))
+    assert (newest.step, newest.extra, len(checkpoint.find(tmp_path))) == (4, {"tokens": 4}, 2)
+    assert torch.equal(newest.optimizer["exp_avg.a"], WHOLE * 4)
+    assert float(newest.optimizer["step.a"]) == 4.0
