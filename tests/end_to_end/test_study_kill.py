@@ -20,7 +20,7 @@ from qkflow.study.design import Design, jobs, write_design
 from qkflow.study.run import run_study
 
 PROCESS = Path(__file__).with_name("study_process.py")
-KILLS = 3
+KILLS = 2
 
 
 @pytest.fixture(scope="module")
