@@ -54,6 +54,12 @@ def test_a_dollar_that_is_none_of_a_formula_stays(text: str) -> None:
     assert "$" in html(text)
 
 
+def test_commands_in_a_sentence_become_letters_and_those_in_code_or_unknown_stay() -> None:
+    made = html("With \\beta_t = \\frac{1}{T}, k \\cdot x / \\sqrt{k} and \\nabla V; \\unheard.\n\n    \\beta\n")
+    assert "With β_t = 1/T, k · x / √k and ∇ V; \\unheard." in made
+    assert "<code>\\beta" in made
+
+
 def test_a_doctest_is_code_and_not_a_quotation_in_a_quotation() -> None:
     made = html("One sentence.\n\n>>> for x in y:\n...     x\n1\n\nMore.\n\n>>> 2\n2")
     assert "blockquote" not in made

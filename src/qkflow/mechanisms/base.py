@@ -33,6 +33,7 @@ class Cost:
     """What a mechanism costs on one sequence of `t` tokens. FLOPs are those of matrix products, two a multiply-add."""
 
     parameters: int
+    """Numbers that are trained."""
     linear_flops: int
     """Products that grow with t alone: projections, and a linear mechanism's memory."""
     pair_flops: int
@@ -53,7 +54,9 @@ class Circuits:
     """The names of a mechanism's parameters by what they decide: where to look (QK), and what to pass on (OV)."""
 
     qk: tuple[str, ...]
+    """Queries, keys and what else makes scores."""
     ov: tuple[str, ...]
+    """Values, outputs and what else makes what is passed on."""
 
 
 @dataclass(frozen=True, kw_only=True)
