@@ -191,6 +191,10 @@ def test_what_cannot_be_asked_is_said(run: Path, lm: Any) -> None:
         lm.generate_until([asked("a", {"temprature": 1.0})])
     with pytest.raises(UsageError, match="num_beams is 4"):
         lm.generate_until([asked("a", {"num_beams": 4})])
+    with pytest.raises(UsageError, match="do_sample is 'false'"):
+        lm.generate_until([asked("a", {"do_sample": "false"})])
+    with pytest.raises(UsageError, match="0 tokens were asked for"):
+        lm.generate_until([asked("a", {"max_gen_toks": 0})])
     with pytest.raises(UsageError, match="unknown device 'gpu'"):
         harness.QKFlowLM(run, device="gpu")
     with pytest.raises(UsageError, match="batch_size must be at least 1, got 0"):

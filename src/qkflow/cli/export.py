@@ -28,12 +28,13 @@ class Export:
 
     def run(self) -> int:
         """Write, and say how to load it."""
+        from qkflow.data.saved import saved_tokenizer
         from qkflow.hub import export_run  # loads the tokenizers library, which other commands seldom need
         from qkflow.hub.card import usage
 
         export_run(self.run_folder, self.folder, shard=self.shard_size)
         console = Console(soft_wrap=True, highlight=False)
         console.print(f"wrote {self.folder}. To use it (with qkflow[hf] installed):\n", markup=False)
-        for line in usage(str(self.folder)):
+        for line in usage(str(self.folder), saved_tokenizer(str(self.folder))):
             console.print(f"  {line}".rstrip(), markup=False)
         return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from qkflow.data import Tokenizer
+from qkflow.data import Corpus, Tokenizer
 from qkflow.data.tokenizers import ByteTokenizer, WordTokenizer
 from qkflow.errors import UsageError
 from qkflow.models import DecoderConfig
@@ -25,7 +25,19 @@ class Initial:
     weights: dict[str, Tensor]
     """Its tensors by name."""
     tokens: dict[str, str]
-    """Settings of a corpus that make it the tokens the model knows; none where the usual ones do."""
+    """Settings of a corpus that make it the tokens the model knows; none for a task, which has its own."""
+    tokenizer: Tokenizer | None
+    """What the model's tokens stand for, if that is known."""
+
+    def refuse_others(self, corpus: Corpus) -> None:
+        """Raise `UsageError` for a corpus whose tokens are not those the model knows."""
+        own = self.tokenizer
+        if own is not None and own.to_json() != corpus.tokenizer.to_json():
+            raise UsageError(
+                f"the model of --init knows {own.vocabulary:,} tokens of kind {own.kind!r}, {corpus.name} has"
+                f" {corpus.vocabulary:,} of kind {corpus.tokenizer.kind!r}: give a text or a task with the same tokens,"
+                " or train a new model"
+            )
 
 
 def read_initial(folder: Path) -> Initial:
@@ -36,9 +48,11 @@ def read_initial(folder: Path) -> Initial:
         from qkflow.hub import read_folder
 
         found = read_folder(folder)
-        return Initial(model=found.config, weights=found.weights, tokens=_tokens(found.tokenizer, folder))
-    run = load_run(folder)
-    return Initial(model=run.config.model, weights=model_tensors(run.model), tokens=_tokens(run.tokenizer, folder))
+        model, weights, tokenizer = found.config, found.weights, found.tokenizer
+    else:
+        run = load_run(folder)
+        model, weights, tokenizer = run.config.model, model_tensors(run.model), run.tokenizer
+    return Initial(model=model, weights=weights, tokens=_tokens(tokenizer, folder), tokenizer=tokenizer)
 
 
 def _tokens(tokenizer: Tokenizer | None, folder: Path) -> dict[str, str]:

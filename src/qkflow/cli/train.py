@@ -175,6 +175,8 @@ class Train:
             raise unknown("size", named, SIZES)
         corpus_config = findable(from_dict(CorpusConfig, corpus, where=" in 'corpus'"))
         opened = open_corpus(corpus_config)
+        if begun is not None:
+            begun.refuse_others(opened)
         model.setdefault("vocabulary", opened.vocabulary)
         if opened.context is not None:
             settings.setdefault("context", opened.context)

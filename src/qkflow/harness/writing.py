@@ -9,10 +9,8 @@ from typing import Any
 from qkflow.errors import UsageError, unknown
 from qkflow.models import Sampling
 
-_OPTIONS = (
-    *("until", "max_gen_toks", "max_new_tokens", "num_beams"),
-    *("do_sample", "temperature", "top_k", "top_p", "seed"),
-)
+_LENGTHS = ("max_gen_toks", "max_new_tokens")
+_OPTIONS = (*_LENGTHS, "until", "num_beams", "do_sample", "temperature", "top_k", "top_p", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +43,11 @@ def read_wish(options: Mapping[str, Any], most: int) -> Wish:
         raise UsageError(f"num_beams is {beams}: qkflow.harness writes without beams; lm-eval's own hf model has them")
     until = options.get("until") or []
     sampled = options.get("do_sample", bool(options.get("temperature")))
+    if not isinstance(sampled, bool):
+        raise UsageError(f"do_sample is {sampled!r}: give true or false")
+    tokens = next((options[name] for name in _LENGTHS if options.get(name) is not None), most)
+    if int(tokens) < 1:
+        raise UsageError(f"{tokens} tokens were asked for: give max_gen_toks of at least 1")
     sampling = Sampling(
         temperature=float(options.get("temperature", 1.0)) if sampled else 0.0,
         top_k=options.get("top_k") or None,
@@ -53,6 +56,6 @@ def read_wish(options: Mapping[str, Any], most: int) -> Wish:
     )
     return Wish(
         stops=tuple(stop.encode() for stop in ([until] if isinstance(until, str) else until) if stop),
-        tokens=int(options.get("max_gen_toks") or options.get("max_new_tokens") or most),
+        tokens=int(tokens),
         sampling=sampling,
     )

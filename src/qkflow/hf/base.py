@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qkflow.errors import CheckpointError, UsageError
+from qkflow.hf.alignment import align
 from qkflow.hf.cache import QKFlowCache
 from qkflow.hf.config import QKFlowConfig
 from qkflow.hf.layouts import Tokens
 from qkflow.hf.reading import Reading, over_columns, read
+from qkflow.hub.description import OURS
 from qkflow.hub.folder import check_folder
 from qkflow.hub.weights import own_tensors
 from qkflow.layout import Layout
@@ -92,12 +94,13 @@ class QKFlowPreTrainedModel(PreTrainedModel):
         options: dict[str, Any] = {**kwargs, "use_safetensors": True, "output_loading_info": True}
         model, info = cast(Any, super().from_pretrained(pretrained_model_name_or_path, *model_args, **options))
         model._complete({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+        align(model)
         return (model, info) if told else model
 
     @classmethod
     def _check(cls, folder: Path, options: dict[str, Any]) -> bool:
         """Refuse a folder that is not one of these models whole; true if it has to begin with a part of it."""
-        return check_folder(folder)
+        return check_folder(folder, changes=changed(options))
 
     def _complete(self, missing: set[str]) -> None:
         """Begin what a folder did not have, where that is allowed."""
@@ -125,6 +128,16 @@ class QKFlowPreTrainedModel(PreTrainedModel):
         if found.maps is None or cache is None:
             return found
         return found._replace(maps=over_columns(found.maps, state, cache.columns, cache.valid()))
+
+
+def changed(options: dict[str, Any]) -> dict[str, Any]:
+    """The shape that a call of from_pretrained asks for, by a config or by single values: weights have to fit it."""
+    config = options.get("config")
+    return {
+        key: value
+        for key, value in (vars(config) if isinstance(config, QKFlowConfig) else options).items()
+        if key in OURS
+    }
 
 
 def refuse_embeddings(given: Tensor | None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from qkflow.errors import UsageError
-from qkflow.hf.base import QKFlowPreTrainedModel, packed, refuse_embeddings
+from qkflow.hf.base import QKFlowPreTrainedModel, changed, packed, refuse_embeddings
 from qkflow.hf.config import QKFlowConfig
 from qkflow.hf.layouts import layout_of
 from qkflow.hf.outputs import output
@@ -73,7 +73,7 @@ class QKFlowForSequenceClassification(QKFlowPreTrainedModel):
     def _check(cls, folder: Path, options: dict[str, Any]) -> bool:
         config = options.get("config")
         asked = options.get("num_labels") or (config.num_labels if isinstance(config, QKFlowConfig) else None)
-        return check_folder(folder, labels=asked or label_count(read_description(folder)))
+        return check_folder(folder, labels=asked or label_count(read_description(folder)), changes=changed(options))
 
     def _complete(self, missing: set[str]) -> None:
         if missing == {_HEAD}:

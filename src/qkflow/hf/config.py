@@ -45,7 +45,8 @@ class QKFlowConfig(PretrainedConfig):
         pad_token_id: int | None = None,
         **common: Any,
     ) -> None:
-        refuse_unknown(common, "the config")
+        tokens = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        refuse_unknown({**common, **tokens, "use_cache": use_cache}, "the config")
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from qkflow.data import Tokenizer, WordTokenizer
 from qkflow.training import LoadedRun
 
 _CARD = """---
@@ -38,15 +39,16 @@ A causal language model of qkflow: attention whose queries and keys move.
 """
 
 
-def usage(folder: str) -> tuple[str, ...]:
+def usage(folder: str, tokenizer: Tokenizer) -> tuple[str, ...]:
     """What to type to load the model of a folder and let it write."""
+    prompt = tokenizer.words[0] if isinstance(tokenizer, WordTokenizer) else "The "
     return (
         "import qkflow.hf",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         f"model = AutoModelForCausalLM.from_pretrained({folder!r})",
         f"tokenizer = AutoTokenizer.from_pretrained({folder!r})",
-        'prompt = tokenizer("The ", return_tensors="pt")',
+        f"prompt = tokenizer({prompt!r}, return_tensors='pt')",
         "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=40)[0]))",
     )
 
@@ -69,7 +71,7 @@ def model_card(run: LoadedRun, environment: dict[str, Any], metrics: dict[str, A
     return _CARD.format(
         title=f"A {mechanism} language model",
         rows="\n".join(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows.items()),
-        use="\n".join(usage("FOLDER")),
+        use="\n".join(usage("FOLDER", run.tokenizer)),
         loading="The first line needs `pip install 'qkflow[hf]'`; nothing in this folder is code.",
         command=shlex.join(environment.get("command") or ["qkflow", "train"]),
     )

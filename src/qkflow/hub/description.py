@@ -7,6 +7,7 @@ from typing import Any
 
 from qkflow.configs import from_dict, to_dict
 from qkflow.errors import UsageError, unknown
+from qkflow.hub.common import COMMON, refuse_odd
 from qkflow.models import ClassifierConfig, DecoderConfig
 
 MODEL_TYPE = "qkflow"
@@ -27,44 +28,23 @@ STACK = {
 DECODER = {**STACK, "tie_word_embeddings": "tied"}
 CLASSIFIERS = {**STACK, "classifier_norm": "norm", "classifier_spread": "spread", "classifier_qk_start": "qk_start"}
 
-COMMON = frozenset(
-    {
-        "_name_or_path",
-        "architectures",
-        "attn_implementation",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "is_decoder",
-        "is_encoder_decoder",
-        "label2id",
-        "model_type",
-        "name_or_path",
-        "num_labels",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-        "tie_last_hidden_states",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
-"""What transformers itself keeps in a config.json; nothing here names a file or code."""
 OURS = frozenset({*DECODER, *CLASSIFIERS})
+CODE = ("auto_map", "custom_pipelines")
+"""Where a config.json names code of its folder."""
 
 
-def refuse_unknown(keys: Mapping[str, Any], where: str = "config.json") -> None:
-    """Raise `UsageError` for a key that a qkflow model has no use for, and for code that it would bring along."""
-    for key in keys:
-        if key in ("auto_map", "custom_pipelines"):
+def refuse_unknown(given: Mapping[str, Any], where: str = "config.json") -> None:
+    """Raise `UsageError` for a key that a qkflow model has no use for, and for code that it would bring along.
+
+    Values of keys that are not ours are held to what transformers can use; ours are checked where a model is made.
+    """
+    for key, value in given.items():
+        if key in CODE:
             raise UsageError(f"{where} has {key!r}, code of its own: a qkflow model needs none, do not trust this one")
-        if key not in OURS | COMMON:
-            raise unknown(f"key in {where}", key, OURS | COMMON)
+        if key not in OURS | COMMON.keys():
+            raise unknown(f"key in {where}", key, OURS | COMMON.keys())
+        if key in COMMON:
+            refuse_odd(key, value, where)
 
 
 def decoder_config(data: Mapping[str, Any]) -> DecoderConfig:

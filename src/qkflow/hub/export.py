@@ -26,7 +26,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def export_run(run: Path | str, folder: Path | str, *, shard: str = "5GB") -> Path:
-    """Write a run as a folder that `from_pretrained` and `read_folder` load: whole, or not at all.
+    """Write a run as a folder that `from_pretrained` and `read_folder` load, whole or not at all; the folder.
 
     Weights larger than `shard` are spread over several files.
     """
@@ -38,9 +38,11 @@ def export_run(run: Path | str, folder: Path | str, *, shard: str = "5GB") -> Pa
 
 
 def refuse_taken(folder: Path) -> None:
-    """Raise `UsageError` unless there is nothing at a path, or an empty folder."""
+    """Raise `UsageError` unless there is nothing at a path, or an empty folder, and there can be one."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
         raise UsageError(f"{folder} exists already: choose another folder, or remove it")
+    if (above := next(path for path in folder.absolute().parents if path.exists())).is_file():
+        raise UsageError(f"{folder} cannot be a folder: {above} is a file; choose another")
 
 
 def shard_bytes(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from qkflow.data import Tokenizer
-from qkflow.data.saved import find_tokenizer
+from qkflow.data.saved import OWN, USUAL, find_tokenizer
 from qkflow.errors import CheckpointError, UsageError
 from qkflow.hub.description import CAUSAL, CLASSIFIER, MODEL_TYPE, classifier_config, decoder_config, refuse_unknown
-from qkflow.hub.plain import inside, read_table
+from qkflow.hub.plain import inside, read_table, refuse_large
 from qkflow.hub.weights import PREFIX, fit, own_tensors, read_tensors, survey, without_storage
 from qkflow.models import Classifier, Decoder, DecoderConfig
 
@@ -56,7 +57,7 @@ def read_folder(path: Path | str) -> Folder:
     config, entries = decoder_config(data), survey(folder)
     hollow = without_storage(Decoder, config, entries, folder)
     fit(folder, entries, hollow)
-    tokenizer = find_tokenizer(folder)
+    tokenizer = _tokenizer(folder)
     if tokenizer is not None and tokenizer.vocabulary > config.vocabulary:
         raise CheckpointError(
             f"{folder}: its tokenizer has {tokenizer.vocabulary} tokens, its model {config.vocabulary}: they do not"
@@ -72,13 +73,20 @@ def read_folder(path: Path | str) -> Folder:
     )
 
 
-def check_folder(folder: Path, *, labels: int | None = None) -> bool:
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    for name in (OWN, USUAL):
+        refuse_large(inside(folder, name))
+    return find_tokenizer(folder)
+
+
+def check_folder(folder: Path, *, labels: int | None = None, changes: Mapping[str, Any] | None = None) -> bool:
     """Raise a `UsageError` unless the folder holds one of our models whole; `labels` asks for a classifier.
 
-    A classifier may begin as a language model, whose head it replaces: then the answer is true.
+    `changes` are what the call that loads it says otherwise than config.json. A classifier may begin as a language
+    model, whose head it replaces: then the answer is true.
     """
-    _refuse_detours(folder)
-    data, entries = read_description(folder), survey(folder)
+    refuse_detours(folder)
+    data, entries = {**read_description(folder), **(changes or {})}, survey(folder)
     found = architecture(data)
     if labels is None:
         if found != CAUSAL:
@@ -94,11 +102,13 @@ def check_folder(folder: Path, *, labels: int | None = None) -> bool:
     return found == CAUSAL
 
 
-def _refuse_detours(folder: Path) -> None:
-    """Raise `UsageError` for files that make transformers load something else than what was checked."""
+def refuse_detours(folder: Path) -> None:
+    """Raise `UsageError` for files that make transformers load something else than what was checked, or run it."""
     detours = [*folder.glob("adapter_config.json"), *folder.glob("shard-*-model-*.safetensors")]
     if detours:
         raise UsageError(f"{folder} has {detours[0].name}, which would be loaded in place of its weights: remove it")
+    if (folder / "custom_generate").exists():
+        raise UsageError(f"{folder} has 'custom_generate', code of its own: a model needs none, do not trust this one")
 
 
 def read_description(folder: Path) -> dict[str, Any]:

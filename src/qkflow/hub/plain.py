@@ -32,11 +32,16 @@ def read_table(folder: Path, name: str) -> dict[str, Any]:
     """A JSON file of the folder as a table; a key that stands twice in it is a `CheckpointError`."""
     path = inside(folder, name)
     try:
-        if path.stat().st_size > LARGEST_JSON:
-            raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, more than any {name} needs")
+        refuse_large(path)
         return parse_table(path.read_bytes(), path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+
+
+def refuse_large(path: Path) -> None:
+    """Raise `CheckpointError` for a file, if there is one, that is too large to be JSON of ours."""
+    if path.exists() and (size := path.stat().st_size) > LARGEST_JSON:
+        raise CheckpointError(f"{path} has {size:,} bytes, more than any {path.name} needs")
 
 
 def parse_table(content: bytes, path: Path) -> dict[str, Any]:

@@ -136,6 +136,11 @@ def read_config(folder: Path) -> TrainConfig:
             f"{folder} holds no run (no config.json): expected a folder that `qkflow train --out RUN` made"
         )
     data = read_json(folder / "config.json")
+    if "model_type" in data:
+        raise UsageError(
+            f"{folder} is an exported model, not a run: `qkflow train --init {folder}` goes on from it, and"
+            " transformers loads it after `import qkflow.hf`"
+        )
     if "task" in data and "corpus" not in data:
         raise UsageError(
             f"{folder} is a run of `qkflow sharpen`, whose words are not stored: expected a folder that `qkflow train`"

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qkflow.errors import UsageError
 from qkflow.hf import QKFlowConfig, QKFlowForCausalLM
-from qkflow.hub.description import COMMON, OURS
+from qkflow.hub.common import COMMON
+from qkflow.hub.description import OURS
 from qkflow.models import ClassifierConfig, DecoderConfig
 
 HYBRID = DecoderConfig(width=32, layers=2, heads=2, hidden=8, mechanism=("standard", "qdelta"), tied=False, dropout=0.1)
@@ -24,7 +25,7 @@ def test_a_config_goes_to_a_folder_and_comes_back(tmp_path: Path) -> None:
     assert isinstance(again, QKFlowConfig)
     assert again.decoder_config() == HYBRID
     assert (again.bos_token_id, again.eos_token_id, again.pad_token_id) == (256, 256, 256)
-    assert again.to_dict().keys() <= OURS | COMMON
+    assert again.to_dict().keys() <= OURS | COMMON.keys()
     named = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 257}
     assert {name: getattr(again, name) for name in named} == named
 

@@ -90,6 +90,8 @@ def test_a_folder_that_holds_something_is_not_touched(run: Run, tmp_path: Path) 
     assert [path.name for path in taken.iterdir()] == ["notes.txt"]
     with pytest.raises(UsageError, match="exists already"):
         export_run(made, taken / "notes.txt")
+    with pytest.raises(UsageError, match=r"notes\.txt is a file"):
+        export_run(made, taken / "notes.txt" / "deeper" / "out")
     (tmp_path / "empty").mkdir()
     assert read_folder(export_run(made, tmp_path / "empty")).tokenizer is not None
 
@@ -116,3 +118,14 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist"):
         export_run(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_exported_folder_is_told_from_a_run(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is an exported model, not a run"):
+        export_run(folder, tmp_path / "out")
+
+
+def test_loaded_weights_lie_where_torch_puts_its_own(folder: Path) -> None:
+    """Else the last bits of products may differ."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert {parameter.data_ptr() % 64 for parameter in model.parameters()} == {0}

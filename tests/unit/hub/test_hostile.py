@@ -112,6 +112,22 @@ def test_files_that_would_be_loaded_instead_are_refused(folder: Path, name: str)
         QKFlowForCausalLM.from_pretrained(folder)
 
 
+def test_code_in_the_folder_is_refused_even_where_it_is_trusted(folder: Path, tmp_path: Path) -> None:
+    (folder / "custom_generate").mkdir()
+    touch = f"import pathlib; pathlib.Path({str(tmp_path / 'executed')!r}).touch()\n"
+    (folder / "custom_generate" / "generate.py").write_text(touch)
+    with pytest.raises(UsageError, match="code of its own"):
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("changes", [{"mechanism": "qdelta"}, {"hidden_size": 32}, {"tie_word_embeddings": False}])
+def test_a_shape_asked_for_that_the_weights_do_not_have_is_refused(folder: Path, changes: dict[str, Any]) -> None:
+    for load in (AutoModelForCausalLM.from_pretrained, QKFlowForCausalLM.from_pretrained):
+        with pytest.raises(UsageError, match=r"by its config it has|do not belong to its config"):
+            load(folder, **changes)
+
+
 @pytest.mark.parametrize("where", ["../stolen.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "a\\b", "\0"])
 def test_a_shard_outside_of_the_folder_is_refused(folder: Path, where: str) -> None:
     shutil.copy(folder / FIRST, folder.parent / "stolen.safetensors")
@@ -181,6 +197,16 @@ def test_an_index_that_lies_is_refused(folder: Path, change: Callable[[dict[str,
         ({"tie_word_embeddings": False}, "in the model only"),
         ({"architectures": ["LlamaForCausalLM"]}, "expected QKFlowForCausalLM"),
         ({"architectures": "QKFlowForCausalLM"}, ""),
+        ({"num_labels": 10**9}, "at most 100,000"),
+        ({"num_labels": "two"}, "a number of labels"),
+        ({"id2label": {"x": "y"}}, "a table of numbers and labels"),
+        ({"id2label": [1, 2]}, "a table of numbers and labels"),
+        ({"label2id": {"x": "y"}}, "a table of labels and numbers"),
+        ({"attn_implementation": "someone/kernel"}, "expected 'eager'"),
+        ({"dtype": "__class__"}, "one of bfloat16"),
+        ({"is_encoder_decoder": True}, "expected false"),
+        ({"eos_token_id": "../x"}, "a token's number"),
+        ({"use_cache": "no"}, "true or false"),
     ],
     ids=str,
 )
@@ -283,6 +309,14 @@ def test_half_precision_and_numbers_that_are_none_are_weights_too(folder: Path) 
 def test_a_tokenizer_that_is_none_is_refused(folder: Path, content: str, said: str) -> None:
     (folder / "qkflow_tokenizer.json").write_text(content)
     with pytest.raises(UsageError, match=said):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["qkflow_tokenizer.json", "tokenizer.json"])
+def test_a_tokenizer_that_lies_elsewhere_is_refused(folder: Path, name: str) -> None:
+    (folder / name).rename(folder.parent / "stolen.json")
+    (folder / name).symlink_to(folder.parent / "stolen.json")
+    with pytest.raises(UsageError, match="leads out of its folder"):
         read_folder(folder)
 
 

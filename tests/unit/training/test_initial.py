@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from qkflow.cli import main
 from qkflow.data import CorpusConfig, open_corpus
@@ -115,6 +116,29 @@ def test_the_command_line_goes_on_from_a_run(
     assert main([*begin[:3], str(tmp_path), "--out", str(tmp_path / "third")]) == 2
     assert "has no config.json" in capsys.readouterr().err
     assert not (tmp_path / "third").exists()
+
+
+def test_tokens_that_stand_for_something_else_are_refused(
+    configure: Any, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever their number: the weights would be read as if they meant other words."""
+    train(configure(steps=1), tmp_path / "text")
+    (tmp_path / "small.json").write_text(json.dumps({"batch": 4, "steps": 1, "device": "cpu"}))
+    rest = ["--config", str(tmp_path / "small.json"), "--out", str(tmp_path / "out")]
+    task = "mqar:pairs=2,length=16,keys={},train=20,validation=4,each=2"
+    assert main(["train", task.format(6), "--init", str(tmp_path / "text"), *rest]) == 2
+    assert "of kind 'bytes', mqar" in capsys.readouterr().err
+    assert main(["train", task.format(6), "--size", "100k", *rest[:2], "--out", str(tmp_path / "task")]) == 0
+    for other in (str(texts), task.format(7)):
+        capsys.readouterr()
+        assert main(["train", other, "--init", str(tmp_path / "task"), *rest]) == 2
+        assert "of kind 'words'" in capsys.readouterr().err
+    assert main(["train", task.format(6), "--init", str(tmp_path / "task"), *rest]) == 0
+    assert main(["export", str(tmp_path / "task"), str(tmp_path / "exported")]) == 0
+    assert "tokenizer('" in capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    first = load_run(tmp_path / "task").tokenizer
+    assert tokenizer(first.decode([0]).decode()).input_ids == [0]
 
 
 def test_a_run_an_exported_folder_and_a_run_have_the_same_weights_and_tokens(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -12,12 +11,15 @@ import transformers
 from transformers import PreTrainedModel
 
 from qkflow.errors import CheckpointError, UsageError, unknown
+from qkflow.hf.alignment import align
 from qkflow.hf.retrofit.fit import fit
 from qkflow.hf.retrofit.record import KEY, Retrofit, read_record
+from qkflow.hub.description import CODE
+from qkflow.hub.folder import refuse_detours
+from qkflow.hub.plain import read_table
+from qkflow.hub.weights import survey
 
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
-INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
 
 
 def load_retrofitted(
@@ -36,7 +38,9 @@ def load_retrofitted(
     qkflow.errors.UsageError: nowhere holds no config.json: expected a folder that save_pretrained made
     """
     folder = Path(folder)
-    data = _table(folder / "config.json", "expected a folder that save_pretrained made")
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} holds no config.json: expected a folder that save_pretrained made")
+    data = read_table(folder, "config.json")
     if data.get(KEY) is None:
         raise UsageError(
             f"{folder / 'config.json'} has no {KEY}: the model was saved without a coupling; load it with its own"
@@ -44,6 +48,9 @@ def load_retrofitted(
         )
     record = read_record(data[KEY])
     _refuse_foreign(folder, data)
+    entries = survey(folder)
+    if type(layers := data.get("num_hidden_layers", data.get("n_layer"))) is int and layers > len(entries):
+        raise CheckpointError(f"{folder}: its config asks for {layers:,} layers of the {len(entries)} tensors it has")
     kind = _class(data, folder)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     try:
@@ -68,6 +75,7 @@ def load_retrofitted(
             few = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             raise CheckpointError(f"{folder} does not fit its config.json ({problem}: {few}): save it anew")
     object.__setattr__(loaded, "__class__", kind)
+    align(loaded)
     return loaded
 
 
@@ -96,24 +104,15 @@ def _class(data: dict[str, Any], folder: Path) -> type[PreTrainedModel]:
 
 
 def _refuse_foreign(folder: Path, data: dict[str, Any]) -> None:
-    """Weights have to be safetensors of the folder itself, and nothing may name code or weights from elsewhere."""
+    """Nothing may name code, or weights from elsewhere."""
     for key, value in _entries(data):
         if key.endswith("_implementation") and value is not None and value not in get_args(Attention):
             raise CheckpointError(f"{folder / 'config.json'} asks for {key} {value!r}: remove that")
         if key == "quantization_config" and value is not None:
             raise CheckpointError(f"{folder / 'config.json'} has a {key}: quantised weights are not read")
-    if (folder / "adapter_config.json").exists():
-        raise CheckpointError(f"{folder} holds an adapter: merge it into the model, and save that")
-    if not (folder / INDEX).exists():
-        if not (folder / WHOLE).is_file():
-            raise CheckpointError(f"{folder} has neither {WHOLE} nor {INDEX}: other formats are not read")
-        return
-    shards = _table(folder / INDEX, "save the model anew").get("weight_map")
-    if not isinstance(shards, dict) or not shards:
-        raise CheckpointError(f"{folder / INDEX} has no weight_map: save the model anew")
-    for shard in shards.values():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{folder / INDEX} names {shard!r}: expected a .safetensors file of that folder")
+        if key in CODE:
+            raise CheckpointError(f"{folder / 'config.json'} has {key!r}, code of its own: do not trust this folder")
+    refuse_detours(folder)
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:
@@ -121,15 +120,3 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
     for key, inner in value.items() if isinstance(value, dict) else ():
         yield key, inner
         yield from _entries(inner)
-
-
-def _table(path: Path, otherwise: str) -> dict[str, Any]:
-    if not path.is_file():
-        raise UsageError(f"{path.parent} holds no {path.name}: {otherwise}")
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}): {otherwise}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {type(value).__name__}, expected a table: {otherwise}")
-    return value

@@ -87,8 +87,15 @@ def _missing(folder: Path) -> None:
     safetensors.save_file(kept, path, metadata={"format": "pt"})
 
 
+def _linked(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.rename(folder.parent / "stolen.safetensors")
+    path.symlink_to(folder.parent / "stolen.safetensors")
+
+
 def _outside(folder: Path) -> None:
     names = safetensors.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, "../elsewhere/model.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
@@ -109,14 +116,25 @@ def _outside(folder: Path) -> None:
         (_config(architectures=["GPT2LMHeadModel"]), "unknown model_type for GPT2LMHeadModel 'llama'"),
         (_config(attn_implementation="someone/kernel"), "asks for attn_implementation 'someone/kernel'"),
         (_config(quantization_config={"quant_method": "x"}), "quantised weights are not read"),
-        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "holds an adapter"),
+        (
+            lambda folder: (folder / "adapter_config.json").write_text("{}"),
+            "has adapter_config.json, which would be loaded in place of its weights",
+        ),
         (lambda folder: (folder / "config.json").write_text("[" * 10_000), "cannot be read as JSON"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "holds list, expected a table"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "holds list, expected a table of names and values"),
         (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
-        (_pickled, "other formats are not read"),
-        (_cut, "cannot be loaded as LlamaForCausalLM"),
+        (_pickled, "safetensors only"),
+        (_cut, "cannot be read as safetensors"),
         (_missing, r"missing: .*coupling"),
-        (_outside, r"names '../elsewhere/model.safetensors': expected a .safetensors file of that folder"),
+        (_linked, "leads out of its folder"),
+        (_config(auto_map={"AutoModelForCausalLM": "evil.Model"}), "'auto_map', code of its own"),
+        (_config(num_hidden_layers=10**9), "asks for 1,000,000,000 layers"),
+        (lambda folder: (folder / "custom_generate").mkdir(), "'custom_generate', code of its own"),
+        (
+            lambda folder: (folder / "shard-00001-model-00001-of-00001.safetensors").write_text("?"),
+            "which would be loaded in place of its weights",
+        ),
+        (_outside, r"names the file '../elsewhere/model.safetensors', which lies outside of it"),
     ],
 )
 def test_any_other_folder_is_refused_on_one_line(others: Any, tmp_path: Path, change: Change, why: str) -> None:
