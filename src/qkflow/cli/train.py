@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +23,9 @@ from qkflow.errors import DiskError, DivergenceError, Interrupted, UsageError, u
 from qkflow.models import SIZES, DecoderConfig, size
 from qkflow.study.arm import parse_arm
 from qkflow.training import Result, TrainConfig, read_metrics, read_recall, steps_for_budget, train
-from qkflow.training.run import holds_run, read_config
-from qkflow.training.world import LostError, Parallel, World, by_torchrun, is_known_to_all, join, restarted
+from qkflow.training.run import read_config
+from qkflow.training.start import goes_on
+from qkflow.training.world import LostError, Parallel, World, by_torchrun, is_known_to_all, join
 
 _DEFAULT_BUDGET = "2m"
 _OPEN = 10**9
@@ -110,10 +112,18 @@ class Train:
             if world.leads or not is_known_to_all(error):
                 raise
             return 128 + error.signal if isinstance(error, Interrupted) else 1
+        except KeyboardInterrupt:
+            if world.leads:
+                raise
+            return 128 + signal.SIGINT
 
     def _run(self, world: World) -> int:
         console = Console(quiet=not world.leads)
         watch = Watch(console)
+        if self.parallel is not None and world.size == 1:
+            watch.on_notice(
+                f"--parallel {self.parallel} is for the processes that torchrun starts, and this is one alone"
+            )
         try:
             if self.resume is not None:
                 with world.agreed():
@@ -125,8 +135,9 @@ class Train:
                     begun = None if self.init is None else read_initial(self.init)
                     config = self._config(begun)
                     folder, weights = self._folder(config), None if begun is None else begun.weights
+                    budget = seconds(self.budget or _DEFAULT_BUDGET)
                 if config.steps == _OPEN and self.steps is None:
-                    config = self._timed(config, folder, console)
+                    config = self._timed(config, budget, folder, world, console)
             result = train(
                 config,
                 folder,
@@ -198,15 +209,16 @@ class Train:
             flags["steps"] = _OPEN
         return from_dict(TrainConfig, {"steps": _OPEN, **settings, **flags, "corpus": corpus_config, "model": whole})
 
-    def _timed(self, config: TrainConfig, folder: Path, console: Console) -> TrainConfig:
+    def _timed(self, config: TrainConfig, budget: float, folder: Path, world: World, console: Console) -> TrainConfig:
         """The config with as many steps as the budget allows; started again by torchrun, with those it began with."""
-        budget = self.budget or _DEFAULT_BUDGET
-        if restarted() and holds_run(folder):
-            steps = read_config(folder).steps
+        steps, told = 0, self.budget or _DEFAULT_BUDGET
+        if goes_on(folder, world):
+            with world.agreed():
+                steps = read_config(folder).steps
         else:
-            with console.status(f"measuring how many steps fit into {budget}"):
-                steps = steps_for_budget(config, seconds(budget), parallel=self.parallel)
-            console.print(f"budget  {budget}: {steps:,} steps on this machine", highlight=False)
+            with console.status(f"measuring how many steps fit into {told}"):
+                steps = steps_for_budget(config, budget, parallel=self.parallel)
+            console.print(f"budget  {told}: {steps:,} steps on this machine", highlight=False)
         return replace(config, steps=steps, warmup=None if config.warmup is None else min(config.warmup, steps))
 
     def _tokens(self, begun: Initial, corpus: dict[str, Any], model: dict[str, Any]) -> dict[str, str]:

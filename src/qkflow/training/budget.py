@@ -73,10 +73,16 @@ def steps_for_budget(config: TrainConfig, seconds: float, *, parallel: Parallel 
 
     Under torchrun, of all its processes together.
     """
-    if not seconds > 0:
-        raise UsageError(f"a budget must be more than 0 seconds, got {seconds:g}")
     with join(parallel) as world:
+        with world.agreed():
+            if not seconds > 0:
+                raise UsageError(f"a budget must be more than 0 seconds, got {seconds:g}")
         speed = measure(config, min(0.05 * seconds, 5.0), world)
+        with world.agreed():
+            return _fitting(config, seconds, speed)
+
+
+def _fitting(config: TrainConfig, seconds: float, speed: Speed) -> int:
     corpus = open_checked(config)
     during = speed.token * tokens_read(corpus.validation, config, config.evaluate_tokens)
     final = speed.token * tokens_read(corpus.validation, config, config.final_tokens)

@@ -87,7 +87,9 @@ def save_sharded(
         write_pieces(temporary, weights, optimizer)
         sums: dict[str, str] = {}
         with world.agreed():  # each its own: over a network, the first process may not see the others' files at once
-            sums = {file.name: checksum(file) for file in temporary.glob(f"shard-{world.rank + 1:05d}-*")}
+            for file in temporary.glob(f"shard-{world.rank + 1:05d}-*"):
+                _guarded(path, lambda file=file: sync(file))  # torch's writer does not wait for the end of it
+                sums[file.name] = checksum(file)
         sums = {name: sha256 for some in world.gather(sums) for name, sha256 in some.items()}
         with world.agreed():
             if world.leads:

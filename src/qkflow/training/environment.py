@@ -60,7 +60,8 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ['threads was 2 when the run began and is 4 now: the last bits of results may differ']
     """
     pairs = {name: (before.get(name), now.get(name)) for name in ("threads", "device", "cpu")}
-    for name in ("kernels", "processes"):
+    alike = before.get("processes") == now.get("processes")
+    for name in ("kernels", "processes", *(["parallel"] if alike else [])):
         if name in before:  # older records do not tell
             pairs[name] = (before[name], now.get(name))
     old, new = before.get("versions", {}), now.get("versions", {})

@@ -139,7 +139,7 @@ def evaluate_together(
                     raise Interrupted("stopped in an evaluation")
                 own = group[world.rank :: world.size]
                 asked = _Batch(scores, split, own or group[:1], group[0].length)
-                finite = sums.add(asked, counted=bool(own))
+                finite = sums.add(asked, counted=bool(own), sharded=world.kind == "fsdp")
                 if world.any(not finite):
                     raise _diverged(asked, world)
     finally:
@@ -155,9 +155,9 @@ class _Sums:
         self.documents["bytes"] = split.sizes
         self.marks = None if split.answers is None else Marks(split)
 
-    def add(self, asked: _Batch, *, counted: bool) -> bool:
+    def add(self, asked: _Batch, *, counted: bool, sharded: bool) -> bool:
         """Score some windows, and add their losses if they count; whether all of them are finite."""
-        nats, hits = asked.losses()
+        nats, hits = asked.losses(sharded=sharded)
         if not all(map(math.isfinite, nats)):
             return False
         for row, window in enumerate(asked.group if counted else ()):
@@ -196,12 +196,17 @@ class _Batch:
             some = (self.mask, None, PIECE) if self.answers else ()
             return self.scores(self.tokens[:, :-1], *some)
 
-    def losses(self) -> tuple[list[float], np.ndarray]:
-        """The loss of each row's scored targets, summed, in nats; for answers, also which targets `[b, t]` were hit."""
+    def losses(self, *, sharded: bool) -> tuple[list[float], np.ndarray]:
+        """The loss of each row's scored targets, summed, in nats; for answers, also which targets `[b, t]` were hit.
+
+        Numbers that a layer refuses are not finite; of a `sharded` model they end this process.
+        """
         mask, targets, hits = self.mask, self.tokens[:, 1:], torch.zeros_like(self.mask)
         try:
             logits = self.forward()
-        except NotFiniteError:
+        except NotFiniteError as error:
+            if sharded:  # the others may be waiting for this process's pieces: it has to leave
+                raise DivergenceError(f"the held-out loss is not finite: {error}") from error
             return [math.nan], hits.numpy(force=True)
         if self.answers:
             found = F.cross_entropy(exact(logits), targets[mask], reduction="none")

@@ -26,17 +26,15 @@ from qkflow.training.scores import Scores
 from qkflow.training.world import World
 
 
-def refuse_uneven(config: TrainConfig, world: World) -> None:
-    """Refuse what these processes cannot share out."""
+def refuse_uneven(config: TrainConfig, world: World, *, begun: bool = False) -> None:
+    """Refuse what these processes cannot share out; the batch of a run that has `begun` cannot be another."""
     batch, size = config.batch, world.size
     if batch % size:
         near = sorted({max(1, batch // size) * size, (batch // size + 1) * size})
         divisors = [str(count) for count in range(2, batch + 1) if batch % count == 0]
-        raise UsageError(
-            f"a batch of {batch} windows does not divide among {size} processes: give --batch "
-            f"{' or '.join(map(str, near))}"
-            + (f", or run {' or '.join(divisors[:4])} processes" if divisors else ", or run one process")
-        )
+        fewer = f"run {' or '.join(divisors[:4])} processes" if divisors else "run one process"
+        advice = fewer if begun else f"give --batch {' or '.join(map(str, near))}, or {fewer}"
+        raise UsageError(f"a batch of {batch} windows does not divide among {size} processes: {advice}")
     if config.compile and world.kind == "fsdp":
         raise UsageError("compile and fsdp do not go together: give --parallel ddp, or leave out --compile")
 

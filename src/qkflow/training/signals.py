@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request: the first one is noted, the second one ends the process at once."""
+"""Ctrl-C and SIGTERM as a request: the first one is noted, the second one ends the process at once (or is patient)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
+def stop_on_signals(*, patient: bool = False) -> Iterator[StopRequest]:
     """Note SIGINT and SIGTERM while the block runs, and put the old handlers back after it.
+
+    A second one ends the process at once, unless it is `patient`: torchrun passes on what it is sent, so that whoever
+    signals all processes of a job (a terminal, a scheduler) signals these twice. It kills those that stay too long.
 
     Outside the main thread nothing is installed: Python allows handlers only there. A signal that is ignored already (a
     background job's SIGINT) stays ignored.
@@ -38,7 +41,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if stop.signal is not None:
+        if stop.signal is not None and not patient:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         stop.signal = signal.Signals(number)

@@ -22,7 +22,7 @@ from qkflow.training.run import begin, finished, holds_run, refuse_held, sweep
 from qkflow.training.runtime import own_randomness, threads
 from qkflow.training.signals import stop_on_signals
 from qkflow.training.tensors import digest
-from qkflow.training.world import Parallel, World, join, restarted
+from qkflow.training.world import Parallel, World, by_torchrun, join, restarted
 
 
 def train(
@@ -47,12 +47,12 @@ def train(
     folder = Path(out)
     with join(parallel) as world:
         watch = Callbacks(callbacks if world.leads else ())
+        resume = resume or goes_on(folder, world)
         with world.agreed():
-            resume = resume or (restarted() and holds_run(folder))
             if config is not None:
                 config = _with_initial(config, initial, resume=resume)
             config, result = _choose(config, folder, resume=resume)
-            refuse_uneven(config, world)
+            refuse_uneven(config, world, begun=resume)
             if result is not None:
                 watch.on_notice(f"{folder} is finished ({result.step} steps): there is nothing left to do")
                 return result
@@ -70,6 +70,17 @@ def train(
                 learner = Learner(config, corpus, device, world=world, initial=None if resume else initial)
             learner.spread()
             return _session(folder, learner, watch, command, resume=resume, initial=initial)
+
+
+def goes_on(folder: Path, world: World) -> bool:
+    """Whether torchrun has started these processes again, in the middle of the run that the folder holds.
+
+    Every machine counts its own restarts, and sees a shared folder in its own time: all hear what one of them knows.
+    """
+    if not (world.any(restarted()) and world.first(holds_run(folder))):
+        return False
+    world.sees(lambda: holds_run(folder))
+    return True
 
 
 def _session(
@@ -93,7 +104,7 @@ def _session(
                 begin(folder, learner.config, record, corpus.tokenizer, initial)
     _refuse_unseen(folder, world)
     start = restore(folder, learner, watch) if resume else None
-    with stop_on_signals() as stop:
+    with stop_on_signals(patient=by_torchrun()) as stop:
         return Loop(folder, learner, watch, stop, start).run()
 
 

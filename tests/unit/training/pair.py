@@ -12,6 +12,7 @@ An order is a `name` and
                                           "nan"    its weights are spoilt
                                           "room"   it may write only small files from here on
                                           "raise"  it fails, and leaves
+    restarts                            of each process, how often torchrun says that it was started again
     command                             arguments of the command line, instead of a run
     budget                              seconds, instead of a run
 """
@@ -68,6 +69,7 @@ def acting(act: dict[str, Any], call: Any, *, before: bool = False) -> Any:
 
 def obey(order: dict[str, Any]) -> dict[str, Any]:
     notices = Notices()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(order.get("restarts", [0, 0])[dist.get_rank()])
     torch.set_default_dtype(torch.float64 if order.get("double") else torch.float32)
     act = order.get("act", {"step": None})
     Learner.learn, Learner.evaluate = acting(act, LEARN), EVALUATE

@@ -13,10 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qkflow.data import Corpus, Split
-from qkflow.errors import DivergenceError, Interrupted, UsageError
+from qkflow.errors import DivergenceError, Interrupted, NotFiniteError, UsageError
 from qkflow.models import Decoder
 from qkflow.training import Evaluation, evaluate
-from qkflow.training.evaluation import DOCUMENT
+from qkflow.training.evaluation import DOCUMENT, evaluate_together
+from qkflow.training.scores import Scores
+from qkflow.training.world import World
 
 
 def split_of(*lengths: int) -> Split:
@@ -122,6 +124,22 @@ def test_a_loss_that_is_not_finite_names_the_layer(configure: Any) -> None:
         model.get_submodule("blocks.1.mechanism.output").weight.fill_(float("nan"))  # pyright: ignore
     with pytest.raises(DivergenceError, match=r"not finite.*blocks\.1\.mechanism\.output"):
         evaluate(model, split_of(9), context=16)
+
+
+def test_numbers_that_a_layer_refuses_end_a_process_that_others_wait_for(configure: Any) -> None:
+    class Refusing(Scores):
+        def forward(self, *args: Any) -> Any:
+            raise NotFiniteError("beta is nan")
+
+    split, options = split_of(5), {"context": 8, "batch": 1, "stride": None, "limit": None}
+    refusing = Refusing(decoder(configure))
+    never = {"should_stop": lambda: False}
+    with pytest.raises(
+        DivergenceError, match=r"is not finite: the first output that is not is that of the loss itself"
+    ):
+        evaluate_together(refusing, split, world=World(), **options, **never)
+    with pytest.raises(DivergenceError, match=r"is not finite: beta is nan$"):
+        evaluate_together(refusing, split, world=World(kind="fsdp"), **options, **never)
 
 
 def test_nothing_to_evaluate_on_is_an_error(configure: Any) -> None:

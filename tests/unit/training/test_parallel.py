@@ -81,6 +81,12 @@ def orders(place: Path, texts: Path) -> list[dict[str, Any]]:
     add("crossed", "ddp", resume=True)
     run = ["train", str(texts), "--steps", "2", "--size", "100k", "--context", "16"]
     add("spoken", command=[*run, "--batch", "4", "--out", str(place / "spoken")])
+    timed = ["--size", "100k", "--context", "16", "--batch", "4", "--budget", "5s", "--out", str(place / "spoken")]
+    add("timed", command=["train", str(texts), *timed], restarts=[0, 1])
+    add("cut", "ddp", folder="again", config=config(texts, **STEADY), act={"rank": 0, "step": 4, "what": "stop"})
+    add("again", "ddp", config=config(texts, **STEADY), restarts=[0, 1])
+    add("changed", "fsdp", folder="again", resume=True)
+    add("worthless", command=["train", str(texts), *timed[:-3], "0s", "--out", str(place / "worthless")])
     add("refused", command=[*run, "--batch", "5", "--out", str(place / "refused")])
     add("homeless", command=run)
     add("alone", "ddp", config=config(texts, **STEADY), act={"rank": 1, "step": 3, "what": "raise"})
@@ -281,6 +287,21 @@ def test_only_the_first_process_talks(pair: Pair) -> None:
     assert "give --out RUN" in pair["homeless"][0]["complained"]
     for silent in (second, refused, pair["homeless"][1]):
         assert (silent["said"], silent["complained"]) == ("", "")
+
+
+def test_a_run_goes_on_when_one_machine_alone_counts_the_restart(pair: Pair) -> None:
+    assert pair.outcomes("cut") == ["Interrupted", "Interrupted"]
+    assert pair.outcomes("again") == ["finished", "finished"]
+    assert max(drift(pair.single("steady", STEADY), pair.place / "again").values()) < 1e-6
+    assert pair.outcomes("timed") == [0, 0]  # and neither measures a budget anew, which takes both
+    assert "spoken is finished (2 steps)" in " ".join(pair["timed"][0]["said"].split())
+
+
+def test_both_refuse_a_budget_of_nothing_and_one_says_so(pair: Pair) -> None:
+    first, second = pair["worthless"]
+    assert (first["outcome"], second["outcome"] != 0) == (2, True)
+    assert first["complained"].count("a budget is a number and a unit") == 1
+    assert (second["said"], second["complained"]) == ("", "")
 
 
 def test_a_process_that_fails_on_its_own_does_not_leave_the_other_waiting(pair: Pair) -> None:

@@ -45,6 +45,15 @@ def test_the_second_signal_ends_the_process_at_once(number: signal.Signals) -> N
     assert done.stdout == "still here\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_patient_hears_it_twice(number: signal.Signals) -> None:
+    """From whoever signals a whole job, and once more from torchrun, which passes it on."""
+    with stop_on_signals(patient=True) as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+        assert stop.signal is number
+
+
 def test_outside_the_main_thread_nothing_is_installed() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen = []

@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qkflow.cli import main
 from qkflow.errors import DiskError, UsageError
 from qkflow.training import train
+from qkflow.training.environment import changes
 from qkflow.training.parallel import micro_batches, refuse_uneven
 from qkflow.training.runtime import step_seed
 from qkflow.training.world import ALONE, World, by_torchrun, is_known_to_all, join, known_to_all, restarted
@@ -53,6 +55,18 @@ def test_what_all_know_is_known_of_what_it_caused() -> None:
     with pytest.raises(UsageError) as caught:
         fail()
     assert is_known_to_all(caught.value)
+
+
+def test_bits_may_depend_on_how_a_model_is_shared() -> None:
+    record = {"processes": 2, "parallel": "ddp"}
+    assert ["parallel was ddp when" in line for line in changes(record, {**record, "parallel": "fsdp"})] == [True]
+    assert ["processes was 2 when" in line for line in changes(record, {"processes": 1, "parallel": None})] == [True]
+
+
+def test_sharing_by_one_process_is_remarked_on(configure: Any, texts: Path, tmp_path: Path, capsys: Any) -> None:
+    small = ["--size", "100k", "--context", "16", "--batch", "4", "--steps", "1", "--out", str(tmp_path / "run")]
+    assert main(["train", str(texts), *small, "--parallel", "fsdp"]) == 0
+    assert "--parallel fsdp is for the processes" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_restart_is_known_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
