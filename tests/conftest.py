@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job's; some tests press Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("QKFLOW_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "qkflow"))  # not the home
 
 
@@ -27,6 +31,24 @@ def same_start() -> Iterator[None]:
 def synthetic() -> ModuleType:
     """Studies that were never run, to show and to judge: `unit/report/synthetic.py`."""
     return _loaded("unit/report/synthetic.py")
+
+
+@pytest.fixture(scope="session")
+def numbers() -> Callable[[Path], dict[str, Any]]:
+    """All numbers of a finished run, times left out."""
+    from qkflow.files import checksum
+    from qkflow.training import read_metrics
+
+    def of(folder: Path) -> dict[str, Any]:
+        records = read_metrics(folder / "metrics.jsonl")
+        times = ("seconds", "evaluation_seconds")
+        return {
+            "metrics": [{key: value for key, value in record.items() if key not in times} for record in records],
+            "weights": checksum(folder / "weights.safetensors"),
+            "documents": checksum(folder / "documents.npy"),
+        }
+
+    return of
 
 
 @pytest.fixture(scope="session")

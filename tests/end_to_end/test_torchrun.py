@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qkflow.files import checksum
-from qkflow.training import load_run, read_metrics
+from qkflow.training import load_run
 
+Numbers = Callable[[Path], dict[str, Any]]
 SETTINGS = {
     "steps": 8,
     "context": 16,
@@ -26,18 +27,7 @@ SETTINGS = {
 }
 
 
-def numbers(folder: Path) -> dict[str, Any]:
-    """All numbers of a finished run, times left out."""
-    records = read_metrics(folder / "metrics.jsonl")
-    times = ("seconds", "evaluation_seconds")
-    return {
-        "metrics": [{key: value for key, value in record.items() if key not in times} for record in records],
-        "weights": checksum(folder / "weights.safetensors"),
-        "documents": checksum(folder / "documents.npy"),
-    }
-
-
-def test_a_killed_process_costs_nothing_but_time(tmp_path: Path) -> None:
+def test_a_killed_process_costs_nothing_but_time(tmp_path: Path, numbers: Numbers) -> None:
     lines = (f"line {number}: the quick brown fox number {number * number}\n" for number in range(400))
     (tmp_path / "text.txt").write_text("".join(lines))
     (tmp_path / "small.json").write_text(json.dumps(SETTINGS))

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ import torch
 from qkflow.configs import from_dict, to_dict
 from qkflow.data import CorpusConfig, open_corpus
 from qkflow.errors import Interrupted
-from qkflow.files import checksum, locked
+from qkflow.files import locked
 from qkflow.models import DecoderConfig
 from qkflow.training import Callback, TrainConfig, checkpoint, load_run, read_metrics, read_recall, train
 from qkflow.training.tensors import load_tensors
 
+Numbers = Callable[[Path], dict[str, Any]]
 KINDS = ("ddp", "fsdp")
 TASK = "mqar:pairs=1+4,length=16,keys=6,values=3,train=60,validation=12,each=6"
 CASES: dict[str, dict[str, Any]] = {
@@ -171,17 +173,6 @@ def drift(one: Path, other: Path) -> dict[str, float]:
     return found
 
 
-def numbers(folder: Path) -> dict[str, Any]:
-    """All numbers of a finished run, times left out."""
-    records = read_metrics(folder / "metrics.jsonl")
-    times = ("seconds", "evaluation_seconds")
-    return {
-        "metrics": [{key: value for key, value in record.items() if key not in times} for record in records],
-        "weights": checksum(folder / "weights.safetensors"),
-        "documents": checksum(folder / "documents.npy"),
-    }
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_learn_what_one_does(pair: Pair, name: str, kind: str) -> None:
@@ -201,7 +192,7 @@ def test_two_processes_learn_what_one_does(pair: Pair, name: str, kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_stop_where_one_is_told_to_and_go_on_to_the_same_bits(pair: Pair, kind: str) -> None:
+def test_both_stop_where_one_is_told_to_and_go_on_to_the_same_bits(pair: Pair, kind: str, numbers: Numbers) -> None:
     """With dropout: the processes draw masks of their own, and draw them again."""
     assert pair.outcomes(f"stopped-{kind}") == ["Interrupted", "Interrupted"]
     assert "stopped after step 4 of 6" in pair[f"stopped-{kind}"][0]["message"]
@@ -231,7 +222,7 @@ def test_two_processes_go_on_with_what_one_began(pair: Pair, kind: str) -> None:
     assert [(session["processes"], session["parallel"]) for session in record["resumed"]] == [(2, kind)]
 
 
-def test_a_stop_before_the_first_step_leaves_a_checkpoint_too(pair: Pair) -> None:
+def test_a_stop_before_the_first_step_leaves_a_checkpoint_too(pair: Pair, numbers: Numbers) -> None:
     assert pair.outcomes("early") == ["Interrupted", "Interrupted"]
     assert "stopped after step 0 of 6, checkpoint written" in pair["early"][0]["message"]
     assert pair.outcomes("late") == ["finished", "finished"]
@@ -251,7 +242,7 @@ def test_numbers_that_one_process_alone_sees_diverge_stop_both(pair: Pair, kind:
         assert "blocks.1.mechanism.value" in answer["message"]
 
 
-def test_a_disk_that_is_full_for_one_process_stops_both_and_loses_nothing(pair: Pair) -> None:
+def test_a_disk_that_is_full_for_one_process_stops_both_and_loses_nothing(pair: Pair, numbers: Numbers) -> None:
     for answer in pair["full"]:
         assert answer["outcome"] == "DiskError"
         assert "process 1 could not write" in answer["message"]
