@@ -24,6 +24,7 @@ from qkflow.models.generation import Sampling
 from qkflow.training import TrainConfig, load_run
 from qkflow.training.evaluation import evaluate as evaluate_split
 from qkflow.training.run import begin, finish
+from qkflow.training.tensors import model_tensors
 
 pytest.importorskip("lm_eval")
 harness = importlib.import_module("qkflow.harness")
@@ -44,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     begin(folder, config, {}, ByteTokenizer())
-    finish(folder, model)
+    finish(folder, model_tensors(model))
     return folder
 
 

@@ -42,7 +42,6 @@ from qkflow.training.tensors import (
     digest,
     load_model_tensors,
     load_tensors,
-    model_tensors,
     refuse_foreign,
     save_tensors,
 )
@@ -197,9 +196,8 @@ def initial_weights(folder: Path, config: TrainConfig) -> dict[str, Tensor] | No
     return weights
 
 
-def finish(folder: Path, model: Decoder | Mapping[str, Tensor]) -> None:
+def finish(folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write the final weights: from here on the run is finished."""
-    weights = model if isinstance(model, Mapping) else model_tensors(model)
     replace(folder / "weights.safetensors", lambda path: save_tensors(path, weights))
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request: the first one is noted, the second one ends the process at once (or is patient)."""
+"""Ctrl-C and SIGTERM as a request: the first one is noted; the second one ends the process at once, unless it waits."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from qkflow.probes.phases import read_inputs
 from qkflow.report.tables import rendered
 from qkflow.training import TrainConfig
 from qkflow.training.run import begin, finish
+from qkflow.training.tensors import model_tensors
 
 TOKENS = [72, 101, 108, 108, 111, 256, 10, 72, 101, 91]
 
@@ -177,7 +178,7 @@ def test_the_command_shows_the_phases_of_a_run(
     text.write_bytes(b"Hello [b]\n")
     run.mkdir()
     begin(run, TrainConfig(corpus=CorpusConfig(), model=made.config, steps=1), {}, ByteTokenizer())
-    finish(run, made)
+    finish(run, model_tensors(made))
     assert main(["probe", str(run), "--file", str(text)]) == 0
     source, *shown, page = capsys.readouterr().out.splitlines()
     assert str(text) in source

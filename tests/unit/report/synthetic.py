@@ -24,6 +24,7 @@ from qkflow.study.summary import ArmSummary, Comparison, Note, Summary
 from qkflow.study.verdict import Verdict
 from qkflow.training import TrainConfig
 from qkflow.training.run import begin, finish
+from qkflow.training.tensors import model_tensors
 
 EFFECTS = (0.0, 0.021, -0.034, 0.0008, 0.006, -0.011, 0.048, -0.002)
 """What each arm is worse by, in bits per byte, before noise."""
@@ -276,7 +277,7 @@ def folder(
         runs[name] = path / "runs" / f"arm-{index}" / "seed-0"
         runs[name].mkdir(parents=True)
         begin(runs[name], TrainConfig(corpus=CorpusConfig(), model=shape, steps=800), {}, ByteTokenizer())
-        finish(runs[name], model)
+        finish(runs[name], model_tensors(model))
     return runs
 
 

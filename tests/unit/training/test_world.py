@@ -110,6 +110,13 @@ def test_micro_batches_are_as_few_as_memory_allows(rows: int, most: int, more: i
     assert micro_batches(rows * more, rows) == more  # one process makes as many as the config says
 
 
+def test_a_run_that_has_begun_is_not_told_to_take_another_batch(configure: Any) -> None:
+    with pytest.raises(UsageError, match="give --batch 2 or 4, or run 3 processes"):
+        refuse_uneven(configure(batch=3), World(size=2, kind="ddp"))
+    with pytest.raises(UsageError, match=r"among 2 processes: run 3 processes$"):
+        refuse_uneven(configure(batch=3), World(size=2, kind="ddp"), begun=True)
+
+
 def test_what_cannot_be_compiled_in_pieces_is_refused(configure: Any) -> None:
     with pytest.raises(UsageError, match="compile and fsdp do not go together"):
         refuse_uneven(configure(compile=True), World(size=2, kind="fsdp"))
