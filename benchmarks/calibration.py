@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qkflow.configs import to_dict
+from qkflow.config import to_dict
 from qkflow.data import CorpusConfig, open_corpus
 from qkflow.models import DecoderConfig
 from qkflow.training import TrainConfig, train

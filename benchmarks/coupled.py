@@ -4,7 +4,7 @@
 
 The block is that of size 60m: width 512, 8 heads, feed-forward 2112; 8 windows of 512 tokens, fp32, AdamW. A ratio is
 how many times the block without coupling takes: 1.05 is 5 % more. "plain" is the same motion written in ordinary
-operations (`qkflow.ops.coupled`), without folded drift, fused kicks or a backward that walks back.
+operations (`qkflow.ops.symplectic.naive`), without folded drift, fused kicks or a backward that walks back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from qkflow import Decoder, mechanism, size
 from qkflow.mechanisms import coupling
 from qkflow.models import Block
-from qkflow.ops.coupled import alternate
+from qkflow.ops.symplectic.naive import alternate
 
 from side_by_side import arguments, quartiles, race
 

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from qkflow import Decoder, size
-from qkflow.ops.delta import choose, delta_rule
+from qkflow.ops.delta_rule import choose, delta_rule
 
 import delta_on_gpus
 from peers import hf_gated_delta_rule

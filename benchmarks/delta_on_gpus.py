@@ -4,7 +4,7 @@ bfloat16, heads as wide as Q-Delta's (128 and 256), forward and forward with bac
 lambda: against it ours has none either. `chunk_comba` reads the memory by a third stream p of its own: with p = k +
 lambda q its equation is ours, so it is given that, made beforehand, while ours makes it inside and owes a gradient to
 lambda besides. (Q-Delta's official kernel, which is Comba's with rows and columns exchanged, is not the published
-equation: see `tests/unit/ops/delta/test_laws.py`.) Values and gradients are compared before anything is raced.
+equation: see `tests/unit/ops/delta_rule/test_laws.py`.) Values and gradients are compared before anything is raced.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qkflow.ops.delta import delta_rule
-from qkflow.ops.delta.backends import triton_fault
+from qkflow.ops.delta_rule import delta_rule
+from qkflow.ops.delta_rule.backends import triton_fault
 
 Rule = Callable[..., Tensor]
 SHAPES = ((8, 2048, 6, 128, 256), (1, 32768, 6, 128, 256), (4, 4096, 6, 256, 256), (8, 2048, 16, 64, 64))

@@ -32,8 +32,8 @@ from flow_figure import draw, network
 from flow_stack import RATE, D, Stack, Texts, batches, check, data
 from qkflow.circuits import Ratio
 from qkflow.data.tasks.synthetic import LABEL
-from qkflow.flow import alpha_at
 from qkflow.models.one_layer import Form
+from qkflow.theory.gradient_flow import alpha_at
 
 SEEDS = (1234, 1235, 1236, 1237, 1238)
 

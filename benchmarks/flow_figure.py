@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from qkflow.flow import FlowConfig, flow
 from qkflow.report.palette import LIGHT
+from qkflow.theory.gradient_flow import FlowConfig, flow
 
 WIDTH, TOP, BOTTOM = 300, 74, 330
 LEFTS = (56, 386, 716)

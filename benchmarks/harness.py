@@ -2,7 +2,7 @@
 
 python benchmarks/harness.py [--quick] [--json FILE]
 
-Both train the same configs, one at a time, in fresh processes that have imported everything: a study from `run_study`
+Both train the same configs one at a time in fresh processes that have imported everything: a study by `run_experiment`
 on a design that is written, the bare loop as calls of `train` on an engine. They take turns. The time of the training
 itself wavers more on a shared machine than the harness takes; so what is spent outside of steps and evaluations, which
 the metrics record, is told as well: the harness can only add to that.
@@ -19,12 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from qkflow.data import CorpusConfig
-from qkflow.study.design import Design, jobs, write_design
-from qkflow.study.engine import Need
-from qkflow.study.local_engine import LocalEngine
-from qkflow.study.plan import plan
-from qkflow.study.request import Request
-from qkflow.study.run import run_study
+from qkflow.experiment.design import Design, jobs, write_design
+from qkflow.experiment.executors.base import Need
+from qkflow.experiment.executors.local import LocalEngine
+from qkflow.experiment.plan import plan
+from qkflow.experiment.request import Request
+from qkflow.experiment.run import run_experiment
 from qkflow.training import TrainConfig, read_metrics, train
 
 from side_by_side import arguments, race, report, rows
@@ -41,7 +41,7 @@ def bare(run: tuple[TrainConfig, str]) -> None:
 def in_a_study(design: Design, folder: Path) -> None:
     """Through the harness."""
     write_design(folder, design)
-    run_study(None, folder)
+    run_experiment(None, folder)
 
 
 def in_the_bare_loop(design: Design, folder: Path) -> None:

@@ -38,7 +38,7 @@ from qkflow.data import CorpusConfig
 from qkflow.mechanisms.synchrony import SynchronyMechanism
 from qkflow.models import DecoderState, matched, parameters
 from qkflow.training import TrainConfig
-from qkflow.training.optimizer import build_optimizer
+from qkflow.training.optim import build_optimizer
 
 from side_by_side import Line, arguments, quartiles, race, tell
 

@@ -35,7 +35,7 @@ def synthetic() -> ModuleType:
     return module
 
 
-def opened(path: Path) -> dict[str, Any]:
+def validate_input(path: Path) -> dict[str, Any]:
     """Seconds until everything is drawn, and what the console said; nothing where there is no browser."""
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None or importlib.util.find_spec("playwright") is None:
@@ -70,7 +70,7 @@ def main() -> None:
             times.append(time.perf_counter() - begin)
         size = page.stat().st_size
         result = {"seconds": round(statistics.median(times), 2), "longest": round(max(times), 2), "bytes": size}
-        result |= opened(page)
+        result |= validate_input(page)
     print(f"page of {len(ARMS)} arms x {SEEDS} seeds, maps of 4 x 4 heads, 3 excerpts of 64 tokens")
     for key, value in result.items():
         print(f"  {key}: {value}")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from qkflow.ops.delta.triton_report import KERNELS, Usage, usage
+from qkflow.ops.delta_rule.triton_report import KERNELS, Usage, usage
 
 WIDTHS, TYPES, TARGETS = (64, 128, 256), (torch.float32, torch.bfloat16, torch.float16), (80, 90)
 Job = tuple[str, int, int, torch.dtype, int]

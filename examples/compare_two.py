@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from qkflow import CorpusConfig, DecoderConfig
-from qkflow.study import Request, run_study, summarise
+from qkflow.experiment import Request, run_experiment, summarise
 
 if __name__ == "__main__":  # a study starts processes, which import this file
     place = Path(tempfile.mkdtemp())
@@ -19,7 +19,7 @@ if __name__ == "__main__":  # a study starts processes, which import this file
         context=32,
         batch=8,
     )
-    run_study(request, place / "study")
+    run_experiment(request, place / "study")
     summary = summarise(place / "study")
     for arm in summary.arms:
         print(arm.name, f"{arm.parameters:,} parameters, {len(arm.seeds)} seeds")

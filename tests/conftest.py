@@ -36,7 +36,7 @@ def synthetic() -> ModuleType:
 @pytest.fixture(scope="session")
 def numbers() -> Callable[[Path], dict[str, Any]]:
     """All numbers of a finished run, times left out."""
-    from qkflow.files import checksum
+    from qkflow.io import checksum
     from qkflow.training import read_metrics
 
     def of(folder: Path) -> dict[str, Any]:
@@ -53,8 +53,8 @@ def numbers() -> Callable[[Path], dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def quick() -> Iterator[None]:
-    """Triton's interpreter without what makes it slow: `unit/ops/delta/interpreter.py`."""
-    with _loaded("unit/ops/delta/interpreter.py").quick():
+    """Triton's interpreter without what makes it slow: `unit/ops/delta_rule/interpreter.py`."""
+    with _loaded("unit/ops/delta_rule/interpreter.py").quick():
         yield
 
 

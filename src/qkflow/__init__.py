@@ -60,14 +60,13 @@ from qkflow.models import (
     size,
     stream,
 )
-from qkflow.state import Cache, Delayed, Memory, State
+from qkflow.state import KVCache, RecurrentState, ShiftedKVCache, State
 from qkflow.training import Callback, Evaluation, TrainConfig, evaluate, load_run, train
 
 __all__ = [
     "LAWS",
     "SIZES",
     "BusyError",
-    "Cache",
     "Callback",
     "CheckpointError",
     "Circuits",
@@ -83,7 +82,6 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "DecoderState",
-    "Delayed",
     "DeltaNet",
     "DeltaNetConfig",
     "DifferentialAttention",
@@ -97,15 +95,17 @@ __all__ = [
     "GroupAttention",
     "GroupConfig",
     "Interrupted",
+    "KVCache",
     "KuramotoAttention",
     "KuramotoConfig",
     "Layout",
     "Mechanism",
-    "Memory",
     "QDelta",
     "QDeltaConfig",
     "Ratio",
+    "RecurrentState",
     "Sampling",
+    "ShiftedKVCache",
     "Split",
     "StandardAttention",
     "StandardConfig",

@@ -26,12 +26,12 @@ from qkflow import cli
 from qkflow.cli.compare import count, split_arms
 from qkflow.cli.options import RATES, numbers, seconds
 from qkflow.data import NAMES, from_spec, is_task
+from qkflow.experiment.arm import parse_arm
 from qkflow.laws import LAWS
 from qkflow.mechanisms import mechanism, registry
 from qkflow.models import size
-from qkflow.ops import native
+from qkflow.ops import csrc
 from qkflow.recipes import recipe
-from qkflow.study.arm import parse_arm
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, a cache of its own in which kernels are built already, and no name left registered behind."""
-    native.prepare()
+    csrc.prepare()
     kernels = Path(os.environ["QKFLOW_CACHE"]) / "native"
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache/native").symlink_to(kernels.absolute())
@@ -76,7 +76,7 @@ def _check(monkeypatch: pytest.MonkeyPatch, words: list[str], where: str) -> Non
         understood(options.training_script_args, where)
     elif program == "python" and rest[:2] == ["-m", "qkflow"]:
         understood(rest[2:], where)
-    elif program == "python" and rest[:2] == ["-m", "qkflow.harness"]:
+    elif program == "python" and rest[:2] == ["-m", "qkflow.lm_eval"]:
         assert (ROOT / "src/qkflow/harness/__main__.py").is_file(), where  # lm-eval reads the rest
     elif program == "python" and rest[0] != "-m":
         file = ROOT / rest[0]

@@ -31,9 +31,9 @@ from torch.distributed.run import get_args_parser
 import qkflow
 from qkflow import cli, probes
 from qkflow.data import MQAR, Needle
+from qkflow.experiment.arm import parse_arm
 from qkflow.mechanisms import mechanism, mechanisms
 from qkflow.recipes import RECIPES
-from qkflow.study.arm import parse_arm
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -206,7 +206,7 @@ def test_every_section_of_a_report_is_explained_in_its_order() -> None:
         "src/qkflow/nothing.py",
         "qkflow.nothing",
         "circuit_groups(model, lr, ratio=20)",
-        "qkflow.study.summarise()",
+        "qkflow.experiment.summarise()",
         "standard:windows=3",
         "QKFLOW_CACHES",
     ],

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from qkflow.data import CorpusConfig
+from qkflow.experiment.design import Design, jobs, read_design, write_design
+from qkflow.experiment.executors.local import LocalEngine
+from qkflow.experiment.plan import plan
+from qkflow.experiment.request import Request
+from qkflow.experiment.run import run_experiment
 from qkflow.models import DecoderConfig
-from qkflow.study.design import Design, jobs, read_design, write_design
-from qkflow.study.local_engine import LocalEngine
-from qkflow.study.plan import plan
-from qkflow.study.request import Request
-from qkflow.study.run import run_study
 
 TIMES = ("seconds", "evaluation_seconds")
 
@@ -56,7 +56,7 @@ class Studies:
         study = self.place / f"undisturbed-{design.base.steps}"
         if not study.exists():
             write_design(study, design)
-            run_study(None, study)
+            run_experiment(None, study)
         return self.left_behind(study)
 
     def left_behind(self, study: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ import torch
 import torch._dynamo  # an optimiser imports it: once here, instead of once a child
 
 import qkflow.training.tensors
-from qkflow.configs import from_dict
+from qkflow.config import from_dict
 from qkflow.training import Callback, Run, TrainConfig, train
 
 CALLS = ("fsync", "rename", "mkdir", "rmdir", "unlink", "open", "ftruncate")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from qkflow.cli import main
+from qkflow.training.distributed import join
 from qkflow.training.learner import Learner
-from qkflow.training.world import join
 
 LEARN = Learner.learn
 

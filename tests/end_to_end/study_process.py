@@ -3,9 +3,9 @@
 import sys
 
 from qkflow.errors import Interrupted
-from qkflow.study.observer import Observer
-from qkflow.study.progress import Progress
-from qkflow.study.run import run_study
+from qkflow.experiment.observer import Observer
+from qkflow.experiment.progress import Progress
+from qkflow.experiment.run import run_experiment
 
 
 class Speaker(Observer):
@@ -22,7 +22,7 @@ class Speaker(Observer):
 
 if __name__ == "__main__":
     try:
-        run_study(None, sys.argv[1], observer=Speaker())
+        run_experiment(None, sys.argv[1], observer=Speaker())
     except Interrupted as stopped:
         sys.exit(128 + stopped.signal)
     print("finished", flush=True)

@@ -16,8 +16,8 @@ from qkflow.cli import check_kernels, main
 from qkflow.cli.probe_coupling import verdict
 from qkflow.laws.kernels import Agreement
 from qkflow.models import Decoder, DecoderConfig
-from qkflow.ops import native
-from qkflow.ops.delta import choose
+from qkflow.ops import csrc
+from qkflow.ops.delta_rule import choose
 from qkflow.probes import energies
 
 TINY = {
@@ -32,7 +32,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    native.prepare()  # from the suite's own cache, where they may be built already
+    csrc.prepare()  # from the suite's own cache, where they may be built already
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("QKFLOW_DATA", raising=False)
@@ -462,12 +462,12 @@ def test_check_tells_of_the_kernels_and_fails_for_one_that_is_off(
     shown = capsys.readouterr().out.splitlines()
     assert max(map(len, shown)) <= 80
     assert shown[0].split()[:3] == ["delta", "rule", f"{choose(torch.device('cpu'))},"]
-    assert native.fault() is not None or any(line.startswith("compiler ") for line in shown)
+    assert csrc.fault() is not None or any(line.startswith("compiler ") for line in shown)
     assert {line.split()[-1] for line in shown if " float" in line} == {"ok"}
     off = Agreement(kernel="mine", precision="float64", values=1e-16, gradients=3e-9)
     monkeypatch.setattr(check_kernels, "agreements", lambda: [off])
-    monkeypatch.setattr(native, "build", lambda: None)
-    monkeypatch.setattr(native, "fault", lambda: "QKFLOW_NATIVE is 0")
+    monkeypatch.setattr(csrc, "build", lambda: None)
+    monkeypatch.setattr(csrc, "fault", lambda: "QKFLOW_NATIVE is 0")
     assert qkflow("check", "standard", "--kernels", "--law", "causality") == 1
     shown = capsys.readouterr().out
     assert "none: QKFLOW_NATIVE is 0" in shown

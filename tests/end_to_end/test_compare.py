@@ -10,7 +10,7 @@ import pytest
 from qkflow import recipes
 from qkflow.cli import main
 from qkflow.data import CorpusConfig
-from qkflow.study.request import Request
+from qkflow.experiment.request import Request
 
 TINY = ("--size", "100k", "--train-tokens", "4k", "--context", "16", "--batch", "4")
 

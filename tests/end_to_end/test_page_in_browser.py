@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from qkflow.cli import main
+from qkflow.experiment.summary import Summary
 from qkflow.probes import maps
 from qkflow.report import write_report, write_sharpened
 from qkflow.report.figures import curves, forest, reach, strips
 from qkflow.report.palette import DARK, LIGHT
-from qkflow.study.summary import Summary
 from qkflow.training import load_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from qkflow.errors import Interrupted
-from qkflow.study.attempts import read_attempts
-from qkflow.study.design import jobs, write_design
-from qkflow.study.observer import Observer
-from qkflow.study.progress import Progress
-from qkflow.study.ray_engine import RayEngine
-from qkflow.study.run import run_study
+from qkflow.experiment.design import jobs, write_design
+from qkflow.experiment.executors.ray import RayEngine
+from qkflow.experiment.observer import Observer
+from qkflow.experiment.progress import Progress
+from qkflow.experiment.run import run_experiment
+from qkflow.experiment.run_status import read_attempts
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read when ray is imported: nothing listens beyond loopback
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not installed")
@@ -76,7 +76,7 @@ def test_a_worker_killed_and_a_node_removed_change_no_number(studies: Any, tmp_p
     saboteur = Saboteur(study, cluster, cluster.add_node(**NODE))
     with RayEngine(cluster.address) as engine:
         assert engine.cores() == (1, 1)
-        run_study(None, study, engine=engine, observer=saboteur)
+        run_experiment(None, study, engine=engine, observer=saboteur)
     assert saboteur.node is None  # it was removed
     attempts = {job.folder: read_attempts(study / job.folder).attempts for job in jobs(design)}
     assert saboteur.killed is not None
@@ -98,5 +98,5 @@ def test_a_study_asked_to_stop_lets_its_runs_write_checkpoints(studies: Any, tmp
                 os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Interrupted), RayEngine(cluster.address) as engine:
-        run_study(None, study, engine=engine, observer=Impatient())
+        run_experiment(None, study, engine=engine, observer=Impatient())
     assert list(study.rglob("step-*/manifest.json"))

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from qkflow.files import locked
-from qkflow.study.attempts import read_attempts
-from qkflow.study.design import Design, jobs, write_design
-from qkflow.study.run import run_study
+from qkflow.experiment.design import Design, jobs, write_design
+from qkflow.experiment.run import run_experiment
+from qkflow.experiment.run_status import read_attempts
+from qkflow.io import locked
 
 PROCESS = Path(__file__).with_name("study_process.py")
 KILLS = 2
@@ -81,7 +81,7 @@ def test_a_study_killed_at_random_instants_ends_with_the_same_bits(
             assert studies.left_behind(study) == whole
             number += 1
             write_design(tmp_path / str(number), design)
-    run_study(None, tmp_path / str(number))
+    run_experiment(None, tmp_path / str(number))
     assert studies.left_behind(tmp_path / str(number)) == whole
     attempts = [read_attempts(tmp_path / "0" / job.folder).attempts for job in jobs(design)]
     assert sum(attempts) > len(attempts)

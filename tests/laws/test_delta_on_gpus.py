@@ -7,7 +7,7 @@ import torch
 
 from qkflow.laws import LAWS, check, sequences
 from qkflow.mechanisms import mechanism
-from qkflow.ops.delta import use
+from qkflow.ops.delta_rule import use
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("quick")]
 

@@ -16,7 +16,7 @@ from qkflow.laws.modules import compiler_fault
 from qkflow.mechanisms import mechanism, mechanisms
 from qkflow.mechanisms.coupling import DYNAMICS
 from qkflow.ops import short_conv
-from qkflow.ops.delta import use
+from qkflow.ops.delta_rule import use
 
 DELTAS = ("deltanet", "gated-deltanet", "qdelta")
 BASES = ("standard", "differential", "coupled", *DELTAS, "kuramoto")

@@ -13,9 +13,9 @@ from torch import Tensor
 from qkflow.laws import LAWS, Verdict, check
 from qkflow.layout import Layout
 from qkflow.mechanisms import Circuits, Cost, StandardAttention
-from qkflow.mechanisms.sight import Rows
-from qkflow.ops.softmax import attention
-from qkflow.state import Cache
+from qkflow.mechanisms.masking import Rows
+from qkflow.ops.attention.naive import attention
+from qkflow.state import KVCache
 
 Answer = tuple[Tensor, Any]
 
@@ -55,7 +55,7 @@ class ForgetsTheRotaryOffset(StandardAttention):
 # State: what is carried from call to call.
 
 
-def become(kind: type[Cache], cache: Cache) -> Cache:
+def become(kind: type[KVCache], cache: KVCache) -> KVCache:
     return kind(**{field.name: getattr(cache, field.name) for field in fields(cache)})
 
 
@@ -89,7 +89,7 @@ class ChangesTheStateItWasGiven(StandardAttention):
 class WritesWhereOthersLook(StandardAttention):
     """Two continuations of one state share the buffer behind it."""
 
-    class Overwriting(Cache):
+    class Overwriting(KVCache):
         def _has_room(self, t: int) -> bool:
             return self.used + t <= self.buffers[0].shape[1]
 
@@ -101,8 +101,8 @@ class WritesWhereOthersLook(StandardAttention):
 class LosesATokenWhenTheBufferGrows(StandardAttention):
     """The last token before the doubling is not copied over."""
 
-    class Careless(Cache):
-        def _grown(self, t: int) -> Cache:
+    class Careless(KVCache):
+        def _grown(self, t: int) -> KVCache:
             grown = super()._grown(t)
             if self.used >= 16:
                 grown.buffers[1][:, self.used - 1] = 0
@@ -116,8 +116,8 @@ class LosesATokenWhenTheBufferGrows(StandardAttention):
 class SelectsRowsInOrder(StandardAttention):
     """Rows of a state come out sorted, whatever order was asked for."""
 
-    class Sorted(Cache):
-        def select(self, rows: Tensor) -> Cache:
+    class Sorted(KVCache):
+        def select(self, rows: Tensor) -> KVCache:
             return super().select(rows.sort().values)
 
     def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
@@ -128,8 +128,8 @@ class SelectsRowsInOrder(StandardAttention):
 class DetachesNothing(StandardAttention):
     """detach() gives the state back as it was."""
 
-    class Attached(Cache):
-        def detach(self) -> Cache:
+    class Attached(KVCache):
+        def detach(self) -> KVCache:
             return self
 
     def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from qkflow.errors import UsageError
-from qkflow.state import Cache, Memory
+from qkflow.state import KVCache, RecurrentState
 
 MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 WIDTHS = (3, 2)
@@ -25,11 +25,11 @@ def tokens(b: int, t: int, first: int = 0) -> list[Tensor]:
     return [name[..., None].expand(b, t, width).clone() for width in WIDTHS]
 
 
-def started(b: int = 2, window: int | None = None) -> Cache:
-    return Cache.start(tokens(b, 0), window)
+def started(b: int = 2, window: int | None = None) -> KVCache:
+    return KVCache.start(tokens(b, 0), window)
 
 
-def held(cache: Cache) -> list[list[int]]:
+def held(cache: KVCache) -> list[list[int]]:
     """Positions of the tokens held of each row, in order, read off the tokens themselves."""
     positions = cache.positions.expand(len(cache.buffers[0]), -1)
     rows = []
@@ -41,7 +41,7 @@ def held(cache: Cache) -> list[list[int]]:
     return rows
 
 
-def ragged(cache: Cache, counts: list[int]) -> Cache:
+def ragged(cache: KVCache, counts: list[int]) -> KVCache:
     """The cache with the next `counts[i]` tokens of each row, padded on the right with what must not be read."""
     t = max(counts)
     new = [torch.full((len(counts), t, width), torch.nan) for width in WIDTHS]
@@ -51,7 +51,7 @@ def ragged(cache: Cache, counts: list[int]) -> Cache:
     return cache.extend(new, torch.tensor(counts))
 
 
-def pointers(cache: Cache) -> list[int]:
+def pointers(cache: KVCache) -> list[int]:
     return [x.data_ptr() for x in cache.buffers]
 
 
@@ -270,27 +270,27 @@ def test_another_number_of_rows_is_refused(mode: Callable[[], Any]) -> None:
 # A memory of fixed size.
 
 
-def remembered(b: int = 2) -> Memory:
+def remembered(b: int = 2) -> RecurrentState:
     matrix = torch.arange(b * 6.0).view(b, 1, 3, 2)
-    return Memory.after(None, matrix, (torch.ones(b, 3, 4), torch.ones(b, 3, 2)), 5)
+    return RecurrentState.after(None, matrix, (torch.ones(b, 3, 4), torch.ones(b, 3, 2)), 5)
 
 
 def test_a_memory_counts_the_tokens_of_rows_that_are_alike_and_of_rows_that_are_not() -> None:
     memory = remembered()
     assert (memory.length.tolist(), memory.lengths) == ([5, 5], None)
-    more = Memory.after(memory, memory.matrix, memory.tails, 2)
+    more = RecurrentState.after(memory, memory.matrix, memory.tails, 2)
     assert (more.length.tolist(), more.lengths) == ([7, 7], None)
-    ragged = Memory.after(more, memory.matrix, memory.tails, 4, torch.tensor([0, 3]))
+    ragged = RecurrentState.after(more, memory.matrix, memory.tails, 4, torch.tensor([0, 3]))
     assert ragged.length.tolist() == [7, 10]
-    assert Memory.after(ragged, memory.matrix, memory.tails, 2).length.tolist() == [9, 12]
-    first = Memory.after(None, memory.matrix, memory.tails, 4, torch.tensor([1, 4]))
+    assert RecurrentState.after(ragged, memory.matrix, memory.tails, 2).length.tolist() == [9, 12]
+    first = RecurrentState.after(None, memory.matrix, memory.tails, 4, torch.tensor([1, 4]))
     assert first.length.tolist() == [1, 4]
     assert memory.length.tolist() == [5, 5]
 
 
 @pytest.mark.parametrize("lengths", [None, torch.tensor([2, 5])])
 def test_rows_of_a_memory_are_selected_in_order_and_copied(lengths: Tensor | None) -> None:
-    memory = Memory.after(None, remembered().matrix, remembered().tails, 5, lengths)
+    memory = RecurrentState.after(None, remembered().matrix, remembered().tails, 5, lengths)
     chosen = memory.select(torch.tensor([1, 0, 1]))
     assert chosen.length.tolist() == [memory.length.tolist()[i] for i in (1, 0, 1)]
     for got, whole in zip((chosen.matrix, *chosen.tails), (memory.matrix, *memory.tails), strict=True):
@@ -303,7 +303,7 @@ def test_a_memory_has_a_size_moves_whole_and_can_be_cut_from_its_graph() -> None
     assert memory.nbytes == 4 * (2 * 6 + 2 * 3 * 4 + 2 * 3 * 2)
     moved = memory.to("meta")
     assert {x.device.type for x in (moved.matrix, *moved.tails, moved.length)} == {"meta"}
-    grown = Memory.after(memory, memory.matrix.clone().requires_grad_(), memory.tails, 1)
+    grown = RecurrentState.after(memory, memory.matrix.clone().requires_grad_(), memory.tails, 1)
     assert grown.matrix.requires_grad
     assert not grown.detach().matrix.requires_grad
     assert grown.detach().length.tolist() == [6, 6]

@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from qkflow.circuits.by_hand import by_hand, folded
-from qkflow.circuits.known import Claim, by_names, of_attention
-from qkflow.circuits.parts import Part
+from qkflow.circuits.architectures import Claim, by_names, of_attention
+from qkflow.circuits.param_slice import Part
+from qkflow.circuits.patterns import by_hand, folded
 from qkflow.circuits.split import all_splits
 from qkflow.errors import UsageError
 from qkflow.mechanisms.base import Circuits

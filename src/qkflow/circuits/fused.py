@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from qkflow.circuits.find import Part, find_circuits
-from qkflow.circuits.parts import Circuit
+from qkflow.circuits.param_slice import Circuit
 from qkflow.circuits.split import Piece, Split, split_parameter
 from qkflow.errors import UsageError
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from qkflow.circuits.find import Found, find_circuits
 from qkflow.circuits.fused import split_fused
-from qkflow.circuits.parts import Circuit
+from qkflow.circuits.param_slice import Circuit
 from qkflow.errors import UsageError
 
 __all__ = ["Circuit", "circuit_groups", "circuits_by_name"]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from qkflow.circuits.parts import Circuit
+from qkflow.circuits.param_slice import Circuit
 from qkflow.errors import UsageError
 
 

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from qkflow.laws.kernels import WITHIN, Agreement, agreements, own_device
-from qkflow.ops import native
-from qkflow.ops.delta import choose
-from qkflow.ops.delta.backends import triton_fault
+from qkflow.ops import csrc
+from qkflow.ops.delta_rule import choose
+from qkflow.ops.delta_rule.backends import triton_fault
 
 
 def try_kernels(console: Console) -> int:
@@ -33,7 +33,7 @@ def try_kernels(console: Console) -> int:
 
 def about() -> dict[str, str]:
     """Which form of the delta rule is taken on a CPU, and on a GPU if there is one, and where its library is from."""
-    chosen, fault, build = choose(torch.device("cpu")), native.fault(), native.build()
+    chosen, fault, build = choose(torch.device("cpu")), csrc.fault(), csrc.build()
     why = "asked for by QKFLOW_DELTA"
     if chosen == "native" or (chosen == "chunked" and build is None):
         why = "the fastest that runs here"
@@ -47,7 +47,7 @@ def about() -> dict[str, str]:
         "library": f"{build.library.name}, {took}",
         "folder": str(build.library.parent),
         "compiler": build.compiler,
-        "threads": str(torch.get_num_threads()) if native.threaded() else "1 (the compiler has no OpenMP)",
+        "threads": str(torch.get_num_threads()) if csrc.threaded() else "1 (the compiler has no OpenMP)",
     }
 
 

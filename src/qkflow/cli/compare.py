@@ -14,10 +14,10 @@ from qkflow.cli.options import RATES, command_line, findable, flag, flags_given,
 from qkflow.cli.studies import conduct
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
+from qkflow.experiment.executors.base import make_engine
+from qkflow.experiment.extension import extend
+from qkflow.experiment.request import Request
 from qkflow.mechanisms import mechanisms
-from qkflow.study.engine import make_engine
-from qkflow.study.extension import extend
-from qkflow.study.request import Request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ class Export:
 
     def run(self) -> int:
         """Write, and say how to load it."""
-        from qkflow.data.saved import saved_tokenizer
+        from qkflow.data.text.tokenizer_io import saved_tokenizer
         from qkflow.hub import export_run  # loads the tokenizers library, which other commands seldom need
         from qkflow.hub.card import usage
 

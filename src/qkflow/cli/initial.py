@@ -8,11 +8,11 @@ from pathlib import Path
 from torch import Tensor
 
 from qkflow.data import Corpus, Tokenizer
-from qkflow.data.tokenizers import ByteTokenizer, WordTokenizer
+from qkflow.data.text.tokenizers import ByteTokenizer, WordTokenizer
 from qkflow.errors import UsageError
 from qkflow.models import DecoderConfig
 from qkflow.training import load_run
-from qkflow.training.run import read_json
+from qkflow.training.run_dir import read_json
 from qkflow.training.tensors import model_tensors
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from qkflow.cli import probe_coupling, probe_maps, probe_phases, probe_stability
 from qkflow.cli.options import command_line, flag
-from qkflow.configs import to_dict
+from qkflow.config import to_dict
 from qkflow.data import open_corpus, windows
 from qkflow.errors import UsageError
 from qkflow.mechanisms.coupling import Coupling

@@ -13,9 +13,9 @@ from rich.table import Table
 from qkflow.cli.options import command_line, findable, flag, given, new_folder, seconds
 from qkflow.cli.studies import conduct
 from qkflow.errors import UsageError
+from qkflow.experiment.executors.base import make_engine
+from qkflow.experiment.summary import Summary
 from qkflow.recipes import RECIPES, Recipe, direction, measured, recipe
-from qkflow.study.engine import make_engine
-from qkflow.study.summary import Summary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,15 +15,15 @@ from rich.progress import BarColumn, Progress, TextColumn
 from qkflow.cli.options import RATES, command_line, flag, given, new_folder, numbers
 from qkflow.data.tasks import Task, TaskConfig, TaskName, open_task
 from qkflow.errors import UsageError
+from qkflow.experiment.sharpen.presets import preset_for
+from qkflow.experiment.sharpen.request import SharpenRequest
+from qkflow.experiment.sharpen.run import run_sharpen
+from qkflow.experiment.sharpen.summarise import summarise
 from qkflow.models.one_layer import Form
 from qkflow.probes.pooling import Pooling
 from qkflow.report.sharpened import write_sharpened
 from qkflow.report.sharpened_export import sharpened_csv, sharpened_json
 from qkflow.report.sharpened_tables import sharpened_terminal
-from qkflow.study.sharpen.presets import preset_for
-from qkflow.study.sharpen.request import SharpenRequest
-from qkflow.study.sharpen.run import run_sharpen
-from qkflow.study.sharpen.summarise import summarise
 
 _LINES_EVERY = 10.0
 """Seconds between two plain lines."""

@@ -9,15 +9,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from qkflow.experiment.design import Design, Job
+from qkflow.experiment.executors.base import Engine
+from qkflow.experiment.observer import Observer
+from qkflow.experiment.progress import Progress as Standing
+from qkflow.experiment.request import Request
+from qkflow.experiment.run import run_experiment
+from qkflow.experiment.summarise import run_folders, summarise
+from qkflow.experiment.summary import Summary
 from qkflow.report import terminal, write_csv, write_json, write_recall_csv, write_report
-from qkflow.study.design import Design, Job
-from qkflow.study.engine import Engine
-from qkflow.study.observer import Observer
-from qkflow.study.progress import Progress as Standing
-from qkflow.study.request import Request
-from qkflow.study.run import run_study
-from qkflow.study.summarise import run_folders, summarise
-from qkflow.study.summary import Summary
 
 _LINES_EVERY = 10.0
 """Seconds between two plain lines."""
@@ -29,7 +29,7 @@ def conduct(
     """Run a study, or go on with it, and present it."""
     watch = Watch(console)
     try:
-        run_study(request, out, engine=engine, observer=watch, command=command)
+        run_experiment(request, out, engine=engine, observer=watch, command=command)
     finally:
         watch.close()
     return present(out, console)

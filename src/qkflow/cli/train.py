@@ -17,15 +17,15 @@ from qkflow.cli.initial import Initial, read_initial
 from qkflow.cli.options import command_line, findable, flag, flags_given, given, new_folder, seconds
 from qkflow.cli.progress import Watch
 from qkflow.cli.recall_table import percent
-from qkflow.configs import from_dict, to_dict
+from qkflow.config import from_dict, to_dict
 from qkflow.data import CorpusConfig, open_corpus
 from qkflow.errors import DiskError, DivergenceError, Interrupted, UsageError, unknown
+from qkflow.experiment.arm import parse_arm
 from qkflow.models import SIZES, DecoderConfig, size
-from qkflow.study.arm import parse_arm
 from qkflow.training import Result, TrainConfig, read_metrics, read_recall, steps_for_budget, train
-from qkflow.training.run import read_config
-from qkflow.training.start import goes_on
-from qkflow.training.world import LostError, Parallel, World, by_torchrun, is_known_to_all, join
+from qkflow.training.distributed import LostError, Parallel, World, by_torchrun, is_known_to_all, join
+from qkflow.training.run_dir import read_config
+from qkflow.training.train import goes_on
 
 _DEFAULT_BUDGET = "2m"
 _OPEN = 10**9
@@ -185,12 +185,12 @@ class Train:
         if not isinstance(named, str):
             raise unknown("size", named, SIZES)
         corpus_config = findable(from_dict(CorpusConfig, corpus, where=" in 'corpus'"))
-        opened = open_corpus(corpus_config)
+        validate_input = open_corpus(corpus_config)
         if begun is not None:
-            begun.refuse_others(opened)
-        model.setdefault("vocabulary", opened.vocabulary)
-        if opened.context is not None:
-            settings.setdefault("context", opened.context)
+            begun.refuse_others(validate_input)
+        model.setdefault("vocabulary", validate_input.vocabulary)
+        if validate_input.context is not None:
+            settings.setdefault("context", validate_input.context)
         whole = from_dict(DecoderConfig, {**to_dict(size(named)), **model, **shape}) if begun is None else begun.model
         flags = given(
             steps=self.steps,

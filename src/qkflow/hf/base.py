@@ -16,7 +16,7 @@ from qkflow.hf.cache import QKFlowCache
 from qkflow.hf.config import QKFlowConfig
 from qkflow.hf.layouts import Tokens
 from qkflow.hf.reading import Reading, over_columns, read
-from qkflow.hub.description import OURS
+from qkflow.hub.config_json import OURS
 from qkflow.hub.folder import check_folder
 from qkflow.hub.weights import own_tensors
 from qkflow.layout import Layout

@@ -7,13 +7,13 @@ from typing import NoReturn
 import torch
 from jaxtyping import Bool
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache as TransformersCache
 
 from qkflow.errors import UsageError
 from qkflow.models import DecoderState
 
 
-class QKFlowCache(Cache):
+class QKFlowCache(TransformersCache):
     """A `DecoderState`, of whatever mechanisms, where transformers expects a cache; a forward call moves it on.
 
     >>> cache = QKFlowCache()

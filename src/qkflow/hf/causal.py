@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationMixin
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache as TransformersCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from qkflow.errors import UsageError
@@ -44,7 +44,7 @@ class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        past_key_values: TransformersCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -105,7 +105,7 @@ class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
-        past_key_values: Cache | None = None,
+        past_key_values: TransformersCache | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         is_first_iteration: bool | None = False,

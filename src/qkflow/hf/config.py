@@ -7,9 +7,9 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from qkflow.errors import UsageError
-from qkflow.hub.description import MODEL_TYPE, describe, refuse_unknown
-from qkflow.hub.description import classifier_config as classifier_of
-from qkflow.hub.description import decoder_config as decoder_of
+from qkflow.hub.config_json import MODEL_TYPE, describe, refuse_unknown
+from qkflow.hub.config_json import classifier_config as classifier_of
+from qkflow.hub.config_json import decoder_config as decoder_of
 from qkflow.models import ClassifierConfig, DecoderConfig
 
 

@@ -13,7 +13,7 @@ from qkflow.layout import Layout
 from qkflow.models import DecoderState
 from qkflow.models.blocks import Block
 from qkflow.models.stack import Stack, Tokens
-from qkflow.state import Cache, Delayed, State
+from qkflow.state import KVCache, ShiftedKVCache, State
 
 Maps = tuple[Float[Tensor, "b _ t _"], ...]
 """Of each layer, [b h t s]: layers may differ in their heads, and in the slots of their states."""
@@ -81,8 +81,8 @@ def _over_columns(
     found: Float[Tensor, "b h t _"], state: State, columns: int, valid: Bool[Tensor, "b c"] | None
 ) -> Float[Tensor, "b h t _"]:
     b, h, t, _ = found.shape
-    cache = state.cache if isinstance(state, Delayed) else state
-    if not isinstance(cache, Cache):
+    cache = state.cache if isinstance(state, ShiftedKVCache) else state
+    if not isinstance(cache, KVCache):
         return torch.nn.functional.pad(found, (columns, 0))
     position = cache.positions.expand(b, -1)
     place = torch.where(position < 0, columns, position)[:, None, None].expand(b, h, t, -1)

@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qkflow.errors import UsageError
-from qkflow.files import write_folder, write_json
 from qkflow.hub.card import model_card
-from qkflow.hub.description import CAUSAL, MODEL_TYPE, describe
-from qkflow.hub.plain import first_line
+from qkflow.hub.config_json import CAUSAL, MODEL_TYPE, describe
+from qkflow.hub.safe_files import first_line
 from qkflow.hub.tokens import write_tokenizer
 from qkflow.hub.weights import INDEX, PREFIX, WHOLE, own_tensors
+from qkflow.io import write_folder, write_json
 from qkflow.training import LoadedRun, load_run, read_metrics
-from qkflow.training.run import read_json
+from qkflow.training.run_dir import read_json
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from qkflow.data import Tokenizer
-from qkflow.data.saved import OWN, USUAL, find_tokenizer
+from qkflow.data.text.tokenizer_io import OWN, USUAL, find_tokenizer
 from qkflow.errors import CheckpointError, UsageError
-from qkflow.hub.description import CAUSAL, CLASSIFIER, MODEL_TYPE, classifier_config, decoder_config, refuse_unknown
-from qkflow.hub.plain import inside, read_table, refuse_large
+from qkflow.hub.config_json import CAUSAL, CLASSIFIER, MODEL_TYPE, classifier_config, decoder_config, refuse_unknown
+from qkflow.hub.safe_files import inside, read_table, refuse_large
 from qkflow.hub.weights import PREFIX, fit, own_tensors, read_tensors, survey, without_storage
 from qkflow.models import Classifier, Decoder, DecoderConfig
 

@@ -15,10 +15,10 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from qkflow.data import Tokenizer, WordTokenizer, save_tokenizer
-from qkflow.data.saved import OWN, USUAL
-from qkflow.data.tokenizers import ByteTokenizer, PairTokenizer, letters
+from qkflow.data.text.tokenizer_io import OWN, USUAL
+from qkflow.data.text.tokenizers import ByteTokenizer, PairTokenizer, letters
 from qkflow.errors import UsageError
-from qkflow.files import write_json
+from qkflow.io import write_json
 
 END = "<|endoftext|>"
 _SPACES = r"[ \t\n\r\x0b\x0c]+"

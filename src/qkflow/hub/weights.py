@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from qkflow.errors import CheckpointError
-from qkflow.hub.plain import first_line, inside, parse_table, read_table
+from qkflow.hub.safe_files import first_line, inside, parse_table, read_table
 from qkflow.mechanisms import mechanism
 from qkflow.models.stack import StackConfig
 from qkflow.training.tensors import refuse_foreign
@@ -63,8 +63,8 @@ def read_tensors(folder: Path, entries: Mapping[str, Entry]) -> dict[str, Tensor
     """The tensors of a survey."""
     tensors: dict[str, Tensor] = {}
     for file in sorted({entry.file for entry in entries.values()}):
-        with safe_open(inside(folder, file), framework="pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name, entry in entries.items() if entry.file == file}
+        with safe_open(inside(folder, file), framework="pt") as validate_input:
+            tensors |= {name: validate_input.get_tensor(name) for name, entry in entries.items() if entry.file == file}
     return tensors
 
 
@@ -114,8 +114,8 @@ def _header(folder: Path, file: str) -> dict[str, Entry]:
     refuse_foreign(path)
     _check_header(path)
     try:
-        with safe_open(path, framework="pt") as opened:
-            pieces: dict[str, Any] = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        with safe_open(path, framework="pt") as validate_input:
+            pieces: dict[str, Any] = {name: validate_input.get_slice(name) for name in validate_input.keys()}  # noqa: SIM118
             return {
                 name: Entry(file=file, dtype=str(piece.get_dtype()), shape=tuple(piece.get_shape()))
                 for name, piece in pieces.items()

@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qkflow.ops import coupled, kuramoto, native
-from qkflow.ops.delta import delta_rule
-from qkflow.ops.delta.backends import INTERPRETED, triton_fault
-from qkflow.ops.reversible import alternate_fast
+from qkflow.ops import csrc, kuramoto
+from qkflow.ops.delta_rule import delta_rule
+from qkflow.ops.delta_rule.backends import INTERPRETED, triton_fault
 from qkflow.ops.rotary import turns
 from qkflow.ops.short_conv import short_conv
+from qkflow.ops.symplectic import naive
+from qkflow.ops.symplectic.reversible import alternate_fast
 
 Precision = Literal["float32", "float64", "bfloat16"]
 Form = Callable[..., tuple[Tensor, ...]]
@@ -90,7 +91,7 @@ def agreements(device: torch.device | None = None) -> list[Agreement]:
     True
     """
     place = own_device() if device is None else device
-    able = {"C": native.fault() is None, "Triton": triton_fault(place) is None, None: True}
+    able = {"C": csrc.fault() is None, "Triton": triton_fault(place) is None, None: True}
     return [
         _agreement(trial, precision, torch.device("cpu") if trial.needs == "C" else place)
         for trial in _TRIALS
@@ -201,11 +202,11 @@ def _pairs(tokens: int) -> Case:
 
 
 def _moved(q: Tensor, k: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
-    return coupled.leapfrog(q, k, lambda q: coupled.mlp_force(q, w1, b1, w2, b2), dt, _STEPS)
+    return naive.leapfrog(q, k, lambda q: naive.mlp_force(q, w1, b1, w2, b2), dt, _STEPS)
 
 
 def _moved_fast(q: Tensor, k: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
-    return alternate_fast(q, k, (w1, b1, w2, b2), dt, coupled.drifts("leapfrog", _STEPS), "silu")
+    return alternate_fast(q, k, (w1, b1, w2, b2), dt, naive.drifts("leapfrog", _STEPS), "silu")
 
 
 def _phases(g: torch.Generator) -> Sequence[Tensor]:

@@ -1,6 +1,6 @@
 """Mechanisms: the modules in which tokens see each other, one a file."""
 
-from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Factory, Mechanism, Pace, projection
+from qkflow.mechanisms.base import Circuits, Cost, Diagnostic, Factory, Mechanism, ParamOptions, projection
 from qkflow.mechanisms.coupled import CoupledAttention, CoupledConfig
 from qkflow.mechanisms.coupling import Coupling, CouplingConfig
 from qkflow.mechanisms.delta import (
@@ -29,9 +29,9 @@ __all__ = [
     "DeltaMechanism",
     "DeltaNet",
     "DeltaNetConfig",
+    "Diagnostic",
     "DifferentialAttention",
     "DifferentialConfig",
-    "Exhibit",
     "Factory",
     "GatedDeltaNet",
     "GatedDeltaNetConfig",
@@ -40,7 +40,7 @@ __all__ = [
     "KuramotoAttention",
     "KuramotoConfig",
     "Mechanism",
-    "Pace",
+    "ParamOptions",
     "QDelta",
     "QDeltaConfig",
     "StandardAttention",

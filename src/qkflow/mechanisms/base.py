@@ -60,7 +60,7 @@ class Circuits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class ParamOptions:
     """How a parameter learns, as far as it differs from the others."""
 
     rate: float = 1.0
@@ -70,12 +70,12 @@ class Pace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exhibit:
+class Diagnostic:
     """What a mechanism has to show of its own, as plain data: it does not draw, a report does.
 
     Layers that show the same title are shown together: side by side where `x` is a single point, else one at a time.
 
-    >>> Exhibit(title="gate", kind="bars", x=("head 1", "head 2"), series=("open",), values=((0.2, 0.9),)).values[0][1]
+    >>> Diagnostic(title="gate", kind="bars", x=("head 1", "head 2"), series=("g",), values=((0.2, 0.9),)).values[0][1]
     0.9
     """
 
@@ -144,11 +144,11 @@ class Mechanism(nn.Module, ABC):
     def tie(self, first: Mechanism) -> None:
         """Share with the first layer of a stack what the config says all its layers share; a model calls it."""
 
-    def paces(self) -> Mapping[str, Pace]:
+    def paces(self) -> Mapping[str, ParamOptions]:
         """How parameters learn that do not live on a matrix's scale, by name; the usual way for all not named."""
         return {}
 
-    def exhibits(self, x: Stream) -> tuple[Exhibit, ...]:
+    def exhibits(self, x: Stream) -> tuple[Diagnostic, ...]:
         """What the mechanism has to show of its own when it reads `x`; nothing unless it says so."""
         return ()
 

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from qkflow.errors import UsageError, unknown
 from qkflow.mechanisms.forces import MLP, Potential, evolve, kick
 from qkflow.mechanisms.observed import SCHEMES, Observed
-from qkflow.ops.coupled import Integrator, Shift, affine_coupling, affine_coupling_inverse, drifts
 from qkflow.ops.sensitivity import Move
+from qkflow.ops.symplectic.naive import Integrator, Shift, affine_coupling, affine_coupling_inverse, drifts
 
 Dynamics = Literal["hamiltonian", "euler", "affine", "uncoupled", "nonlinear-query"]
 Force = Literal["mlp", "potential", "none"]

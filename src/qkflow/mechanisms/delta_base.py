@@ -35,16 +35,16 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Mechanism, Stream, projection
+from qkflow.mechanisms.base import Circuits, Cost, Diagnostic, Mechanism, Stream, projection
 from qkflow.mechanisms.coupling import Coupling, CouplingConfig
 from qkflow.mechanisms.decay import Decay, precise
-from qkflow.mechanisms.sight import opened
-from qkflow.ops import native
-from qkflow.ops.delta import WIDEST, delta_rule, operator
-from qkflow.ops.delta import Inputs as DeltaInputs
+from qkflow.mechanisms.masking import validate_input
+from qkflow.ops import csrc
+from qkflow.ops.delta_rule import WIDEST, delta_rule, operator
+from qkflow.ops.delta_rule import Inputs as DeltaInputs
 from qkflow.ops.norm import rms_norm
 from qkflow.ops.short_conv import MOST_TAPS, short_conv, tail_after
-from qkflow.state import Memory, State
+from qkflow.state import RecurrentState, State
 
 Keys = Float[Tensor, "b t h k"]
 Values = Float[Tensor, "b t h v"]
@@ -82,7 +82,7 @@ class DeltaMechanism(Mechanism):
 
     def __init__(self, width: int, heads: int, config: DeltaConfig, *, decay: bool) -> None:
         super().__init__()
-        native.prepare()  # before someone compiles
+        csrc.prepare()  # before someone compiles
         self.heads = heads if config.heads is None else config.heads
         if self.heads < 1:
             raise UsageError(f"heads must be at least 1, got {self.heads}")
@@ -116,7 +116,7 @@ class DeltaMechanism(Mechanism):
         if self.config.conv > 1:
             pairs = zip(rows.streams, rows.tails, strict=True)
             tails = tuple(tail_after(new, self.config.conv, tail, lengths) for new, tail in pairs)
-        return self.read(z, rows.x), Memory.after(rows.past, matrix, tails, rows.streams[0].shape[1], lengths)
+        return self.read(z, rows.x), RecurrentState.after(rows.past, matrix, tails, rows.streams[0].shape[1], lengths)
 
     def inputs(self, x: Stream) -> DeltaInputs:
         """What goes into the delta rule when the mechanism reads `x`, a batch of whole sequences."""
@@ -180,7 +180,7 @@ class DeltaMechanism(Mechanism):
         q, k = _convolved(self.query(x), self.query_conv, None), _convolved(self.key(x), self.key_conv, None)
         return self._by_head(q), self._by_head(k)
 
-    def exhibits(self, x: Stream) -> tuple[Exhibit, ...]:
+    def exhibits(self, x: Stream) -> tuple[Diagnostic, ...]:
         """What the gates of each head say on the average over the tokens of `x`, and what a coupling does."""
         own = () if self.coupling is None else self.coupling.exhibits(*self.pairs(x))
         beta, log_alpha, lam = (None if gate is None else gate.detach().double() for gate in self._gates(x))
@@ -190,7 +190,7 @@ class DeltaMechanism(Mechanism):
             "lambda, how much of the query is corrected for": lam,
         }
         means = {name: tuple(gate.mean((0, 1)).tolist()) for name, gate in shown.items() if gate is not None}
-        gates = Exhibit(
+        gates = Diagnostic(
             title="gates of each head",
             kind="bars",
             x=tuple(f"head {head + 1}" for head in range(self.heads)),
@@ -211,7 +211,7 @@ class DeltaMechanism(Mechanism):
 
     def _rows(self, x: Stream, state: State | None, layout: Layout | None) -> _Rows:
         """Project, go to row form, convolve behind what the state holds, couple and scale; padding writes nothing."""
-        x = opened(x, layout)
+        x = validate_input(x, layout)
         beta, log_alpha, lam = self._gates(x)
         streams = self.query(x), self.key(x), self.value(x)
         if layout is not None:  # a token without beta and decay changes nothing
@@ -226,12 +226,14 @@ class DeltaMechanism(Mechanism):
             q, k = self.coupling(q, k)
         return _Rows(x, streams, past, tails, DeltaInputs(_unit(q), _unit(k), v, beta, log_alpha, lam))
 
-    def _past(self, state: State | None, rows: int) -> Memory | None:
+    def _past(self, state: State | None, rows: int) -> RecurrentState | None:
         if state is None:
             return None
         name = type(self).__name__
-        if not isinstance(state, Memory):
-            raise UsageError(f"{name} continues a Memory, got {type(state).__name__}: a state of another mechanism")
+        if not isinstance(state, RecurrentState):
+            raise UsageError(
+                f"{name} continues a RecurrentState, got {type(state).__name__}: a state of another mechanism"
+            )
         if len(state.matrix) != rows:
             raise UsageError(f"the state holds {len(state.matrix)} rows, the input {rows}: select() the rows first")
         want = [self.heads, self.value_width, self.key_width]
@@ -253,7 +255,7 @@ class _Rows(NamedTuple):
     x: Stream
     streams: tuple[Tensor, ...]
     """Queries, keys and values as projected."""
-    past: Memory | None
+    past: RecurrentState | None
     tails: tuple[Tensor | None, ...]
     """The last tokens before each stream."""
     inputs: DeltaInputs

@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkflow.errors import UsageError
-from qkflow.mechanisms.base import Circuits, Exhibit, Stream
-from qkflow.mechanisms.sight import Rows
+from qkflow.mechanisms.base import Circuits, Diagnostic, Stream
+from qkflow.mechanisms.masking import Rows
 from qkflow.mechanisms.softmax import HeadShape, SoftmaxConfig, SoftmaxMechanism
 from qkflow.ops.differential import differential_attention, differential_lambda, differential_map, lambda_init
 from qkflow.ops.norm import rms_norm
@@ -89,12 +89,12 @@ class DifferentialAttention(SoftmaxMechanism):
         lambdas = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
         return Circuits(qk=(*base.qk, *lambdas), ov=(*base.ov, "head_norm"))
 
-    def exhibits(self, x: Stream) -> tuple[Exhibit, ...]:
+    def exhibits(self, x: Stream) -> tuple[Diagnostic, ...]:
         """Lambda, which does not depend on the input, beside its published start; and what a coupling does."""
         lam = float(self._lambda().detach())
         return (
             *super().exhibits(x),
-            Exhibit(
+            Diagnostic(
                 title="lambda, the weight of the map that is taken away",
                 kind="bars",
                 x=("lambda",),

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkflow.ops import native
-from qkflow.ops.coupled import alternate, energy, mlp_force, potential_force
-from qkflow.ops.native.alternate import Activation, Perceptron
-from qkflow.ops.reversible import alternate_fast
+from qkflow.ops import csrc
+from qkflow.ops.symplectic.cpu import Activation, Perceptron
+from qkflow.ops.symplectic.naive import alternate, energy, mlp_force, potential_force
+from qkflow.ops.symplectic.reversible import alternate_fast
 
 Points = Float[Tensor, "b t h k"]
 
@@ -23,7 +23,7 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, hidden: int, heads: int | None = None, outputs: int | None = None) -> None:
         super().__init__()
-        native.prepare()  # before someone compiles
+        csrc.prepare()  # before someone compiles
         self.each = heads is not None
         each = () if heads is None else (heads,)
         outputs = width if outputs is None else outputs
@@ -53,7 +53,7 @@ class Potential(nn.Module):
 
     def __init__(self, width: int, hidden: int, heads: int | None = None) -> None:
         super().__init__()
-        native.prepare()  # before someone compiles
+        csrc.prepare()  # before someone compiles
         self.each = heads is not None
         each = () if heads is None else (heads,)
         self.rows = nn.Parameter(torch.randn(*each, hidden, width) * width**-0.5)
@@ -65,7 +65,7 @@ class Potential(nn.Module):
         return potential_force(q, *self._terms(q))
 
     def energy(self, q: Float[Tensor, "... k"], k: Float[Tensor, "... k"]) -> Float[Tensor, "..."]:
-        """As in `qkflow.ops.coupled.energy`."""
+        """As in `qkflow.ops.symplectic.naive.energy`."""
         return energy(q, k, *self._terms(q))
 
     def perceptron(self) -> Perceptron:

@@ -1,7 +1,7 @@
 r"""What can be seen of a coupling: where its pairs go, what passes between them, and what becomes of their energy.
 
-All of it by the operations of `qkflow.ops.coupled`, which are written for reading. Figures are made in float64 on a
-copy of the coupling, so that looking changes nothing and does not depend on the precision of training.
+All of it by the operations of `qkflow.ops.symplectic.naive`, which are written for reading. Figures are made in float64
+on a copy of the coupling, so that looking changes nothing and does not depend on the precision of training.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkflow.errors import UsageError
-from qkflow.mechanisms.base import Exhibit
+from qkflow.mechanisms.base import Diagnostic
 from qkflow.mechanisms.forces import Potential
-from qkflow.ops.coupled import euler, leapfrog, symplectic_euler
 from qkflow.ops.sensitivity import Move, Sensitivity, sensitivity
+from qkflow.ops.symplectic.naive import euler, leapfrog, symplectic_euler
 
 Keys = Float[Tensor, "b t g k"]
 
@@ -116,7 +116,7 @@ class Observed(nn.Module, ABC):
             worst=float(strayed.max()),
         )
 
-    def exhibits(self, q: Keys, k: Keys) -> tuple[Exhibit, ...]:
+    def exhibits(self, q: Keys, k: Keys) -> tuple[Diagnostic, ...]:
         """What passes between queries and keys, the step beside its start, and the energy if there is one."""
         shown = [_strength(self.sensitivity(q, k))]
         if (dt := self.step_size) is not None:
@@ -134,8 +134,8 @@ def _precise(x: Tensor) -> Tensor:
     return x.detach().to("cpu", torch.float64)
 
 
-def _strength(found: Sensitivity) -> Exhibit:
-    return Exhibit(
+def _strength(found: Sensitivity) -> Diagnostic:
+    return Diagnostic(
         title="what passes between queries and keys",
         kind="bars",
         x=("strength",),
@@ -147,8 +147,8 @@ def _strength(found: Sensitivity) -> Exhibit:
     )
 
 
-def _step(dt: float, start: float) -> Exhibit:
-    return Exhibit(
+def _step(dt: float, start: float) -> Diagnostic:
+    return Diagnostic(
         title="dt, the step of the motion",
         kind="bars",
         x=("dt",),
@@ -159,8 +159,8 @@ def _step(dt: float, start: float) -> Exhibit:
     )
 
 
-def _energy(energy: EnergyPath) -> Exhibit:
-    return Exhibit(
+def _energy(energy: EnergyPath) -> Diagnostic:
+    return Diagnostic(
         title="energy along the motion",
         kind="lines",
         x=tuple(float(step) for step in range(len(energy.mean))),

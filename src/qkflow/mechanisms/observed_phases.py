@@ -25,7 +25,7 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
-from qkflow.mechanisms.base import Exhibit, Stream
+from qkflow.mechanisms.base import Diagnostic, Stream
 from qkflow.ops import kuramoto
 from qkflow.ops.groups import Group
 
@@ -159,7 +159,7 @@ def pull(layer: Synchronising, x: Stream) -> Pull:
     return Pull(before=before, after=after, energy=RowEnergy(before=means[0], pulled=means[1], after=means[2]))
 
 
-def phase_exhibits(layer: Synchronising, x: Stream) -> tuple[Exhibit, ...]:
+def phase_exhibits(layer: Synchronising, x: Stream) -> tuple[Diagnostic, ...]:
     """Order along depth, energy along depth, the locking of tokens, and the wheels of phases that are angles."""
     seen = pull(layer, x)
     shown = [_order(order(seen.before), len(seen.before)), _energy(seen.energy), _locking(locking(seen.before))]
@@ -168,9 +168,9 @@ def phase_exhibits(layer: Synchronising, x: Stream) -> tuple[Exhibit, ...]:
     return tuple(shown)
 
 
-def _order(by_coordinate: Float[Tensor, "h e"], tokens: int) -> Exhibit:
+def _order(by_coordinate: Float[Tensor, "h e"], tokens: int) -> Diagnostic:
     heads = by_coordinate.mean(1).tolist()
-    return Exhibit(
+    return Diagnostic(
         title="order parameter along depth",
         kind="lines",
         x=("R",),
@@ -182,9 +182,9 @@ def _order(by_coordinate: Float[Tensor, "h e"], tokens: int) -> Exhibit:
     )
 
 
-def _energy(energy: RowEnergy) -> Exhibit:
+def _energy(energy: RowEnergy) -> Diagnostic:
     series = {"as found": energy.before, "each drawn alone": energy.pulled, "all drawn": energy.after}
-    return Exhibit(
+    return Diagnostic(
         title="energy along depth",
         kind="lines",
         x=("E",),
@@ -196,11 +196,11 @@ def _energy(energy: RowEnergy) -> Exhibit:
     )
 
 
-def _locking(by_head: Float[Tensor, "h t u"]) -> Exhibit:
+def _locking(by_head: Float[Tensor, "h t u"]) -> Diagnostic:
     tokens = by_head.shape[1]
     later = torch.ones(tokens, tokens, dtype=torch.bool).triu(0)
     cells = by_head.mean(0).masked_fill(later, math.nan).tolist()
-    return Exhibit(
+    return Diagnostic(
         title="which tokens are in step",
         kind="heat",
         x=tuple(float(n) for n in range(1, tokens + 1)),
@@ -213,7 +213,7 @@ def _locking(by_head: Float[Tensor, "h t u"]) -> Exhibit:
     )
 
 
-def _wheels(points: Elements) -> Exhibit:
+def _wheels(points: Elements) -> Diagnostic:
     by_coordinate = order(points)
     ranked = by_coordinate.mean(1).argsort(descending=True)
     evenly = torch.linspace(0, len(ranked) - 1, min(WHEELS, len(ranked))).round().long()
@@ -223,7 +223,7 @@ def _wheels(points: Elements) -> Exhibit:
             best = int(choose(by_coordinate[head]))
             series.append(f"head {head + 1}, coordinate {best + 1}")
             values.append(tuple(round(angle, DIGITS) for angle in angles[:, head, best].tolist()))
-    return Exhibit(
+    return Diagnostic(
         title="phases of the tokens",
         kind="wheel",
         x=tuple(float(n) for n in range(1, len(points) + 1)),

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
-from qkflow.configs import from_dict, to_dict
+from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError, unknown
 from qkflow.mechanisms.base import Factory
 from qkflow.mechanisms.coupled import CoupledConfig

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Mechanism, Stream, bare, projection
+from qkflow.mechanisms.base import Circuits, Cost, Diagnostic, Mechanism, Stream, bare, projection
 from qkflow.mechanisms.coupling import Coupling, CouplingConfig
-from qkflow.mechanisms.sight import Rows, by_token, in_reach, opened
+from qkflow.mechanisms.masking import Rows, map_by_token, validate_input, visible_keys
 from qkflow.ops.norm import rms_norm
 from qkflow.ops.rotary import rotate, turns
-from qkflow.state import Cache, State
+from qkflow.state import KVCache, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +95,10 @@ class SoftmaxMechanism(Mechanism):
 
     def weights(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> Float[Tensor, "b h t s"]:
         """The exact map, over the slots of the state (in a packed batch: of each token's own sequence) and then `x`."""
-        if isinstance(state, Cache):
+        if isinstance(state, KVCache):
             state = replace(state, window=None)  # a column for every slot: none may be given up on the way
         rows = self._rows(x, state, layout)
-        return by_token(torch.nn.functional.pad(self.map(rows), (rows.first, 0)), rows, layout)
+        return map_by_token(torch.nn.functional.pad(self.map(rows), (rows.first, 0)), rows, layout)
 
     def values(self, x: Stream) -> Float[Tensor, "b s h v"]:
         """The value each head's queries read from each token."""
@@ -139,7 +139,7 @@ class SoftmaxMechanism(Mechanism):
         maps = self.shape.keys // self.shape.values  # of one value, by keys of their own: their queries take turns
         return reduce(q, "b t (g r m) k -> b t (g m) k", "mean", g=self.shape.values, m=maps), k
 
-    def exhibits(self, x: Stream) -> tuple[Exhibit, ...]:
+    def exhibits(self, x: Stream) -> tuple[Diagnostic, ...]:
         """What a coupling does with the queries and keys of `x`."""
         own = () if self.coupling is None else self.coupling.exhibits(*self.pairs(x))
         return (*super().exhibits(x), *own)
@@ -171,18 +171,18 @@ class SoftmaxMechanism(Mechanism):
 
     def _rows(self, x: Stream, state: State | None, layout: Layout | None) -> Rows:
         """Project, move to row form, turn, and put behind what the state holds."""
-        x = opened(x, layout)
+        x = validate_input(x, layout)
         q, k = self._queries_and_keys(x)
         v = self._split(self.value, x, self.shape.values)
         if self.config.qk_norm:
             q, k = rms_norm(q, self.query_norm), rms_norm(k, self.key_norm)
         if layout is not None:
             q, k, v = layout.rows(q), layout.rows(k), layout.rows(v)
-        if state is not None and not isinstance(state, Cache):
+        if state is not None and not isinstance(state, KVCache):
             raise UsageError(
-                f"{type(self).__name__} continues a Cache, got {type(state).__name__}: a state of another mechanism"
+                f"{type(self).__name__} continues a KVCache, got {type(state).__name__}: a state of another mechanism"
             )
-        past = Cache.start((k, v), self.config.window) if state is None else state
+        past = KVCache.start((k, v), self.config.window) if state is None else state
         if self.config.rotary_base is not None:
             heads, width = (
                 self.shape.queries,
@@ -191,4 +191,4 @@ class SoftmaxMechanism(Mechanism):
             by = turns(past.offset, q.shape[1], heads=heads, width=width, base=self.config.rotary_base, like=q)
             q, k = rotate(q, by), rotate(k, by)
         cache = past.extend((k, v), None if layout is None or layout.even else layout.lengths)
-        return in_reach(q, k, v, past, cache, self.config.window)
+        return visible_keys(q, k, v, past, cache, self.config.window)

@@ -8,9 +8,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkflow.errors import UsageError
-from qkflow.mechanisms.sight import Rows
+from qkflow.mechanisms.masking import Rows
 from qkflow.mechanisms.softmax import HeadShape, SoftmaxConfig, SoftmaxMechanism
-from qkflow.ops.softmax import attention, attention_map
+from qkflow.ops.attention.naive import attention, attention_map
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,16 +32,16 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Circuits, Cost, Exhibit, Mechanism, Pace, Stream, bare, projection
+from qkflow.mechanisms.base import Circuits, Cost, Diagnostic, Mechanism, ParamOptions, Stream, bare, projection
+from qkflow.mechanisms.masking import Rows, map_by_token, one_early, shift_right, validate_input, visible_keys
 from qkflow.mechanisms.observed_phases import phase_exhibits
-from qkflow.mechanisms.sight import Rows, by_token, in_reach, one_early, one_late, opened
 from qkflow.mechanisms.synchrony_config import SynchronyConfig
 from qkflow.ops import kuramoto
+from qkflow.ops.attention.naive import attention, attention_map
 from qkflow.ops.groups import TORUS, Group
 from qkflow.ops.rotary import rotate, turns
 from qkflow.ops.short_conv import tail_after
-from qkflow.ops.softmax import attention, attention_map
-from qkflow.state import Cache, Delayed, State
+from qkflow.state import KVCache, ShiftedKVCache, State
 
 _T = TypeVar("_T")
 Points = Float[Tensor, "b t h p"]
@@ -96,18 +96,18 @@ class SynchronyMechanism(Mechanism):
         call = self._call(x, state, layout)
         z = self._attend(call.rows)
         z = z if layout is None else layout.batch(z)
-        return self._drawn(z, call.points, call.x), Delayed(call.rows.cache.trim(), call.last)
+        return self._drawn(z, call.points, call.x), ShiftedKVCache(call.rows.cache.trim(), call.last)
 
     def weights(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> Float[Tensor, "b h t s"]:
         """The exact map. Rows sum to one, less what a token leaves to a key of zeros that has no value."""
-        if isinstance(state, Delayed):
+        if isinstance(state, ShiftedKVCache):
             state = replace(state, cache=replace(state.cache, window=None))  # a column for every slot
         rows = self._call(x, state, layout).rows
         scores = attention_map(rows.q, rows.k, causal=rows.causal, mask=rows.mask, scale=1.0)
         scores = F.pad(scores, (rows.first, 0))
         if self.config.strict and not self.config.frustrated:
             scores = one_early(scores, rows.cache)
-        return by_token(scores, rows, layout)
+        return map_by_token(scores, rows, layout)
 
     def values(self, x: Stream) -> Float[Tensor, "b s h v"]:
         """The points of each token, or their projection; harmonic by harmonic."""
@@ -139,12 +139,12 @@ class SynchronyMechanism(Mechanism):
             qk=tuple(name for name in names if name in qk), ov=tuple(name for name in names if name not in qk)
         )
 
-    def paces(self) -> dict[str, Pace]:
+    def paces(self) -> dict[str, ParamOptions]:
         """Gates, temperatures, steps and lags are few, and far from where they will be: ours."""
         own = [name for name, part in self.named_parameters() if "." not in name and part.requires_grad]
-        return dict.fromkeys(own, Pace(rate=_FAST, decay=False))
+        return dict.fromkeys(own, ParamOptions(rate=_FAST, decay=False))
 
-    def exhibits(self, x: Stream) -> tuple[Exhibit, ...]:
+    def exhibits(self, x: Stream) -> tuple[Diagnostic, ...]:
         """How far the tokens are in step, in all and two by two, their energy, and on the torus their phases."""
         return phase_exhibits(self, x)
 
@@ -154,7 +154,7 @@ class SynchronyMechanism(Mechanism):
         return self.group.points(elements).flatten(-2)
 
     def _call(self, x: Stream, state: State | None, layout: Layout | None) -> _Call:
-        x = opened(x, layout)
+        x = validate_input(x, layout)
         points = self.points(x)
         q, k, v = self._asked(points), points, self._passed_on(points)
         if layout is not None:
@@ -164,10 +164,10 @@ class SynchronyMechanism(Mechanism):
         lengths = None if layout is None or layout.even else layout.lengths
         k, v, last = self._slots(x if layout is None else layout.rows(x), k, v, past, lengths)
         cache = past.cache.extend((k, v), lengths)
-        return _Call(x, points, in_reach(q, k, v, past.cache, cache, self.config.window), last)
+        return _Call(x, points, visible_keys(q, k, v, past.cache, cache, self.config.window), last)
 
     def _slots(
-        self, x: Stream, k: Points, v: Float[Tensor, "b t h v"], past: Delayed, lengths: Tensor | None
+        self, x: Stream, k: Points, v: Float[Tensor, "b t h v"], past: ShiftedKVCache, lengths: Tensor | None
     ) -> tuple[Points, Float[Tensor, "b t h v"], tuple[Tensor, ...]]:
         """Keys turned and one step late, their values, and what will stand in the next slot."""
         offset = past.cache.offset
@@ -183,17 +183,17 @@ class SynchronyMechanism(Mechanism):
         k = self._drift(k, offset)
         late = self._late((k, v))
         last = tuple(tail_after(x.flatten(2), 2, w, lengths) for x, w in zip(late, past.last, strict=True))
-        slots = [one_late(x, w) for x, w in zip(late, past.last, strict=True)]
+        slots = [shift_right(x, w) for x, w in zip(late, past.last, strict=True)]
         k, v = (*slots, *(k, v)[len(slots) :])
         return k, v, last
 
-    def _past(self, state: State | None, k: Tensor, v: Tensor) -> Delayed:
+    def _past(self, state: State | None, k: Tensor, v: Tensor) -> ShiftedKVCache:
         name = type(self).__name__
         if state is None:
             nothing = tuple(x.new_zeros(len(x), 1, x[0, 0].numel()) for x in self._late((k, v)))
-            return Delayed(Cache.start((k, v), self.config.window), nothing)
-        if not isinstance(state, Delayed):
-            raise UsageError(f"{name} continues a Delayed state, got {type(state).__name__}: of another mechanism")
+            return ShiftedKVCache(KVCache.start((k, v), self.config.window), nothing)
+        if not isinstance(state, ShiftedKVCache):
+            raise UsageError(f"{name} continues a ShiftedKVCache, got {type(state).__name__}: of another mechanism")
         if len(state.cache.buffers[0]) != len(k):
             raise UsageError(
                 f"the state holds {len(state.cache.buffers[0])} rows, the input {len(k)}: select() the rows first"

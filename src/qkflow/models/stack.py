@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Mechanism, Pace
+from qkflow.mechanisms.base import Mechanism, ParamOptions
 from qkflow.mechanisms.registry import mechanism
 from qkflow.models.blocks import Block, PhaseBlock, RMSNorm
 from qkflow.ops.groups import TORUS, Group, near_identity
@@ -144,7 +144,7 @@ class Stack(nn.Module):
         elements = x.unflatten(-1, (-1, self.group.size))
         return self.group.retract(elements, torch.zeros_like(elements)).flatten(-2)
 
-    def paces(self) -> dict[str, Pace]:
+    def paces(self) -> dict[str, ParamOptions]:
         """How parameters learn, by name: what the mechanisms ask for, and in a phase stream all of them (ours)."""
         own = {
             f"blocks.{i}.mechanism.{name}": pace
@@ -153,8 +153,8 @@ class Stack(nn.Module):
         }
         if self.group is None:
             return own
-        every = dict.fromkeys((name for name, _ in self.named_parameters()), Pace(rate=_PHASE_MATRICES))
-        return every | own | {"embedding.weight": Pace(rate=_PHASES, decay=False)}
+        every = dict.fromkeys((name for name, _ in self.named_parameters()), ParamOptions(rate=_PHASE_MATRICES))
+        return every | own | {"embedding.weight": ParamOptions(rate=_PHASES, decay=False)}
 
     def spread_tokens(self, std: float) -> None:
         """Give the tokens their first embeddings: of this size, or around the identity of a group."""

@@ -18,8 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkflow.errors import UsageError
-from qkflow.ops import native
-from qkflow.ops.native.short_conv import MOST_TAPS, native_backward, native_forward
+from qkflow.ops import csrc
+from qkflow.ops.csrc.short_conv import MOST_TAPS, native_backward, native_forward
 
 __all__ = ["MOST_TAPS", "short_conv", "tail_after"]
 
@@ -93,9 +93,9 @@ class _ShortConv(torch.autograd.Function):
 def _native(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel in C takes these."""
     if not torch.compiler.is_compiling():
-        native.prepare()
+        csrc.prepare()
     fits = x.dtype in (torch.float32, torch.float64) and weight.shape[1] <= MOST_TAPS
-    return x.device.type == "cpu" and fits and native.ready()
+    return x.device.type == "cpu" and fits and csrc.ready()
 
 
 def _forward(x: Tensor, weight: Tensor, tail: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkflow.errors import UsageError
-from qkflow.mechanisms.base import Exhibit, Mechanism, Stream
+from qkflow.mechanisms.base import Diagnostic, Mechanism, Stream
 from qkflow.models import Stack
 
 
@@ -26,7 +26,7 @@ class Look:
 
     weights: Float[Tensor, "h t s"]
     """The influence of token s on token t in each head, float32 on the CPU; rows need not sum to one."""
-    exhibits: tuple[Exhibit, ...]
+    exhibits: tuple[Diagnostic, ...]
     """What its mechanism has to show of its own."""
 
 

@@ -9,10 +9,10 @@ from typing import Literal
 
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
+from qkflow.experiment.request import Request
+from qkflow.experiment.stats.verdict import Verdict
 from qkflow.recipes.claims import Bounds, Claim, Finding, Perplexity, finding, loss_change
 from qkflow.recipes.ratios import Ratio
-from qkflow.study.request import Request
-from qkflow.study.verdict import Verdict
 
 Scale = Literal["laptop", "paper"]
 

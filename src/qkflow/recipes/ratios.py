@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qkflow.study.statistics import spread
-from qkflow.study.summary import ArmSummary, Summary
+from qkflow.experiment.stats.differences import spread
+from qkflow.experiment.summary import ArmSummary, Summary
 
 Quantity = Literal["variance over seeds", "seconds a token"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qkflow.data import CorpusConfig
+from qkflow.experiment.request import Request
 from qkflow.models import SIZES, DecoderConfig
 from qkflow.recipes.named import like_one_layer, shape
-from qkflow.study.request import Request
 
 TOKENS = 100_000_000
 """Training tokens of a run at the paper's scale: about one pass of WikiText-103."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qkflow.mechanisms.base import Exhibit
+from qkflow.mechanisms.base import Diagnostic
 from qkflow.report.figures import label
 from qkflow.report.palette import colour, dash, ink, marker
 from qkflow.report.rows import Table
@@ -35,13 +35,13 @@ class Group:
 
 
 def exhibit_groups(
-    shown: Mapping[str, Sequence[tuple[Exhibit, ...]]], arms: Sequence[str], tokens: Sequence[str] = ()
+    shown: Mapping[str, Sequence[tuple[Diagnostic, ...]]], arms: Sequence[str], tokens: Sequence[str] = ()
 ) -> list[Group]:
     """Group the exhibits of all arms (`shown`: by arm and by layer) and draw them; `arms` gives each its colour.
 
     `tokens` are the names of what was read: an exhibit along "token", which counts them, is shown with these.
     """
-    together: dict[tuple[str, str, str], list[tuple[str, int, Exhibit]]] = {}
+    together: dict[tuple[str, str, str], list[tuple[str, int, Diagnostic]]] = {}
     for arm, layers in shown.items():
         for layer, exhibits in enumerate(layers, start=1):
             for item in exhibits:
@@ -50,7 +50,7 @@ def exhibit_groups(
     return [_group(parts, arms, side_by_side=not key[2]) for key, parts in together.items()]
 
 
-def _named(item: Exhibit, tokens: Sequence[str]) -> Exhibit:
+def _named(item: Diagnostic, tokens: Sequence[str]) -> Diagnostic:
     """With the names of tokens in the place of their numbers; the number stays, since a name may come again."""
     if item.x_label != "token" or len(item.x) != len(tokens):
         return item
@@ -58,7 +58,7 @@ def _named(item: Exhibit, tokens: Sequence[str]) -> Exhibit:
     return replace(item, x=names, series=names if len(item.series) == len(names) else item.series)
 
 
-def _group(parts: Sequence[tuple[str, int, Exhibit]], arms: Sequence[str], *, side_by_side: bool) -> Group:
+def _group(parts: Sequence[tuple[str, int, Diagnostic]], arms: Sequence[str], *, side_by_side: bool) -> Group:
     first, most = parts[0][2], _largest(item for _, _, item in parts)  # one scale, so that layers can be compared
     layers = () if side_by_side else tuple(layer for _, layer, _ in parts)
     alone = () if side_by_side else ((item, arms.index(arm)) for arm, _, item in parts)
@@ -73,7 +73,7 @@ def _group(parts: Sequence[tuple[str, int, Exhibit]], arms: Sequence[str], *, si
     )
 
 
-def _by_layer(parts: Sequence[tuple[str, int, Exhibit]], arms: Sequence[str]) -> dict[str, Any]:
+def _by_layer(parts: Sequence[tuple[str, int, Diagnostic]], arms: Sequence[str]) -> dict[str, Any]:
     first, traces = parts[0][2], []
     for arm in dict.fromkeys(name for name, _, _ in parts):
         own = [(layer, item) for name, layer, item in parts if name == arm]
@@ -86,7 +86,7 @@ def _by_layer(parts: Sequence[tuple[str, int, Exhibit]], arms: Sequence[str]) ->
     return {"data": traces, "layout": layout}
 
 
-def _one(item: Exhibit, arm: int, most: float) -> dict[str, Any]:
+def _one(item: Diagnostic, arm: int, most: float) -> dict[str, Any]:
     if item.kind == "heat":
         return _heat(item, most)
     if item.kind == "wheel":
@@ -96,7 +96,7 @@ def _one(item: Exhibit, arm: int, most: float) -> dict[str, Any]:
     return {"data": traces, "layout": _layout(item.y_label, item.x_label)}
 
 
-def _heat(item: Exhibit, most: float) -> dict[str, Any]:
+def _heat(item: Diagnostic, most: float) -> dict[str, Any]:
     heat = {
         "type": "heatmap",
         "x": _places(item),
@@ -126,7 +126,7 @@ def _heat(item: Exhibit, most: float) -> dict[str, Any]:
     return {"data": [heat], "layout": layout}
 
 
-def _wheels(item: Exhibit, arm: int) -> dict[str, Any]:
+def _wheels(item: Diagnostic, arm: int) -> dict[str, Any]:
     """A circle for each series, later points further out, and their mean as a line; the page lays the circles out."""
     traces: list[dict[str, Any]] = []
     layout = _layout("", "") | {"showlegend": False, "margin": {"l": 8, "r": 8, "t": 8, "b": 8}, "annotations": []}
@@ -209,7 +209,7 @@ def _layout(y_title: str, x_title: str) -> dict[str, Any]:
     }
 
 
-def _table(parts: Sequence[tuple[str, int, Exhibit]]) -> Table:
+def _table(parts: Sequence[tuple[str, int, Diagnostic]]) -> Table:
     first = parts[0][2]
     where, what = first.x_label or "at", first.y_label or "value"
     if first.kind == "wheel":
@@ -229,7 +229,7 @@ def _table(parts: Sequence[tuple[str, int, Exhibit]]) -> Table:
     return Table(caption=said, columns=("arm", "layer", "series", where, what), rows=tuple(rows), words=(0, 2, 3))
 
 
-def _cells(item: Exhibit, most: int) -> list[tuple[str, str | float, float]]:
+def _cells(item: Diagnostic, most: int) -> list[tuple[str, str | float, float]]:
     """Every number with its place; of too many coloured cells the largest, largest first."""
     rows = zip(item.series, item.values, strict=True)
     found = [(series, x, value) for series, values in rows for x, value in zip(item.x, values, strict=True)]
@@ -239,12 +239,12 @@ def _cells(item: Exhibit, most: int) -> list[tuple[str, str | float, float]]:
     return sorted(known, key=lambda cell: -abs(cell[2]))[: max(most, 1)]
 
 
-def _largest(items: Iterable[Exhibit]) -> float:
+def _largest(items: Iterable[Diagnostic]) -> float:
     known = (_known(value) for item in items for row in item.values for value in row)
     return max((abs(value) for value in known if value is not None), default=0.0)
 
 
-def _places(item: Exhibit) -> list[str | float]:
+def _places(item: Diagnostic) -> list[str | float]:
     return [label(value, 24) if isinstance(value, str) else value for value in item.x]
 
 

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qkflow import files
-from qkflow.configs import from_dict, to_dict
+from qkflow import io as files
+from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError
+from qkflow.experiment.recall import Recall
+from qkflow.experiment.stats.verdict import Verdict
+from qkflow.experiment.summary import ArmSummary, Comparison, Note, Summary
 from qkflow.report.rows import verdict_of
 from qkflow.report.wording import visible
-from qkflow.study.recall import Recall
-from qkflow.study.summary import ArmSummary, Comparison, Note, Summary
-from qkflow.study.verdict import Verdict
 
 RUNS = (
     "arm",

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from qkflow.experiment.summary import Comparison, Summary
 from qkflow.report.palette import colour, dash, ink, marker
 from qkflow.report.rows import reached, verdict_of
 from qkflow.report.series import Band, by_evaluation, differences, usual
 from qkflow.report.wording import interval, short, signed
-from qkflow.study.summary import Comparison, Summary
 
 Figure = dict[str, Any]
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from qkflow.data import Tokenizer
-from qkflow.mechanisms.base import Exhibit
+from qkflow.mechanisms.base import Diagnostic
 from qkflow.probes import Look, look
 from qkflow.report.wording import token_label
 from qkflow.training import LoadedRun, load_run
@@ -35,7 +35,7 @@ class Gallery:
     """Of each excerpt: the label of each token, and where lines end."""
     arms: list[dict[str, Any]] = field(default_factory=list)
     """Of each arm with weights: its name, the layers shown, and for each excerpt, layer and head the packed map."""
-    exhibits: dict[str, list[tuple[Exhibit, ...]]] = field(default_factory=dict)
+    exhibits: dict[str, list[tuple[Diagnostic, ...]]] = field(default_factory=dict)
     """Of each arm, by layer, on the first excerpt."""
     missing: list[str] = field(default_factory=list)
     """A line for whatever could not be shown, and why."""

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qkflow.files import write_file
+from qkflow.experiment.recall import Recall
+from qkflow.experiment.summary import Comparison, Summary
+from qkflow.io import write_file
 from qkflow.report import figures, recall_figures, recall_rows, rows
 from qkflow.report.exhibits import Group, exhibit_groups
 from qkflow.report.gallery import Gallery, gather
 from qkflow.report.shell import key, record, render, standing
 from qkflow.report.wording import MISSING, brief, count, fixed, interval, probability, short, signed, visible
-from qkflow.study.recall import Recall
-from qkflow.study.summary import Comparison, Summary
 
 OWN = "its own spread"
 """What the smallest effect rests on unless said."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from qkflow.errors import UsageError
-from qkflow.files import write_file
+from qkflow.io import write_file
 
 
 def picture(

@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkflow.data import Tokenizer
-from qkflow.files import write_file
-from qkflow.mechanisms.base import Exhibit
+from qkflow.io import write_file
+from qkflow.mechanisms.base import Diagnostic
 from qkflow.probes import Look
 from qkflow.probes.attention import POOLINGS, TAU, Attended, Confidence
 from qkflow.report.exhibits import exhibit_groups
@@ -60,7 +60,7 @@ class Probed:
     tokenizer: Tokenizer
     maps: Sequence[Float[Tensor, "_ t t"]]
     """Each layer's."""
-    own: Sequence[tuple[Exhibit, ...]]
+    own: Sequence[tuple[Diagnostic, ...]]
     """What each layer's mechanism has to show of its own."""
     own_tokens: int
     """The tokens, from the first, that this is of."""

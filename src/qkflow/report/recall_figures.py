@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from qkflow.experiment.recall import Reading, Recall, places
 from qkflow.report.figures import Figure, label, quiet, rule, trace
 from qkflow.report.palette import colour, dash, ink, marker
 from qkflow.report.recall_rows import AXES, known, percent, place
 from qkflow.report.wording import interval
-from qkflow.study.recall import Reading, Recall, places
 
 FAINTEST, FULLEST = 0.04, 0.52
 """How much colour a cell has at 0 and at 100 %: the number in it can be read on either."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from qkflow.experiment.recall import ArmRecall, Reading, Recall, Seeded
 from qkflow.report.rows import Table
 from qkflow.report.wording import MISSING, fixed, interval, signed
-from qkflow.study.recall import ArmRecall, Reading, Recall, Seeded
 
 AXES = {"pairs": "number of pairs", "length": "length in tokens", "depth": "depth of the needle in %"}
 """What the axes of a grid are called in a figure."""
@@ -88,7 +88,7 @@ def percent(part: float, digits: int = 1) -> str:
 def with_half(reading: Reading) -> str:
     """An accuracy in per cent with half its interval's width, as short as can be; `=` where all seeds are alike.
 
-    >>> from qkflow.study.recall import seeded
+    >>> from qkflow.experiment.recall import seeded
     >>> with_half(Reading(accuracy=seeded({0: 0.9, 1: 0.91}, least=0.0), difference=None))
     '90.5±6.4'
     >>> with_half(Reading(accuracy=seeded({0: 0.0, 1: 0.0}, least=0.0), difference=None))

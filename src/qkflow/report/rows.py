@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qkflow.experiment.stats.curves import Reach
+from qkflow.experiment.stats.verdict import Verdict
+from qkflow.experiment.summary import Comparison, Summary
 from qkflow.report.series import by_evaluation
 from qkflow.report.wording import (
     MISSING,
@@ -18,9 +21,6 @@ from qkflow.report.wording import (
     signed,
     size,
 )
-from qkflow.study.curves import Reach
-from qkflow.study.summary import Comparison, Summary
-from qkflow.study.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from qkflow.study.curves import Curve
+from qkflow.experiment.stats.curves import Curve
 
 MOST = 200
 """Points of a drawn curve; longer ones are thinned evenly."""

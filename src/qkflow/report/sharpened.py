@@ -6,13 +6,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from qkflow.files import write_file
+from qkflow.experiment.sharpen.summary import Example, Metric, Sharpened, SharpenedArm
+from qkflow.io import write_file
 from qkflow.report import sharpened_figures as figures
 from qkflow.report import sharpened_rows as rows
 from qkflow.report.highlight import lines
 from qkflow.report.shell import key, record, render, standing
 from qkflow.report.wording import MISSING, count, short
-from qkflow.study.sharpen.summary import Example, Metric, Sharpened, SharpenedArm
 
 MOST_EXAMPLES = 6
 """Examples shown; the others would only make the page longer."""

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qkflow import files
+from qkflow import io
+from qkflow.experiment.sharpen.summary import Sharpened
 from qkflow.report.export import csv_text, finite
 from qkflow.report.sharpened_rows import decided
-from qkflow.study.sharpen.summary import Sharpened
 
 CHANGES = ("arm", "baseline", "metric", "mean", "low", "high", "level", "p", "p_holm", "decided")
 
 
 def sharpened_json(found: Sharpened, path: Path) -> Path:
     """Everything found as JSON; a number that is not finite is null, and a learning rate is a key as text."""
-    files.write_json(path, finite(_plain(found)))
+    io.write_json(path, finite(_plain(found)))
     return path
 
 
@@ -34,8 +34,8 @@ def sharpened_csv(found: Sharpened, path: Path) -> tuple[Path, Path]:
     ]
     names = [metric.name for metric in found.metrics]
     beside = path.with_name(f"{path.stem}-changes{path.suffix}")
-    files.write_file(path, csv_text(("arm", "seed", "lr", *names), runs))
-    files.write_file(beside, csv_text(CHANGES, _changes(found)))
+    io.write_file(path, csv_text(("arm", "seed", "lr", *names), runs))
+    io.write_file(beside, csv_text(CHANGES, _changes(found)))
     return path, beside
 
 

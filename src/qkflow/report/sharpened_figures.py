@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from qkflow.experiment.sharpen.summary import MetricName, Sharpened, SharpenedArm
 from qkflow.report.figures import Figure, Runs, label, quiet, rule, seed_strips, trace
 from qkflow.report.palette import colour, dash, ink, marker
 from qkflow.report.sharpened_rows import drawable, head, mean_path, metric_named, scale, written
-from qkflow.study.sharpen.summary import MetricName, Sharpened, SharpenedArm
 
 
 def path(found: Sharpened) -> Figure:

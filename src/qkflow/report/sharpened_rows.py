@@ -5,9 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from qkflow.experiment.sharpen.summary import (
+    Change,
+    Example,
+    Metric,
+    MetricName,
+    Point,
+    Reading,
+    Sharpened,
+    SharpenedArm,
+)
 from qkflow.report.rows import Table
 from qkflow.report.wording import MISSING, count, fixed, interval, probability, signed
-from qkflow.study.sharpen.summary import Change, Example, Metric, MetricName, Point, Reading, Sharpened, SharpenedArm
 
 BEFORE = "before training"
 """The name of the models as they begin, among the models of an example."""

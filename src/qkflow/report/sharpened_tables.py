@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from qkflow.experiment.sharpen.summary import MetricName, Sharpened
 from qkflow.report import sharpened_rows as rows
 from qkflow.report.tables import columned, lined, named
 from qkflow.report.wording import MISSING, count, probability
-from qkflow.study.sharpen.summary import MetricName, Sharpened
 
 _STYLES = {"better": "bold green", "worse": "bold red", "": ""}
 _SHORT: dict[MetricName, str] = {

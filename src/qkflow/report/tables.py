@@ -9,11 +9,11 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from qkflow.experiment.recall import Recall
+from qkflow.experiment.summary import Summary
 from qkflow.report import recall_rows, rows
 from qkflow.report.rows import Table
 from qkflow.report.wording import brief, count, fixed, interval, percent, probability, short, signed, size, visible
-from qkflow.study.recall import Recall
-from qkflow.study.summary import Summary
 
 _STYLES = {"better": "bold green", "worse": "bold red", "equivalent": "bold cyan", "undecided": "bold yellow"}
 _COLUMNS = 80

@@ -6,8 +6,8 @@ from qkflow.training.config import TrainConfig
 from qkflow.training.evaluation import Evaluation, evaluate
 from qkflow.training.metrics import read_metrics
 from qkflow.training.recall import CellResult, RecallResult, by_cell, read_recall, together, write_recall
-from qkflow.training.run import LoadedRun, load_run, resume_command
-from qkflow.training.start import train
+from qkflow.training.run_dir import LoadedRun, load_run, resume_command
+from qkflow.training.train import train
 
 __all__ = [
     "Callback",

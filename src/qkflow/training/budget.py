@@ -11,11 +11,11 @@ import numpy as np
 from qkflow.data import Split
 from qkflow.errors import UsageError
 from qkflow.training.config import TrainConfig
+from qkflow.training.distributed import ALONE, Parallel, World, join
 from qkflow.training.evaluation import held_out
 from qkflow.training.learner import Learner, open_checked
 from qkflow.training.parallel import quiet
-from qkflow.training.runtime import own_randomness, threads
-from qkflow.training.world import ALONE, Parallel, World, join
+from qkflow.training.reproducibility import own_randomness, threads
 
 
 @dataclass(frozen=True, kw_only=True)

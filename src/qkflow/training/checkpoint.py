@@ -24,10 +24,10 @@ from typing import Any
 from torch import Tensor
 
 from qkflow.errors import CheckpointError, DiskError
-from qkflow.files import checksum, discard, sync, write_folder
+from qkflow.io import checksum, discard, sync, write_folder
+from qkflow.training.distributed import World
 from qkflow.training.sharded import NAME, PARTS, Pieces, write_pieces
 from qkflow.training.tensors import load_tensors, refuse_foreign, save_tensors
-from qkflow.training.world import World
 
 FORMAT = 1
 SHARDED = 2

@@ -14,8 +14,8 @@ import torch
 
 from qkflow.data import Corpus
 from qkflow.errors import UsageError
-from qkflow.ops import native
-from qkflow.ops.delta.backends import triton_fault
+from qkflow.ops import csrc
+from qkflow.ops.delta_rule.backends import triton_fault
 
 _PACKAGES = ("qkflow", "torch", "numpy", "safetensors", "tokenizers")
 
@@ -50,7 +50,7 @@ def _kernels(device: torch.device | None) -> str:
     """Which fast forms a device has: `triton` on a GPU, `native` on a CPU, or plain `torch`."""
     if device is not None and device.type == "cuda":
         return "triton" if triton_fault(device) is None else "torch"
-    return "native" if native.ready() else "torch"
+    return "native" if csrc.ready() else "torch"
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -19,10 +19,10 @@ from torch import Tensor
 from qkflow.data import Split, Window, scored, windows
 from qkflow.errors import DivergenceError, Interrupted, NotFiniteError, UsageError
 from qkflow.models import Decoder
-from qkflow.training.answers import Marks
+from qkflow.training.distributed import ALONE, World, first_of, known_to_all
 from qkflow.training.divergence import first_bad_module
-from qkflow.training.scores import Scores, exact
-from qkflow.training.world import ALONE, World, first_of, known_to_all
+from qkflow.training.lm_logits import Scores, exact
+from qkflow.training.recall_grading import Marks
 
 DOCUMENT = np.dtype([("nats", "<f8"), ("tokens", "<i8"), ("bytes", "<i8")])
 """One document in documents.npy."""

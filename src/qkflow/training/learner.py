@@ -19,9 +19,12 @@ from qkflow.errors import DivergenceError, Interrupted, NotFiniteError, UsageErr
 from qkflow.layout import Layout
 from qkflow.models import Decoder, parameters
 from qkflow.training.config import TrainConfig
+from qkflow.training.distributed import ALONE, World, first_of, known_to_all
 from qkflow.training.divergence import first_bad_gradient, first_bad_module
+from qkflow.training.dtensor import put_together
 from qkflow.training.evaluation import Evaluation, evaluate_together, held_out
-from qkflow.training.optimizer import build_optimizer, optimizer_tensors, set_rates
+from qkflow.training.lm_logits import Scores, exact
+from qkflow.training.optim import build_optimizer, optimizer_tensors, set_rates
 from qkflow.training.parallel import (
     average_whole,
     clip_gradients,
@@ -33,12 +36,9 @@ from qkflow.training.parallel import (
     refuse_uneven,
     spread,
 )
-from qkflow.training.pieces import put_together
-from qkflow.training.runtime import step_seed
+from qkflow.training.reproducibility import step_seed
 from qkflow.training.schedule import multiplier
-from qkflow.training.scores import Scores, exact
 from qkflow.training.tensors import load_model_tensors, model_tensors
-from qkflow.training.world import ALONE, World, first_of, known_to_all
 
 
 def open_checked(config: TrainConfig) -> Corpus:

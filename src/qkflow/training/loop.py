@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from qkflow.errors import CheckpointError, DiskError, DivergenceError, Interrupted
-from qkflow.files import checksum
+from qkflow.io import checksum
 from qkflow.training import checkpoint
 from qkflow.training.callbacks import Callback, Result, Run
+from qkflow.training.distributed import first_of, known_to_all
 from qkflow.training.divergence import first_bad_parameter
 from qkflow.training.learner import Learner
 from qkflow.training.metrics import Metrics
 from qkflow.training.recall import RecallResult, by_cell, read_recall, write_recall
-from qkflow.training.run import finish, read_documents, result_of, resume_command, write_documents
+from qkflow.training.run_dir import finish, read_documents, result_of, resume_command, write_documents
 from qkflow.training.signals import StopRequest
-from qkflow.training.world import first_of, known_to_all
 
 
 class Loop:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qkflow.errors import DiskError
-from qkflow.files import write_file
+from qkflow.io import write_file
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

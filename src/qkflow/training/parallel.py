@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.training.config import TrainConfig
-from qkflow.training.pieces import is_sharded, local
-from qkflow.training.scores import Scores
-from qkflow.training.world import World
+from qkflow.training.distributed import World
+from qkflow.training.dtensor import is_sharded, local
+from qkflow.training.lm_logits import Scores
 
 
 def refuse_uneven(config: TrainConfig, world: World, *, begun: bool = False) -> None:

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from qkflow.data.corpus import CELL
-from qkflow.files import write_json
+from qkflow.data.text.corpus import CELL
+from qkflow.io import write_json
 from qkflow.training.evaluation import Evaluation
 
 FILE = "recall.json"

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from qkflow.errors import UsageError
-from qkflow.files import checksum, write_json
+from qkflow.io import checksum, write_json
 from qkflow.training import checkpoint
 from qkflow.training.callbacks import Callback
 from qkflow.training.config import TrainConfig
 from qkflow.training.environment import changes
 from qkflow.training.learner import Learner
 from qkflow.training.metrics import trim_metrics
-from qkflow.training.optimizer import load_optimizer
-from qkflow.training.run import initial_weights, read_config, read_json
+from qkflow.training.optim import load_optimizer
+from qkflow.training.run_dir import initial_weights, read_config, read_json
 from qkflow.training.tensors import load_model_tensors
 
 

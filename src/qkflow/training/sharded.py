@@ -25,8 +25,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qkflow.errors import CheckpointError, DiskError
+from qkflow.training.distributed import known_to_all
 from qkflow.training.tensors import refuse_foreign
-from qkflow.training.world import known_to_all
 
 NAME = re.compile(r"shard-\d{5}-model-0000[12]-of-0000[12]\.safetensors")
 """How the files of pieces are called; before the first step the optimiser has no memory, and no file."""
@@ -95,10 +95,10 @@ class Pieces(Mapping[str, Tensor]):
 def _header(file: Path) -> Iterator[tuple[str, _Piece]]:
     """What lies in a file, by name; nothing of a tensor that the process had no part of."""
     try:
-        with safe_open(file, framework="pt") as opened:
-            places = json.loads((opened.metadata() or {}).get(_PLACES, "null"))
-            for name in opened.keys():  # noqa: SIM118
-                part = opened.get_slice(name)
+        with safe_open(file, framework="pt") as validate_input:
+            places = json.loads((validate_input.metadata() or {}).get(_PLACES, "null"))
+            for name in validate_input.keys():  # noqa: SIM118
+                part = validate_input.get_slice(name)
                 shape, offsets = tuple(part.get_shape()), places[name]["saved_offsets"]
                 rows = offsets[0] if shape else 0
                 if len(offsets) != len(shape) or any(offsets[1:]) or type(rows) is not int or rows < 0:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qkflow.errors import CheckpointError
-from qkflow.training.pieces import is_sharded, like, local
+from qkflow.training.dtensor import is_sharded, like, local
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

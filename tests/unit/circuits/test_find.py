@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from qkflow.circuits import circuit_groups, find_circuits, split_fused
-from qkflow.circuits.by_hand import folded
+from qkflow.circuits.patterns import folded
 from qkflow.errors import UsageError
 from qkflow.mechanisms import mechanisms
 from qkflow.models import Decoder, DecoderConfig

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qkflow.errors import UsageError
 from qkflow.hf import QKFlowConfig, QKFlowForCausalLM
-from qkflow.hub.common import COMMON
-from qkflow.hub.description import OURS
+from qkflow.hub.allowed_keys import COMMON
+from qkflow.hub.config_json import OURS
 from qkflow.models import ClassifierConfig, DecoderConfig
 
 HYBRID = DecoderConfig(width=32, layers=2, heads=2, hidden=8, mechanism=("standard", "qdelta"), tied=False, dropout=0.1)

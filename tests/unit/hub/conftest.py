@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qkflow.configs import to_dict
+from qkflow.config import to_dict
 from qkflow.data import ByteTokenizer, CorpusConfig, Tokenizer, save_tokenizer
 from qkflow.hub import export_run
 from qkflow.models import Decoder, DecoderConfig

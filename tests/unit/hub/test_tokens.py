@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qkflow.data import ByteTokenizer, Tokenizer, WordTokenizer
-from qkflow.data.saved import find_tokenizer
-from qkflow.data.tokenizers import train_bpe
+from qkflow.data.text.tokenizer_io import find_tokenizer
+from qkflow.data.text.tokenizers import train_bpe
 from qkflow.hub.tokens import END, library_tokenizer, write_tokenizer
 
 WORDS = WordTokenizer(["one", "two", "three", "."])

@@ -18,7 +18,7 @@ from qkflow.errors import UsageError
 from qkflow.mechanisms import Coupling, CouplingConfig
 from qkflow.mechanisms.coupling import Affine, Motion
 from qkflow.models.sizes import parameters, size
-from qkflow.ops import coupled
+from qkflow.ops.symplectic import naive
 
 HEADS, WIDTH = 4, 6
 DYNAMICS: list[Any] = ["hamiltonian", "euler", "affine", "uncoupled", "nonlinear-query"]
@@ -95,7 +95,7 @@ def test_the_others_start_as_exactly_the_identity(config: dict[str, Any], sharin
 @pytest.mark.parametrize("force", ["mlp", "potential", "none"])
 def test_a_motion_is_the_operators(scheme: str, force: Any, sharing: Any) -> None:
     how: dict[str, Any] = {"dynamics": "euler"} if scheme == "euler" else {"integrator": scheme}
-    step = {"symplectic-euler": coupled.symplectic_euler, "leapfrog": coupled.leapfrog, "euler": coupled.euler}[scheme]
+    step = {"symplectic-euler": naive.symplectic_euler, "leapfrog": naive.leapfrog, "euler": naive.euler}[scheme]
     for steps in (1, 4):
         made, (q, k) = make(force=force, steps=steps, sharing=sharing, **how), points()
         assert isinstance(made, Motion)

@@ -15,8 +15,8 @@ from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.mechanisms import DeltaMechanism, DeltaNet, GatedDeltaNet, QDelta, mechanism
 from qkflow.mechanisms.decay import Decay
-from qkflow.ops.delta import delta_rule
-from qkflow.state import Memory
+from qkflow.ops.delta_rule import delta_rule
+from qkflow.state import RecurrentState
 
 NAMES = ["deltanet", "gated-deltanet", "qdelta"]
 WIDTH, HEADS = 24, 2
@@ -223,7 +223,7 @@ def test_a_state_is_as_large_after_many_tokens_as_after_one(name: str, dtype: to
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ("standard", "QDelta continues a Memory, got Cache: a state of another mechanism"),
+        ("standard", "QDelta continues a RecurrentState, got KVCache: a state of another mechanism"),
         ("qdelta:heads=3,key_width=8", r"continues a memory of \[2, 16, 8\] behind 4 taps, got \[3, 16, 8\] behind 4"),
         (
             "qdelta:conv=2",
@@ -335,4 +335,4 @@ def test_the_three_are_one_family() -> None:
         layer = make(name)
         assert type(layer) is kind
         assert isinstance(layer, DeltaMechanism)
-        assert isinstance(layer(stream())[1], Memory)
+        assert isinstance(layer(stream())[1], RecurrentState)

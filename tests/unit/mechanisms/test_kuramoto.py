@@ -20,7 +20,7 @@ from qkflow.mechanisms.kuramoto import GroupAttention, GroupConfig, KuramotoAtte
 from qkflow.ops import kuramoto
 from qkflow.ops.groups import SO3, SU2, Group
 from qkflow.ops.groups import group as named
-from qkflow.state import Cache, Delayed
+from qkflow.state import KVCache, ShiftedKVCache
 
 GATES = ["static", "content", "complex", "off"]
 TURN = 2 * math.pi
@@ -425,9 +425,9 @@ def test_angles_that_are_not_finite_are_refused_but_padding_may_hold_anything(ba
 def test_a_state_that_is_not_its_own_is_refused() -> None:
     made, theta = layer(), angles().detach()
     _, state = made(theta)
-    assert isinstance(state, Delayed)
+    assert isinstance(state, ShiftedKVCache)
     for wrong in (
-        Cache.start((theta,)),
+        KVCache.start((theta,)),
         KuramotoAttention(8, 2).double()(torch.zeros(B, 3, 8).double())[1],
         layer(frustrated=True)(theta)[1],
         layer(frustrated=True, harmonics=2)(theta)[1],

@@ -282,7 +282,7 @@ def test_without_rotary_positions_order_is_seen_through_causality_alone() -> Non
 def test_a_state_of_another_kind_or_size_is_refused() -> None:
     layer, x = make("standard"), stream(2, 3)
     _, state = layer(x)
-    with pytest.raises(UsageError, match="StandardAttention continues a Cache, got DecoderState"):
+    with pytest.raises(UsageError, match="StandardAttention continues a KVCache, got DecoderState"):
         layer(x, DecoderState((state,)))
     with pytest.raises(UsageError, match="holds 2 rows, the input 3"):
         layer(stream(3, 1), state)

@@ -15,9 +15,9 @@ from torch.testing import assert_close
 from qkflow.data import CorpusConfig
 from qkflow.models import Decoder, DecoderConfig, generate
 from qkflow.models.generation import Sampling
-from qkflow.ops.delta import use
+from qkflow.ops.delta_rule import use
 from qkflow.training.config import TrainConfig
-from qkflow.training.optimizer import build_optimizer
+from qkflow.training.optim import build_optimizer
 
 MECHANISMS: list[Any] = ["deltanet", "gated-deltanet", "qdelta", ("qdelta+hamiltonian", "standard:window=3")]
 

@@ -20,7 +20,7 @@ from qkflow.models import Decoder, DecoderConfig, matched, parameters, size
 from qkflow.models.blocks import PhaseBlock
 from qkflow.models.generation import Sampling, generate
 from qkflow.training.config import TrainConfig
-from qkflow.training.optimizer import build_optimizer
+from qkflow.training.optim import build_optimizer
 
 STREAMS = ["kuramoto", "kuramoto:frustrated=True,harmonics=2", "group", "group:group=so3,frustrated=True"]
 every = pytest.mark.parametrize("spec", STREAMS)

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 from qkflow.errors import NotFiniteError, UsageError
 from qkflow.ops import kuramoto
-from qkflow.ops.native import circle
+from qkflow.ops.kuramoto import cpu
 
 TURN = 2 * math.pi
 ANGLES = st.floats(-20, 20)
@@ -27,7 +27,7 @@ ANGLES = st.floats(-20, 20)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernels in C, where they can be built, and what graphs and other devices do instead."""
     if request.param == "torch":
-        monkeypatch.setattr(circle, "fits", lambda *tensors: False)
+        monkeypatch.setattr(cpu, "fits", lambda *tensors: False)
     return request.param
 
 

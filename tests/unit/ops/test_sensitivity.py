@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from qkflow.errors import UsageError
-from qkflow.ops.coupled import leapfrog, mlp_force
 from qkflow.ops.sensitivity import Blocks, jacobian, sensitivity
+from qkflow.ops.symplectic.naive import leapfrog, mlp_force
 
 
 def pairs(*shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

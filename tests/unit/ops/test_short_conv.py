@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from qkflow.errors import UsageError
-from qkflow.ops import native
+from qkflow.ops import csrc
 from qkflow.ops import short_conv as module
 from qkflow.ops.short_conv import short_conv, tail_after
 
@@ -23,7 +23,7 @@ PATIENT = settings(deadline=None, max_examples=20, suppress_health_check=[Health
 
 @pytest.fixture(params=["native", "plain"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "native" and native.fault() is not None:
+    if request.param == "native" and csrc.fault() is not None:
         pytest.skip("there is no native kernel here")
     if request.param == "plain":
         monkeypatch.setattr(module, "_native", lambda x, weight: False)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from qkflow.ops.softmax import attention, attention_map, visible
+from qkflow.ops.attention.naive import attention, attention_map, visible
 
 
 def inputs(t: int, s: int, *, heads: int = 4, groups: int = 4, width: int = 8, values: int = 8) -> list[Tensor]:

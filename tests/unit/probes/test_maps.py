@@ -3,7 +3,7 @@ import torch
 from torch.testing import assert_close
 
 from qkflow.errors import UsageError
-from qkflow.mechanisms.base import Exhibit
+from qkflow.mechanisms.base import Diagnostic
 from qkflow.models import Decoder, DecoderConfig
 from qkflow.models.blocks import Block
 from qkflow.probes import look, maps
@@ -83,4 +83,4 @@ def test_tokens_that_are_none_are_refused(tokens: list[int], told: str) -> None:
 @pytest.mark.parametrize("values", [((1.0,),), ((1.0, 2.0), (1.0,)), ((1.0, 2.0), (1.0, 2.0), (1.0, 2.0)), ()])
 def test_an_exhibit_whose_numbers_do_not_fit_its_names_is_refused(values: tuple) -> None:
     with pytest.raises(UsageError, match="2 rows"):
-        Exhibit(title="x", kind="lines", x=(0.0, 1.0), series=("a", "b"), values=values)
+        Diagnostic(title="x", kind="lines", x=(0.0, 1.0), series=("a", "b"), values=values)

@@ -21,7 +21,7 @@ from qkflow.probes import PhaseLook, PhaseSummary, maps, phases
 from qkflow.probes.phases import read_inputs
 from qkflow.report.tables import rendered
 from qkflow.training import TrainConfig
-from qkflow.training.run import begin, finish
+from qkflow.training.run_dir import begin, finish
 from qkflow.training.tensors import model_tensors
 
 TOKENS = [72, 101, 108, 108, 111, 256, 10, 72, 101, 91]

@@ -14,7 +14,7 @@ from qkflow.errors import UsageError
 from qkflow.mechanisms.delta import DeltaInputs, DeltaMechanism
 from qkflow.models import Decoder, DecoderConfig
 from qkflow.models.blocks import Block
-from qkflow.ops.delta import delta_rule
+from qkflow.ops.delta_rule import delta_rule
 from qkflow.probes import energies, stability, stability_of, worst_case
 from qkflow.probes.stability import spread, track, tracking_bound
 from qkflow.probes.transitions import step_sizes

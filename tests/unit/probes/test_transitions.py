@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 from torch.testing import assert_close
 
 from qkflow.errors import UsageError
-from qkflow.ops.delta import delta_rule
+from qkflow.ops.delta_rule import delta_rule
 from qkflow.probes import safe_alpha, safe_lambda, worst_case
 from qkflow.probes.transitions import operator_norms, product_norms, spectral_radii, worst_norms
 

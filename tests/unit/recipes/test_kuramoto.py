@@ -10,10 +10,10 @@ from rich.console import Console
 from qkflow.cli.reproduce import about, beside
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
+from qkflow.experiment.matching import shape
+from qkflow.experiment.stats.verdict import Verdict
 from qkflow.models import parameters
 from qkflow.recipes import Bits, ChangeInBits, Finding, direction, models, recipe
-from qkflow.study.matching import shape
-from qkflow.study.verdict import Verdict
 
 OURS = ("kuramoto-1m", "kuramoto-5m", "kuramoto-code-1m", "kuramoto-code-5m", "frustrated-1m")
 BROUGHT = ("kuramoto-code-1m", "kuramoto-code-5m")

@@ -10,10 +10,10 @@ import torch
 from qkflow.data import CorpusConfig, is_task
 from qkflow.data.recall import from_spec
 from qkflow.errors import UsageError
+from qkflow.experiment.matching import shape
+from qkflow.experiment.stats.verdict import Verdict
 from qkflow.models import SIZES, Decoder, parameters
 from qkflow.recipes import RECIPES, Bits, Change, ChangeInBits, Finding, Outcome, Perplexity, Ratio, direction, recipe
-from qkflow.study.matching import shape
-from qkflow.study.verdict import Verdict
 
 BROUGHT = {
     "coupled-corpora-pubmed": "gpt2",

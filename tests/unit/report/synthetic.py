@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from qkflow.data import ByteTokenizer, CorpusConfig
+from qkflow.experiment.recall import Answered, Cell, Grid, Tally, recall
+from qkflow.experiment.stats.curves import Curve, Reach
+from qkflow.experiment.stats.differences import Difference, Spread
+from qkflow.experiment.stats.verdict import Verdict
+from qkflow.experiment.summary import ArmSummary, Comparison, Note, Summary
 from qkflow.models import Decoder, DecoderConfig
-from qkflow.study.curves import Curve, Reach
-from qkflow.study.recall import Answered, Cell, Grid, Tally, recall
-from qkflow.study.statistics import Difference, Spread
-from qkflow.study.summary import ArmSummary, Comparison, Note, Summary
-from qkflow.study.verdict import Verdict
 from qkflow.training import TrainConfig
-from qkflow.training.run import begin, finish
+from qkflow.training.run_dir import begin, finish
 from qkflow.training.tensors import model_tensors
 
 EFFECTS = (0.0, 0.021, -0.034, 0.0008, 0.006, -0.011, 0.048, -0.002)

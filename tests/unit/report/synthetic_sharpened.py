@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qkflow.study.sharpen.summary import (
+from qkflow.experiment.sharpen.summary import (
     Change,
     Example,
     Metric,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qkflow.mechanisms.base import Exhibit
+from qkflow.mechanisms.base import Diagnostic
 from qkflow.probes import look
 from qkflow.report import exhibits
 from qkflow.report.exhibits import exhibit_groups
@@ -19,17 +19,17 @@ from qkflow.training import load_run
 TOKENS = ("<b>", "a", "a", "␣")
 
 
-def wheel(*rows: tuple[float, ...], label: str = "token") -> Exhibit:
+def wheel(*rows: tuple[float, ...], label: str = "token") -> Diagnostic:
     x = tuple(float(n) for n in range(1, len(rows[0]) + 1))
     series = tuple(f"head {n}" for n in range(len(rows)))
-    return Exhibit(title="phases", kind="wheel", x=x, series=series, values=rows, x_label=label, y_label="phase")
+    return Diagnostic(title="phases", kind="wheel", x=x, series=series, values=rows, x_label=label, y_label="phase")
 
 
-def square(size: int, scale: float = 1.0) -> Exhibit:
+def square(size: int, scale: float = 1.0) -> Diagnostic:
     names = tuple(f"{n}" for n in range(1, size + 1))
     rows = tuple(tuple(scale / (1 + t + u) if u < t else math.nan for u in range(size)) for t in range(size))
     x = tuple(float(n) for n in range(1, size + 1))
-    return Exhibit(title="cells", kind="heat", x=x, series=names, values=rows, x_label="token", y_label="locking")
+    return Diagnostic(title="cells", kind="heat", x=x, series=names, values=rows, x_label="token", y_label="locking")
 
 
 def inks(value: Any) -> list[str]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from qkflow.mechanisms.base import Exhibit
+from qkflow.experiment.summary import Summary
+from qkflow.mechanisms.base import Diagnostic
 from qkflow.report import figures
 from qkflow.report.exhibits import exhibit_groups
 from qkflow.report.palette import LIGHT
-from qkflow.study.summary import Summary
 
 ARMS = ("standard", "differential", "coupled")
 
@@ -99,9 +99,13 @@ def test_names_of_others_are_never_tags(synthetic: ModuleType) -> None:
             assert text.isprintable()
 
 
-def show(layer: float, *, x: tuple[str | float, ...] = ("only",), kind: Any = "bars", title: str = "gate") -> Exhibit:
+def show(
+    layer: float, *, x: tuple[str | float, ...] = ("only",), kind: Any = "bars", title: str = "gate"
+) -> Diagnostic:
     values = (tuple(layer + n for n in range(len(x))), (0.5,) * len(x))
-    return Exhibit(title=title, kind=kind, x=x, series=("now", "then"), values=values, y_label="open", note="A note.")
+    return Diagnostic(
+        title=title, kind=kind, x=x, series=("now", "then"), values=values, y_label="open", note="A note."
+    )
 
 
 def test_exhibits_of_one_number_lie_side_by_side_over_layers_and_arms() -> None:

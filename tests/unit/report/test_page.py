@@ -10,11 +10,11 @@ from types import ModuleType
 
 import pytest
 
+from qkflow.experiment.summary import Summary
 from qkflow.report import write_report
 from qkflow.report.gallery import Gallery
 from qkflow.report.page import page
 from qkflow.report.shell import typeset
-from qkflow.study.summary import Summary
 
 ARMS = ("standard", "differential", "coupled")
 VOID = {"meta", "link", "input", "wbr", "br", "img", "path", "rect", "circle"}

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkflow.data import ByteTokenizer
-from qkflow.mechanisms.base import Exhibit
+from qkflow.mechanisms.base import Diagnostic
 from qkflow.probes.attention import attended, confidence_on
 from qkflow.report import probed
 from qkflow.report.gallery import unpack
 from qkflow.report.probed import Part, Probed, characters, probed_page
 from qkflow.report.rows import Table
 
-EXHIBIT = Exhibit(title="gate", kind="bars", x=("head 1",), series=("open",), values=((0.2,),))
+EXHIBIT = Diagnostic(title="gate", kind="bars", x=("head 1",), series=("open",), values=((0.2,),))
 
 
 @pytest.fixture(autouse=True)

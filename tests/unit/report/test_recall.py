@@ -10,13 +10,13 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
+from qkflow.experiment.recall import Recall, recall
+from qkflow.experiment.summary import Summary
 from qkflow.report import read_json, recall_rows, terminal, write_json, write_recall_csv
 from qkflow.report.gallery import Gallery
 from qkflow.report.page import page
 from qkflow.report.recall_figures import figures, heat, lines
 from qkflow.report.shell import typeset
-from qkflow.study.recall import Recall, recall
-from qkflow.study.summary import Summary
 
 ARMS = ("standard", "coupled", "deltanet", "gated-deltanet", "qdelta")
 TASKS = ("mqar", "s-niah-2")

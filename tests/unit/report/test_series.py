@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qkflow.experiment.stats.curves import Curve
 from qkflow.report.series import MOST, Band, by_evaluation, differences, usual
-from qkflow.study.curves import Curve
 
 
 def curve(seed: int, losses: list[float], pace: float = 1.0) -> Curve:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from qkflow.experiment.sharpen.summary import Reading, Sharpened
 from qkflow.report import write_sharpened
 from qkflow.report.sharpened import MOST_EXAMPLES, sharpened_page
 from qkflow.report.shell import typeset
-from qkflow.study.sharpen.summary import Reading, Sharpened
 
 
 @pytest.fixture(autouse=True)

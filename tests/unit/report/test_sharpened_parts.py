@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
+from qkflow.experiment.sharpen.summary import Change, Point, Sharpened
 from qkflow.report import sharpened_csv, sharpened_figures, sharpened_json, sharpened_rows, sharpened_terminal
-from qkflow.study.sharpen.summary import Change, Point, Sharpened
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
+from qkflow.experiment.summary import Summary
 from qkflow.report import rows, terminal
-from qkflow.study.summary import Summary
 
 EIGHT = (
     "standard",

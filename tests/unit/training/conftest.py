@@ -17,7 +17,7 @@ from torch import nn
 from qkflow.data import Corpus, CorpusConfig, open_corpus
 from qkflow.errors import Interrupted
 from qkflow.models import DecoderConfig
-from qkflow.ops import native
+from qkflow.ops import csrc
 from qkflow.training import Callback, Result, Run, TrainConfig, train
 
 Configure = Callable[..., TrainConfig]
@@ -70,7 +70,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _alone(texts: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    native.prepare()  # from the suite's own cache, where they may be built already
+    csrc.prepare()  # from the suite's own cache, where they may be built already
     monkeypatch.setenv("QKFLOW_CACHE", str(texts.parent / "cache"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -101,9 +101,9 @@ def task_configure(configure: Configure) -> Configure:
 
     def make(*, spec: str = TASK, model: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
         corpus = CorpusConfig(source=spec)
-        opened = open_corpus(corpus)
-        shape = {"vocabulary": opened.vocabulary, **(model or {})}
-        config = configure(**{"model": shape, "context": opened.context, **changes})
+        validate_input = open_corpus(corpus)
+        shape = {"vocabulary": validate_input.vocabulary, **(model or {})}
+        config = configure(**{"model": shape, "context": validate_input.context, **changes})
         return dataclasses.replace(config, corpus=corpus)
 
     return make

@@ -16,9 +16,9 @@ from qkflow.data import Corpus, Split
 from qkflow.errors import DivergenceError, Interrupted, NotFiniteError, UsageError
 from qkflow.models import Decoder
 from qkflow.training import Evaluation, evaluate
+from qkflow.training.distributed import World
 from qkflow.training.evaluation import DOCUMENT, evaluate_together
-from qkflow.training.scores import Scores
-from qkflow.training.world import World
+from qkflow.training.lm_logits import Scores
 
 
 def split_of(*lengths: int) -> Split:

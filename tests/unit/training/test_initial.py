@@ -17,7 +17,7 @@ from qkflow.errors import CheckpointError, Interrupted, UsageError
 from qkflow.hub import export_run
 from qkflow.models import Decoder
 from qkflow.training import load_run, read_metrics, train
-from qkflow.training.run import read_config
+from qkflow.training.run_dir import read_config
 from qkflow.training.tensors import digest, load_tensors, model_tensors, save_tensors
 
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from qkflow.configs import from_dict, to_dict
+from qkflow.config import from_dict, to_dict
 from qkflow.data import CorpusConfig, open_corpus
 from qkflow.errors import Interrupted
-from qkflow.files import locked
+from qkflow.io import locked
 from qkflow.models import DecoderConfig
 from qkflow.training import Callback, TrainConfig, checkpoint, load_run, read_metrics, read_recall, train
 from qkflow.training.tensors import load_tensors
@@ -44,10 +44,10 @@ STEADY = {**STOPPED, "dropout": 0.0}
 def config(texts: Path, **changes: Any) -> dict[str, Any]:
     """A small run; what belongs to its model is sorted out."""
     corpus = CorpusConfig(source=str(changes.pop("source", texts)))
-    opened = open_corpus(corpus)
-    shape = {"width": 16, "layers": 2, "heads": 2, "hidden": 24, "vocabulary": opened.vocabulary}
+    validate_input = open_corpus(corpus)
+    shape = {"width": 16, "layers": 2, "heads": 2, "hidden": 24, "vocabulary": validate_input.vocabulary}
     shape |= {name: changes.pop(name) for name in ("mechanism", "dropout") if name in changes}
-    small = {"steps": 4, "context": opened.context or 16, "batch": 4, "log_every": 1, "evaluate_tokens": 300}
+    small = {"steps": 4, "context": validate_input.context or 16, "batch": 4, "log_every": 1, "evaluate_tokens": 300}
     return to_dict(
         TrainConfig(corpus=corpus, model=DecoderConfig(**shape), device="cpu", threads=1, **{**small, **changes})
     )

@@ -12,16 +12,16 @@ import torch
 
 from qkflow.errors import UsageError
 from qkflow.models import Decoder
-from qkflow.ops import native
+from qkflow.ops import csrc
 from qkflow.training import read_metrics, train
 from qkflow.training.learner import Learner
-from qkflow.training.optimizer import build_optimizer
-from qkflow.training.run import read_config
+from qkflow.training.optim import build_optimizer
+from qkflow.training.run_dir import read_config
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
-    native.prepare()  # from the suite's own cache, where they may be built already
+    csrc.prepare()  # from the suite's own cache, where they may be built already
 
 
 def learner(config: Any, corpus: Any) -> Learner:

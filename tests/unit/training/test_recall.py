@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkflow.training import CellResult, Evaluation, RecallResult, by_cell, read_recall, together, write_recall
-from qkflow.training.answers import ANSWERED
 from qkflow.training.evaluation import DOCUMENT
+from qkflow.training.recall_grading import ANSWERED
 
 
 def evaluated(*rows: tuple[int, int, int, int, int]) -> Evaluation:

@@ -14,7 +14,7 @@ import torch
 
 from qkflow.data import CorpusConfig
 from qkflow.errors import BusyError, CheckpointError, UsageError
-from qkflow.files import locked
+from qkflow.io import locked
 from qkflow.training import load_run, train
 
 

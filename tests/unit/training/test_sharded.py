@@ -17,8 +17,8 @@ from torch import Tensor
 
 from qkflow.errors import CheckpointError, DiskError
 from qkflow.training import checkpoint
+from qkflow.training.distributed import ALONE
 from qkflow.training.sharded import Pieces
-from qkflow.training.world import ALONE
 
 WHOLE = torch.arange(12.0).reshape(6, 2)
 

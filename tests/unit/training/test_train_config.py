@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from qkflow.configs import from_dict, to_dict
+from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError
 from qkflow.training import TrainConfig
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qkflow.data.mixing import mixed
+from qkflow.data.splitmix import mixed
 from qkflow.errors import UsageError
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)

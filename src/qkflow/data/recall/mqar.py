@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qkflow.data.corpus import CELL
 from qkflow.data.recall.base import Cell, Instances, Seed, at_least, below, draws
+from qkflow.data.text.corpus import CELL
 from qkflow.errors import UsageError
 
 

@@ -22,9 +22,9 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from qkflow.data.corpus import CELL
 from qkflow.data.recall import vocabulary as words
 from qkflow.data.recall.base import Cell, Instances, Seed, at_least, below, draws
+from qkflow.data.text.corpus import CELL
 from qkflow.errors import UsageError, unknown
 
 Answer = Literal["number", "id", "word"]

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from qkflow import files
-from qkflow.configs import to_dict
-from qkflow.data.corpus import CELL, FORMAT, RECORD
+from qkflow import io
+from qkflow.config import to_dict
 from qkflow.data.recall.base import Cell, Instances
 from qkflow.data.recall.spec import RecallTask, to_spec
-from qkflow.data.tokenizers import Tokenizer, WordTokenizer, save_tokenizer
-from qkflow.data.writing import token_type
+from qkflow.data.text.corpus import CELL, FORMAT, RECORD
+from qkflow.data.text.tokenizers import Tokenizer, WordTokenizer, save_tokenizer
+from qkflow.data.text.writing import token_type
 from qkflow.errors import UsageError
 
 VERSION = 1  # of the generators: another one whenever a spec would give other tokens
@@ -69,7 +69,7 @@ def fill(folder: Path, task: RecallTask) -> None:
         "parts": counts,
         "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
     }
-    files.write_json(folder / RECORD, record)
+    io.write_json(folder / RECORD, record)
 
 
 def _made(task: RecallTask, part: str, cell: Cell | None, count: int, seen: frozenset[bytes]) -> Iterator[Instances]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from qkflow.data.tasks.base import Task, TaskConfig
 from qkflow.data.tasks.prefixes import SPLIT, Prefix, parted_task, parts_by_noun
-from qkflow.data.tasks.words import PARTS, Part
+from qkflow.data.tasks.vocab import PARTS, Part
 from qkflow.errors import UsageError
 
 Noun = tuple[str, str]

@@ -15,11 +15,11 @@ from io import BufferedIOBase
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-from qkflow.data import reading
-from qkflow.data.reading import Entry
-from qkflow.data.tasks import stored
+from qkflow.data.tasks import jsonl
 from qkflow.data.tasks.base import Task, TaskConfig
 from qkflow.data.tasks.prefixes import Prefix, split_task
+from qkflow.data.text import reading
+from qkflow.data.text.reading import Entry
 from qkflow.errors import UsageError
 
 RELATIONAL, RELATIVE = "distractor_agreement_relational_noun", "distractor_agreement_relative_clause"
@@ -41,7 +41,7 @@ def blimp(path: Path, config: TaskConfig) -> Task:
     with _opened(path) as entries:
         for entry in entries:
             name = PurePosixPath(entry.label or Path(reading.bare(path.name)).name).stem
-            for number, row in enumerate(stored.rows(entry, EXPECTED), start=1):
+            for number, row in enumerate(jsonl.rows(entry, EXPECTED), start=1):
                 if (prefix := _prefix(name, row, entry, number, skipped)) is not None:
                     prefixes.append(prefix)
     if not prefixes:
@@ -60,7 +60,11 @@ def _opened(path: Path) -> Iterator[Iterator[Entry]]:
         with reading.readable(str(path)), tarfile.open(path) as archive:
             names = sorted(name for name in archive.getnames() if _wanted(name))
             yield (
-                Entry(label=name, shown=f"{path}:{name}", opened=lambda name=name: _member(archive.extractfile(name)))
+                Entry(
+                    label=name,
+                    shown=f"{path}:{name}",
+                    validate_input=lambda name=name: _member(archive.extractfile(name)),
+                )
                 for name in names
             )
     except tarfile.TarError as error:

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qkflow.data.tasks import stored
+from qkflow.data.tasks import jsonl
 from qkflow.data.tasks.base import Instance, Task, TaskConfig
-from qkflow.data.tasks.words import ASK, PARTS, Part, limited, read, vocabulary
+from qkflow.data.tasks.vocab import ASK, PARTS, Part, limited, read, vocabulary
 from qkflow.errors import UsageError, unknown
 
 LABELS = ("hatespeech", "normal", "offensive")
@@ -35,8 +35,8 @@ NOTES = (
 
 def hatexplain(path: Path, config: TaskConfig) -> Task:
     """The task of a folder with the two files of HateXplain."""
-    posts = stored.document(_file(path, "dataset"), POST)
-    divisions = stored.document(_file(path, SPLIT_FILE.removesuffix(".json")), "lists of ids under train, val, test")
+    posts = jsonl.document(_file(path, "dataset"), POST)
+    divisions = jsonl.document(_file(path, SPLIT_FILE.removesuffix(".json")), "lists of ids under train, val, test")
     skipped = Counter[str]()
     named = {part: _ids(divisions, part, path) for part in PARTS}
     placed = {name for names in named.values() for name in names}
@@ -87,7 +87,7 @@ def majority(marked: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
 
 def _file(path: Path, start: str) -> Path:
     folder = path if path.is_dir() else path.parent
-    found = [file for file in stored.files(folder, ".json") if file.name.startswith(start)]
+    found = [file for file in jsonl.files(folder, ".json") if file.name.startswith(start)]
     if path in found:
         return path
     if len(found) != 1:

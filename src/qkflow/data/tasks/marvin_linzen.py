@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qkflow.data.tasks import stored
+from qkflow.data.tasks import jsonl
 from qkflow.data.tasks.base import Task, TaskConfig
 from qkflow.data.tasks.prefixes import Prefix, split_task
 from qkflow.errors import UsageError
@@ -52,7 +52,7 @@ def marvin_linzen(path: Path, config: TaskConfig) -> Task:
 
 def _prefixes(path: Path, skipped: Counter[str]) -> Iterator[Prefix]:
     number = 0
-    for number, row in enumerate(stored.rows(stored.entry(path), EXPECTED), start=1):
+    for number, row in enumerate(jsonl.rows(jsonl.entry(path), EXPECTED), start=1):
         file, case, right, wrong = _fields(row, path, number)
         if not AGREEMENT.fullmatch(file):
             skipped["not subject-verb agreement"] += 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qkflow.data import reading
-from qkflow.data.reading import Entry
-from qkflow.data.tasks import stored
+from qkflow.data.tasks import jsonl
 from qkflow.data.tasks.base import Task, TaskConfig, existing
+from qkflow.data.text import reading
+from qkflow.data.text.reading import Entry
 from qkflow.errors import UsageError
 
 PAIRS = "Marvin & Linzen's pairs (.jsonl, .jsonl.xz) or BLiMP (.tar.xz or its folder)"
@@ -46,7 +46,7 @@ def _agreement(config: TaskConfig) -> Task:
     if path.is_dir():
         if any(Path(reading.bare(file.name)).stem in blimp.SETS for file in reading.files(path, _lines)):
             return blimp.blimp(path, config)
-        found = [*stored.files(path, ".jsonl"), *stored.files(path, ".tar")]
+        found = [*jsonl.files(path, ".jsonl"), *jsonl.files(path, ".tar")]
         if len(found) != 1:
             what = f"holds {', '.join(one.name for one in found)}: name one" if found else "holds neither"
             raise UsageError(f"{path} {what}: give --data PATH, {PAIRS}")
@@ -63,7 +63,7 @@ def _lines(entry: Entry) -> bool:
 
 
 def _first(path: Path) -> dict[str, Any]:
-    first = next(stored.rows(stored.entry(path), PAIRS), None)
+    first = next(jsonl.rows(jsonl.entry(path), PAIRS), None)
     if first is None:
         raise UsageError(f"{path} is empty: give --data PATH, {PAIRS}")
     return first

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qkflow.data.tasks.base import Instance, Task, TaskConfig
-from qkflow.data.tasks.words import PARTS, Part, limited, read, vocabulary
+from qkflow.data.tasks.vocab import PARTS, Part, limited, read, vocabulary
 from qkflow.errors import UsageError
 
 NUMBERS = ("singular", "plural")

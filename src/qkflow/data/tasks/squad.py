@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qkflow.data import reading
-from qkflow.data.tasks import stored
+from qkflow.data.tasks import jsonl
 from qkflow.data.tasks.base import UNKNOWN, Instance, Task, TaskConfig
-from qkflow.data.tasks.words import ANSWER, END, PARTS, QUESTION, UNSEEN, Part, limited, read, vocabulary
+from qkflow.data.tasks.vocab import ANSWER, END, PARTS, QUESTION, UNSEEN, Part, limited, read, vocabulary
+from qkflow.data.text import reading
 from qkflow.errors import UsageError
 
 EXPECTED = "SQuAD: .json files (also .xz, .gz) of articles with paragraphs, contexts, questions and answers"
@@ -110,7 +110,7 @@ def words(text: str) -> list[tuple[str, int, int]]:
 
 def _roles(path: Path) -> tuple[list[Path], list[Path], list[str]]:
     """The files to train on, those to test on, and what to say about it."""
-    found = stored.files(path, ".json")
+    found = jsonl.files(path, ".json")
     if not found:
         raise UsageError(f"{path} has no .json files: expected {EXPECTED}")
     testing = [file for file in found if TESTING.match(file.name.lower())]
@@ -134,7 +134,7 @@ def _names(files: Iterable[Path]) -> str:
 def _examples(files: Sequence[Path], longest: int, skipped: Counter[str]) -> Iterator[Example]:
     for file in files:
         source = _names([file])
-        articles = stored.document(file, EXPECTED).get("data")
+        articles = jsonl.document(file, EXPECTED).get("data")
         if not isinstance(articles, list) or not articles:
             raise UsageError(f"{file} has no list of articles under 'data': expected {EXPECTED}")
         for number, article in enumerate(articles):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qkflow.configs import from_dict, to_dict
+from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError, unknown
 from qkflow.mechanisms.coupling import DYNAMICS, CouplingConfig
 

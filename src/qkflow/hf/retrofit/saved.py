@@ -14,9 +14,9 @@ from qkflow.errors import CheckpointError, UsageError, unknown
 from qkflow.hf.alignment import align
 from qkflow.hf.retrofit.fit import fit
 from qkflow.hf.retrofit.record import KEY, Retrofit, read_record
-from qkflow.hub.description import CODE
+from qkflow.hub.config_json import CODE
 from qkflow.hub.folder import refuse_detours
-from qkflow.hub.plain import read_table
+from qkflow.hub.safe_files import read_table
 from qkflow.hub.weights import survey
 
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]

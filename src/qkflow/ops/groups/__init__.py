@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from qkflow.errors import unknown
-from qkflow.ops.groups.promises import check
+from qkflow.ops.groups.axioms import check
 from qkflow.ops.groups.protocol import Coordinates, Elements, Group
 from qkflow.ops.groups.quaternions import SU2, Quaternions
 from qkflow.ops.groups.rotations import SO3, Rotations

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from qkflow.circuits import Ratio, circuits_by_name, find_circuits
 from qkflow.data.tasks import Instance, Task
 from qkflow.errors import DivergenceError, Interrupted, UsageError
-from qkflow.mechanisms.base import Pace
+from qkflow.mechanisms.base import ParamOptions
 from qkflow.models import Classifier, ClassifierConfig, Decoder, DecoderConfig
 from qkflow.models.one_layer import OneLayer
-from qkflow.training.optimizer import paced_groups, paces_of, set_rates
-from qkflow.training.runtime import own_randomness, threads
+from qkflow.training.optim import paced_groups, paces_of, set_rates
+from qkflow.training.reproducibility import own_randomness, threads
 from qkflow.training.tasks.batches import answered, chosen, rows
 from qkflow.training.tasks.config import ModelConfig, TaskRunConfig
 
@@ -102,7 +102,7 @@ def task_groups(model: nn.Module, config: TaskRunConfig) -> list[dict[str, Any]]
     paces = paces_of(model)
     if config.embedding_ratio != 1:
         for name in _embeddings(model):
-            own = paces.get(name, Pace())
+            own = paces.get(name, ParamOptions())
             paces[name] = replace(own, rate=own.rate * config.embedding_ratio)
     circuits = circuits_by_name(find_circuits(model))
     groups = paced_groups(model, paces, circuits, weight_decay=config.weight_decay)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from qkflow.data import CELL, ByteTokenizer, Corpus, CorpusConfig, Split, WordTokenizer, lesson, open_corpus, windows
-from qkflow.data.batches import scored
 from qkflow.data.recall import prepare
+from qkflow.data.text.batches import scored
 from qkflow.errors import UsageError
 
 MQAR = "mqar:pairs=2+4,length=20,train=60,validation=10,each=5"
@@ -21,7 +21,7 @@ PINNED = {
 }
 
 
-def opened(source: str) -> Corpus:
+def validate_input(source: str) -> Corpus:
     return open_corpus(CorpusConfig(source=source))
 
 
@@ -39,7 +39,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("source", [MQAR, NEEDLE])
 def test_instances_stand_between_end_tokens_and_their_answers_are_on_record(source: str) -> None:
-    corpus = opened(source)
+    corpus = validate_input(source)
     for part, split in parts(corpus).items():
         begins, ends = split.documents.T
         assert begins.tolist() == [1, *(ends[:-1] + 1)]
@@ -58,7 +58,7 @@ def test_instances_stand_between_end_tokens_and_their_answers_are_on_record(sour
 
 
 def test_the_test_part_is_the_grid_cell_after_cell() -> None:
-    mqar, needle = opened(MQAR), opened(NEEDLE)
+    mqar, needle = validate_input(MQAR), validate_input(NEEDLE)
     assert mqar.test.cells is not None
     assert needle.test.cells is not None
     assert mqar.test.cells.tolist() == [(pairs, 20, -1) for pairs in (2, 4) for _ in range(5)]
@@ -68,13 +68,13 @@ def test_the_test_part_is_the_grid_cell_after_cell() -> None:
 
 
 def test_the_record_says_what_the_task_is_and_texts_have_none(tmp_path: Path) -> None:
-    corpus = opened(MQAR)
+    corpus = validate_input(MQAR)
     assert (corpus.name, corpus.context, corpus.chance, corpus.unit) == (MQAR, 20, 1 / 64, "answer token")
     assert corpus.task is not None
     assert (corpus.task["spec"], corpus.task["axes"]) == (MQAR, ["pairs"])
-    assert opened(NEEDLE).task["axes"] == ["length", "depth"]  # type: ignore[index]
+    assert validate_input(NEEDLE).task["axes"] == ["length", "depth"]  # type: ignore[index]
     (tmp_path / "text.txt").write_text("some text that is long enough\n" * 400)
-    text = opened(str(tmp_path / "text.txt"))
+    text = validate_input(str(tmp_path / "text.txt"))
     assert (text.task, text.context, text.chance, text.unit) == (None, None, None, "byte")
     assert (text.train.answers, text.train.cells) == (None, None)
     assert not list(text.folder.glob("*.answers.npy"))
@@ -82,23 +82,25 @@ def test_the_record_says_what_the_task_is_and_texts_have_none(tmp_path: Path) ->
 
 @pytest.mark.parametrize("source", [MQAR, NEEDLE])
 def test_a_spec_gives_the_same_tokens_on_every_machine(source: str) -> None:
-    assert opened(source).digest == PINNED[source]
+    assert validate_input(source).digest == PINNED[source]
 
 
 @pytest.mark.parametrize("source", [MQAR, NEEDLE])
 def test_prepared_twice_is_the_same_to_the_byte_whatever_the_block(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = opened(source)
+    first = validate_input(source)
     monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "other"))
     monkeypatch.setattr(prepare, "BLOCK", 100)
-    second = opened(source)
+    second = validate_input(source)
     assert first.folder.name == second.folder.name
     assert content(first.folder) == content(second.folder)
 
 
 def test_every_option_that_matters_makes_another_corpus() -> None:
-    digests = {opened(f"{MQAR}{more}").digest for more in ("", ",seed=1", ",keys=65", ",values=65", ",fillers=2")}
+    digests = {
+        validate_input(f"{MQAR}{more}").digest for more in ("", ",seed=1", ",keys=65", ",values=65", ",fillers=2")
+    }
     assert len(digests) == 5
 
 
@@ -106,7 +108,7 @@ def test_every_option_that_matters_makes_another_corpus() -> None:
     "source", ["mqar:pairs=1,length=5,keys=3,values=4,train=200,validation=3,each=4", MQAR, NEEDLE]
 )
 def test_no_instance_is_in_two_parts_even_where_there_are_few(source: str) -> None:
-    train, validation, test = (Counter(rows(split)) for split in parts(opened(source)).values())
+    train, validation, test = (Counter(rows(split)) for split in parts(validate_input(source)).values())
     assert not train.keys() & validation.keys()
     assert not train.keys() & test.keys()
     assert not validation.keys() & test.keys()
@@ -114,20 +116,20 @@ def test_no_instance_is_in_two_parts_even_where_there_are_few(source: str) -> No
 
 def test_a_task_without_enough_instances_is_refused() -> None:
     with pytest.raises(UsageError, match=r"too few different instances to fill validation with 512 that are new"):
-        opened("mqar:pairs=1,length=4,keys=1,values=2")
+        validate_input("mqar:pairs=1,length=4,keys=1,values=2")
 
 
 @pytest.mark.parametrize("name", ["train.tokens", "test.answers.npy", "corpus.json"])
 def test_a_damaged_folder_is_made_again(name: str) -> None:
-    corpus = opened(MQAR)
+    corpus = validate_input(MQAR)
     before = content(corpus.folder)
     (corpus.folder / name).write_bytes(b"torn")
-    assert content(opened(MQAR).folder) == before
+    assert content(validate_input(MQAR).folder) == before
     assert not [path for path in corpus.folder.parent.iterdir() if path.suffix == ".tmp"]
 
 
 def test_an_epoch_takes_every_instance_once_with_its_answers_scored() -> None:
-    train = opened(MQAR).train
+    train = validate_input(MQAR).train
     begins = train.documents[:, 0].tolist()
     answers = {tuple(train.tokens[at - 1 : at + 20].tolist()): scored(train, at - 1, 20).tolist() for at in begins}
     steps = [lesson(train, seed=3, step=step, batch=8, context=20) for step in range(30)]
@@ -142,7 +144,7 @@ def test_an_epoch_takes_every_instance_once_with_its_answers_scored() -> None:
 
 
 def test_scored_targets_are_the_answers_and_nothing_else() -> None:
-    corpus = opened(NEEDLE)
+    corpus = validate_input(NEEDLE)
     for split in (corpus.validation, corpus.test):
         found = windows(split, context=96)
         assert [window.document for window in found] == list(range(len(split.documents)))
@@ -153,7 +155,7 @@ def test_scored_targets_are_the_answers_and_nothing_else() -> None:
 
 
 def test_a_lesson_needs_the_length_of_the_task_and_enough_instances() -> None:
-    corpus = opened(NEEDLE)
+    corpus = validate_input(NEEDLE)
     with pytest.raises(UsageError, match="context is 64, but the task's instances have 48 tokens: give --context 48"):
         lesson(corpus.train, seed=0, step=0, batch=2, context=64)
     with pytest.raises(UsageError, match="have 48 or 96 tokens"):
@@ -165,7 +167,7 @@ def test_a_lesson_needs_the_length_of_the_task_and_enough_instances() -> None:
 
 
 def test_tasks_are_read_with_their_own_words_only(tmp_path: Path) -> None:
-    corpus = opened(MQAR)
+    corpus = validate_input(MQAR)
     other = "mqar:pairs=3,length=40,train=20,validation=5,each=5"
     assert open_corpus(CorpusConfig(source=other), tokenizer=corpus.tokenizer).vocabulary == corpus.vocabulary
     for tokenizer, hint in ((ByteTokenizer(), "on text"), (WordTokenizer(["k0", "v0"]), "on a task .* trained on")):
@@ -179,7 +181,7 @@ def test_tasks_are_read_with_their_own_words_only(tmp_path: Path) -> None:
 
 
 def test_a_task_decodes_to_its_words() -> None:
-    corpus = opened(NEEDLE)
+    corpus = validate_input(NEEDLE)
     begin, end = corpus.test.documents[0]
     text = corpus.decode(corpus.test.tokens[begin - 1 : end + 1]).decode()
     assert text.startswith("the number of ")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qkflow.configs import from_dict
+from qkflow.config import from_dict
 from qkflow.data.tasks import Instance, Task, TaskConfig
 from qkflow.data.tasks.base import existing, numbered
 from qkflow.errors import UsageError

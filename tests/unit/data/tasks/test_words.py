@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkflow.data.tasks.words import ASK, RESERVED, limited, read, vocabulary
+from qkflow.data.tasks.vocab import ASK, RESERVED, limited, read, vocabulary
 
 TEXTS = st.lists(st.lists(st.sampled_from(["a", "b", "c", *sorted(RESERVED)])))
 

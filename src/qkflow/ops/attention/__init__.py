@@ -1,0 +1,1 @@
+"""Softmax attention, with and without the attention map."""

@@ -1,0 +1,1 @@
+"""Coupled query-key dynamics: drift and kick on (q, k)."""

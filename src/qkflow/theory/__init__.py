@@ -1,0 +1,1 @@
+"""Theory of query-key learning."""

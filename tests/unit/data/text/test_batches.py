@@ -1,0 +1,207 @@
+"""Training windows are a permutation an epoch; held-out windows score each token once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qkflow.data import Split, batch, epoch_windows, lesson, scored, windows
+from qkflow.data.text.batches import _permuted, _random
+from qkflow.errors import UsageError
+
+QUICK = settings(deadline=None, max_examples=25)
+
+
+def stream(tokens: int) -> Split:
+    """Tokens that are their own positions."""
+    return Split(
+        tokens=np.arange(tokens, dtype=np.uint32), documents=np.array([[1, tokens]]), sizes=np.array([tokens - 1])
+    )
+
+
+def held_out(lengths: list[int]) -> Split:
+    ends = np.cumsum(np.array(lengths) + 1)
+    spans = np.stack([ends - lengths, ends], axis=1)
+    return Split(tokens=np.arange(ends[-1] + 1), documents=spans, sizes=np.array(lengths))
+
+
+@QUICK
+@given(count=st.integers(1, 3000), seed=st.integers(-5, 2**70), epoch=st.integers(0, 10**12))
+def test_the_order_of_an_epoch_is_a_permutation(count: int, seed: int, epoch: int) -> None:
+    _, keys = _random(seed, epoch)
+    assert np.sort(_permuted(np.arange(count), count, keys)).tolist() == list(range(count))
+
+
+def test_the_order_of_a_large_corpus_is_found_for_a_few_windows_alone() -> None:
+    count = 10**12 + 39
+    _, keys = _random(0, 0)
+    images = _permuted(np.arange(count - 1000, count), count, keys)
+    assert len(set(images.tolist())) == 1000
+    assert images.min() >= 0
+    assert images.max() < count
+
+
+def test_orders_look_random() -> None:
+    count = 4096
+    orders = [_permuted(np.arange(count), count, _random(seed, 0)[1]) for seed in range(20)]
+    for order in orders:
+        assert abs(np.corrcoef(np.arange(count), order)[0, 1]) < 0.08
+        assert (np.abs(np.diff(order)) < count // 10).mean() == pytest.approx(0.19, abs=0.04)
+    assert len({tuple(order) for order in orders}) == 20
+    small = {tuple(_permuted(np.arange(4), 4, _random(seed, 0)[1])) for seed in range(500)}
+    assert len(small) == 24
+
+
+@QUICK
+@given(tokens=st.integers(2, 400), context=st.integers(1, 30), rows=st.integers(1, 12), seed=st.integers(0, 9))
+def test_an_epoch_takes_every_window_once_and_windows_do_not_overlap(
+    tokens: int, context: int, rows: int, seed: int
+) -> None:
+    split = stream(tokens)
+    if tokens < context + 1 or rows > epoch_windows(split, context=context):
+        with pytest.raises(UsageError):
+            batch(split, seed=seed, step=0, batch=rows, context=context)
+        return
+    count = epoch_windows(split, context=context)
+    steps = [batch(split, seed=seed, step=step, batch=rows, context=context) for step in range(3 * count // rows + 1)]
+    drawn = np.concatenate(steps)
+    assert drawn.dtype == np.int64
+    assert drawn.shape[1] == context + 1
+    assert (np.diff(drawn) == 1).all()
+    for epoch in range(3):
+        begins = np.sort(drawn[epoch * count : (epoch + 1) * count, 0])
+        if len(begins) == count:
+            assert (np.diff(begins) == context).all()
+            assert begins[0] < context
+            assert tokens - begins[-1] - context <= 2 * context
+
+
+def test_a_batch_depends_on_its_arguments_alone() -> None:
+    split = stream(1000)
+    later = batch(split, seed=3, step=17, batch=4, context=8)
+    assert (batch(split, seed=3, step=17, batch=4, context=8) == later).all()
+    assert (batch(split, seed=4, step=17, batch=4, context=8) != later).any()
+    assert (batch(split, seed=3, step=18, batch=4, context=8) != later).any()
+
+
+def test_the_lessons_of_a_text_are_its_batches_with_every_target_scored() -> None:
+    split = stream(1000)
+    tokens, mask = lesson(split, seed=3, step=17, batch=4, context=8)
+    assert (tokens == batch(split, seed=3, step=17, batch=4, context=8)).all()
+    assert mask is None
+    assert scored(split, 5, 7).tolist() == [True] * 7
+    assert tokens[:, 0].tolist() == [205, 789, 13, 709]
+
+
+@QUICK
+@given(gaps=st.lists(st.integers(0, 4), min_size=2, max_size=20), begin=st.integers(0, 10), length=st.integers(0, 60))
+def test_scored_targets_lie_in_an_answer(gaps: list[int], begin: int, length: int) -> None:
+    borders = 1 + np.cumsum([gap + number % 2 for number, gap in enumerate(gaps)])  # no answer is empty
+    answers = borders[: len(borders) // 2 * 2].reshape(-1, 2)
+    split = Split(tokens=np.arange(200), documents=np.array([[1, 200]]), sizes=np.array([1]), answers=answers)
+    inside = {place for first, last in answers.tolist() for place in range(first, last)}
+    assert scored(split, begin, length).tolist() == [begin + 1 + n in inside for n in range(length)]
+
+
+def test_windows_move_and_change_order_from_epoch_to_epoch() -> None:
+    split = stream(1000)
+    count = epoch_windows(split, context=10)
+    epochs = [batch(split, seed=0, step=step, batch=count, context=10)[:, 0] for step in range(8)]
+    assert len({begins.min() for begins in epochs}) > 3
+    assert len({tuple(np.argsort(begins)) for begins in epochs}) == 8
+
+
+def test_a_corpus_of_exactly_one_window_is_enough() -> None:
+    assert batch(stream(9), seed=0, step=5, batch=1, context=8).tolist() == [list(range(9))]
+
+
+def test_the_tokens_mapped_from_disk_are_not_changed() -> None:
+    split = stream(100)
+    split.tokens.setflags(write=False)
+    rows = batch(split, seed=0, step=0, batch=2, context=8)
+    rows += 1
+    assert (split.tokens == np.arange(100)).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "context", "message"),
+    [
+        (8, 1, 8, r"has 8 tokens; a window needs context \+ 1 = 9: lower --context"),
+        (100, 13, 8, "batch 13 is too large for the corpus: it has 11 windows of 8 tokens; lower --batch"),
+        (100, 0, 8, "batch is 0: give at least 1"),
+        (100, -1, 8, "batch is -1: give at least 1"),
+        (100, 1, 0, "context is 0: give at least 1"),
+    ],
+)
+def test_a_batch_that_cannot_be_is_refused(tokens: int, rows: int, context: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        batch(stream(tokens), seed=0, step=0, batch=rows, context=context)
+
+
+@QUICK
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    context=st.integers(1, 25),
+    data=st.data(),
+)
+def test_windows_score_every_token_of_every_document_once(
+    lengths: list[int], context: int, data: st.DataObject
+) -> None:
+    stride = data.draw(st.none() | st.integers(1, context))
+    split = held_out(lengths)
+    found = windows(split, context=context, stride=stride)
+    scored: dict[int, list[int]] = {number: [] for number in range(len(lengths))}
+    for window in found:
+        begin, end = split.documents[window.document]
+        assert 1 <= window.length <= context
+        assert 0 <= window.skip < window.length
+        assert begin - 1 <= window.begin
+        assert window.begin + window.length < end
+        targets = range(window.begin + 1, window.begin + 1 + window.length)
+        scored[window.document] += list(targets)[window.skip :]
+    assert scored == {number: list(range(*span)) for number, span in enumerate(split.documents.tolist())}
+    assert [window.document for window in found] == sorted(window.document for window in found)
+
+
+def test_a_smaller_stride_gives_every_later_token_more_context() -> None:
+    found = windows(held_out([20]), context=8, stride=2)
+    assert [window.skip for window in found] == [0, 6, 6, 6, 6, 6, 6]
+    assert all(after.begin - this.begin == 2 for this, after in pairwise(found))
+
+
+@QUICK
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60), limit=st.integers(1, 2000))
+def test_a_limit_takes_whole_documents_and_no_more_tokens_than_it_says(lengths: list[int], limit: int) -> None:
+    split = held_out(lengths)
+    found = windows(split, context=16, limit=limit)
+    chosen = sorted({window.document for window in found})
+    tokens = sum(window.length for window in found)
+    assert tokens == sum(lengths[number] for number in chosen)
+    assert tokens <= limit or len(chosen) == 1
+    assert len(chosen) == len(lengths) or sum(lengths) > limit
+    assert tokens <= limit or min(lengths) > limit
+    assert found == windows(split, context=16, limit=limit)
+
+
+def test_the_documents_of_a_limit_are_evenly_spaced() -> None:
+    found = windows(held_out([10] * 100), context=16, limit=205)
+    chosen = [window.document for window in found]
+    assert len(chosen) == 20
+    assert {after - this for this, after in pairwise(chosen)} == {5}
+
+
+def test_a_limit_is_nearly_used_up_when_lengths_differ_much() -> None:
+    lengths = np.random.default_rng(0).lognormal(8, 2, size=400).astype(int) + 1
+    for limit in (30_000, 300_000, 3_000_000):
+        tokens = sum(window.length for window in windows(held_out(lengths.tolist()), context=256, limit=limit))
+        assert 0.8 * limit < tokens <= limit
+
+
+@pytest.mark.parametrize(("stride", "limit"), [(0, None), (9, None), (-1, None), (None, 0)])
+def test_windows_that_cannot_be_are_refused(stride: int | None, limit: int | None) -> None:
+    with pytest.raises(UsageError, match="give a"):
+        windows(held_out([5]), context=8, stride=stride, limit=limit)

@@ -1,0 +1,138 @@
+"""A small corpus with a cache of its own, requests for tiny studies, and an engine that makes runs in this process."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+import torch
+
+from qkflow.data import CorpusConfig
+from qkflow.experiment.design import Design, Job
+from qkflow.experiment.executors.base import Done, Need
+from qkflow.experiment.observer import Observer
+from qkflow.experiment.progress import Progress
+from qkflow.experiment.request import Request
+from qkflow.experiment.worker import described
+from qkflow.mechanisms import registry
+from qkflow.models import DecoderConfig
+
+TINY = DecoderConfig(width=16, layers=1, heads=2, hidden=32)
+
+
+class Inline:
+    """An engine without processes: calls happen one after the other, here."""
+
+    patience = 0.0
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self.calls: list[Any] = []
+        self.before: Callable[[Any], None] = lambda argument: None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def cores(self) -> tuple[int, ...]:
+        return (2,)
+
+    def work(
+        self, function: Callable[[Any], Any], arguments: Sequence[Any], *, at_once: int, need: Need
+    ) -> Iterator[Done | None]:
+        for index, argument in enumerate(arguments):
+            if self.stopped:
+                return
+            self.calls.append(argument)
+            yield None
+            try:
+                self.before(argument)
+                yield Done(index=index, value=function(argument))
+            except Exception as error:
+                yield Done(index=index, crash=described(error))
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+class Watcher(Observer):
+    """Keeps everything it is told."""
+
+    def __init__(self) -> None:
+        self.notices: list[str] = []
+        self.designs: list[Design] = []
+        self.progress: list[Progress] = []
+        self.failures: list[tuple[str, str]] = []
+
+    def on_notice(self, text: str) -> None:
+        self.notices.append(text)
+
+    def on_design(self, design: Design) -> None:
+        self.designs.append(design)
+
+    def on_progress(self, progress: Progress) -> None:
+        self.progress.append(progress)
+
+    def on_failure(self, job: Job, reason: str) -> None:
+        self.failures.append((job.name, reason))
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eighty short documents in one file, which is soon opened."""
+    file = tmp_path_factory.mktemp("study") / "texts.jsonl"
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abcdefgh", k=generator.randint(2, 6))) for _ in range(50)]
+    texts = [" ".join(generator.choices(words, k=generator.randint(20, 60))) for _ in range(80)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return file
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setattr(registry, "_BUILT_IN", dict(registry._BUILT_IN))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def ask(texts: Path) -> Callable[..., Request]:
+    """Makes a request for a study of two arms, two seeds and twenty steps; what is not said is small."""
+
+    def make(**changes: Any) -> Request:
+        small: dict[str, Any] = {
+            "corpus": CorpusConfig(source=str(texts)),
+            "arms": ("standard", "differential"),
+            "model": TINY,
+            "tokens": 20 * 64,
+            "seeds": 2,
+            "context": 16,
+            "batch": 4,
+            "device": "cpu",
+            "threads": 1,
+        }
+        return Request(**{**small, **changes})
+
+    return make
+
+
+@pytest.fixture
+def inline() -> type[Inline]:
+    return Inline
+
+
+@pytest.fixture
+def watcher() -> Watcher:
+    return Watcher()

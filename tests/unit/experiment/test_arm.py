@@ -1,0 +1,93 @@
+"""Arms that differ in how fast their queries and keys learn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qkflow.circuits import Ratio
+from qkflow.errors import UsageError
+from qkflow.experiment.arm import parse_arm
+from qkflow.experiment.design import Design, jobs, read_design, write_design
+from qkflow.experiment.matching import refuse_twins, shape
+from qkflow.experiment.plan import plan
+from qkflow.experiment.request import Request
+
+Ask = Callable[..., Request]
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "ratio"),
+    [
+        ("standard", "standard", Ratio()),
+        ("standard:r=20", "standard", Ratio(start=20.0)),
+        ("standard:window=8,r=.5", "standard:window=8", Ratio(start=0.5)),
+        ("standard:r=20,window=8", "standard:window=8", Ratio(start=20.0)),
+        ("qdelta+affine: growth = 40", "qdelta+affine", Ratio(end=40.0)),
+        ("standard:growth=1e1,r=10", "standard", Ratio(start=10.0)),
+    ],
+)
+def test_an_arm_is_a_mechanism_and_a_ratio(name: str, spec: str, ratio: Ratio) -> None:
+    assert parse_arm(name) == (spec, ratio)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("standard:r=0", "the arm 'standard:r=0': r must be a finite number above 0, got 0"),
+        ("standard:r=-3", "r must be a finite number above 0, got -3"),
+        ("standard:r=x", "the arm 'standard:r=x': r must be a finite number above 0, got 'x'"),
+        ("standard:r", "r must be a finite number above 0, got ''"),
+        ("standard:growth=inf", "growth must be a finite number above 0, got inf"),
+        ("standard:r=2,r=3", "gives r twice"),
+    ],
+)
+def test_an_arm_with_a_ratio_that_is_none_is_refused_in_one_line(name: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says) as caught:
+        parse_arm(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_arms_that_differ_in_their_ratio_are_two_and_those_that_do_not_are_one() -> None:
+    refuse_twins(["standard", "standard:r=20", "standard:growth=20", "standard:r=20,growth=40"])
+    for twin in ("standard:r=1", "standard:r=1,growth=1"):
+        with pytest.raises(UsageError, match=f"'standard' and '{twin}' are the same mechanism"):
+            refuse_twins(["standard", twin])
+
+
+def test_a_ratio_costs_neither_parameters_nor_flops(ask: Ask) -> None:
+    made = shape(ask(arms=("standard:r=2", "standard", "standard:r=5,growth=40")), "own", 257)
+    assert len({(arm.model, arm.parameters, arm.flops_per_token, arm.state_bytes) for arm in made.arms}) == 1
+    assert [arm.name for arm in made.arms] == ["standard:r=2", "standard", "standard:r=5,growth=40"]
+    assert made.arms[0].model.mechanism == "standard"
+
+
+def designed(request: Request, engine: Any) -> Design:
+    return plan(request, engine, notice=lambda text: None, command=("qkflow", "compare"))
+
+
+def test_every_run_of_an_arm_has_its_ratio_tuning_too(ask: Ask, inline: Any) -> None:
+    arms = ("standard", "standard:r=20", "differential:r=5,growth=40")
+    design = designed(ask(arms=arms, learning_rates=(1e-3, 3e-3)), inline())
+    ratios = {"standard": (1.0, None), "standard:r=20": (20.0, None), "differential:r=5,growth=40": (5.0, 40.0)}
+    made = jobs(design, dict.fromkeys(arms, 1e-3))
+    assert {job.kind for job in made} == {"tuning", "main"}
+    for job in made:
+        assert job.config is not None
+        assert (job.config.qk_ratio, job.config.qk_growth) == ratios[job.arm]
+        assert job.config.model.mechanism == job.arm.partition(":")[0]
+    assert [arm.folder for arm in design.arms] == ["standard", "standard_r=20", "differential_r=5,growth=40"]
+
+
+def test_a_design_from_before_there_were_ratios_is_read(ask: Ask, inline: Any, tmp_path: Path) -> None:
+    design = designed(ask(), inline())
+    write_design(tmp_path, design)
+    file = tmp_path / "design.json"
+    data = json.loads(file.read_text())
+    del data["base"]["qk_ratio"], data["base"]["qk_growth"]
+    file.write_text(json.dumps(data))
+    assert jobs(read_design(tmp_path)) == jobs(design)

@@ -1,0 +1,223 @@
+"""Arms are matched, seeds are shared, and the design is on record."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from qkflow.data import CorpusConfig
+from qkflow.errors import UsageError
+from qkflow.experiment.design import Design, folder_names, jobs, read_design, write_design
+from qkflow.experiment.matching import shape, steps_of, whole
+from qkflow.experiment.plan import plan, shared_out
+from qkflow.experiment.request import Request
+from qkflow.mechanisms import StandardAttention, StandardConfig, register
+from qkflow.models import Decoder, DecoderConfig, parameters
+from qkflow.training.schedule import multiplier
+
+Ask = Callable[..., Request]
+ARMS = ("standard", "differential", "standard:key_heads=1", "standard:window=16")
+
+
+def designed(request: Request, engine: Any) -> Design:
+    return plan(request, engine, notice=lambda text: None, command=("qkflow", "compare"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargerConfig(StandardConfig):
+    """Standard attention with parameters that do nothing."""
+
+    more: int = 1000
+
+    def __call__(self, width: int, heads: int, layer: int, layers: int) -> StandardAttention:
+        made = super().__call__(width, heads, layer, layers)
+        made.idle = nn.Parameter(torch.empty(self.more))
+        return made
+
+
+@pytest.mark.parametrize("size", ["100k", "500k", "1m", "5m"])
+def test_arms_have_the_baselines_parameters(ask: Ask, size: str) -> None:
+    made = shape(ask(arms=ARMS, model=None, size=size), size, 257)
+    for arm in made.arms:
+        assert arm.parameters == parameters(arm.model)
+        assert abs(arm.parameters / made.parameters - 1) <= 0.005
+        assert arm.model.mechanism == arm.name
+
+
+def test_an_arm_too_large_to_be_matched_is_named_with_the_reason(ask: Ask) -> None:
+    register("larger", LargerConfig)
+    with pytest.raises(UsageError, match=r"matching impossible for the arm 'larger:more=100000': .* larger size"):
+        shape(ask(arms=("standard", "larger:more=100000")), "own", 257)
+
+
+def test_an_arm_that_comes_not_near_enough_is_named_with_what_is_left(ask: Ask) -> None:
+    register("larger", LargerConfig)
+    coarse = DecoderConfig(width=8, layers=4, heads=2, hidden=8)  # a unit of hidden width is 3 % of all parameters
+    with pytest.raises(UsageError, match=r"matching impossible for the arm 'larger:more=12': .*-1\.2%.* 0\.5%"):
+        shape(ask(arms=("standard", "larger:more=12"), model=coarse), "own", 257)
+
+
+def test_two_ways_to_write_one_mechanism_are_one_arm_too_many(ask: Ask) -> None:
+    with pytest.raises(UsageError, match="'standard' and 'standard:window=None' are the same mechanism"):
+        shape(ask(arms=("standard", "standard:window=None")), "own", 257)
+
+
+def test_an_unknown_arm_is_answered_with_the_nearest(ask: Ask) -> None:
+    with pytest.raises(UsageError, match="unknown mechanism 'diferential': did you mean 'differential'"):
+        shape(ask(arms=("standard", "diferential")), "own", 257)
+
+
+def test_declared_flops_are_those_that_torch_counts(ask: Ask) -> None:
+    """On the maths path, whose squares are full: causal attention declares half of them."""
+    made = shape(ask(arms=ARMS, model=None, size="100k", context=None), "100k", 257)
+    t = made.context
+    for arm in made.arms:
+        model = Decoder(arm.model)
+        cost = model.cost(t)
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, t, dtype=torch.int64))
+        assert counter.get_total_flops() == cost.linear_flops + cost.pair_flops * t * t
+        assert arm.flops_per_token == round((cost.linear_flops + cost.pair_flops * cost.pairs) / t)
+        if "window" not in arm.name:
+            assert abs(cost.pairs - t * t / 2) <= t
+
+
+def test_equal_flops_give_a_costlier_arm_fewer_steps(ask: Ask) -> None:
+    made = shape(ask(arms=("standard", "differential"), model=None, size="100k"), "100k", 257)
+    steps = steps_of(made, 10_000, "flops")
+    spent = [n * arm.flops_per_token for n, arm in zip(steps, made.arms, strict=True)]
+    assert abs(spent[1] / spent[0] - 1) < 0.002
+    assert steps != steps_of(made, 10_000, "tokens") == (10_000, 10_000)
+
+
+@given(steps=st.floats(0, 1e7))
+@settings(deadline=None, max_examples=25)
+def test_an_evaluation_falls_on_the_end_of_the_plateau(steps: float) -> None:
+    made = whole(steps)
+    assert made >= 20
+    assert made % 20 == 0
+    assert abs(made - steps) <= 10 or made == 20
+
+
+def test_the_learning_rate_stands_until_the_evaluation_at_four_fifths(ask: Ask, inline: Any) -> None:
+    config = jobs(designed(ask(tokens=200 * 64), inline()))[0].config
+    assert config is not None
+    plateau = config.steps * 4 // 5
+    assert plateau % config.evaluate_every == 0
+    assert config.steps // config.evaluate_every == 20
+    assert [multiplier(config, plateau), multiplier(config, plateau + 1) < 1] == [1.0, True]
+
+
+def test_run_i_of_every_arm_has_seed_i_and_the_data_of_run_i(ask: Ask, inline: Any) -> None:
+    design = designed(ask(seeds=3), inline())
+    made = jobs(design)
+    assert {(job.arm, job.seed) for job in made} == {(arm, seed) for arm in design.request.arms for seed in range(3)}
+    for job in made:
+        assert job.config is not None
+        assert (job.config.seed, job.config.data_seed) == (job.seed, job.seed)
+        assert job.config.model == design.arm(job.arm).model
+        assert job.folder == Path("runs", design.arm(job.arm).folder, f"seed-{job.seed}")
+    assert len({job.folder for job in made}) == 6
+    assert [job.seed for job in made] == [0, 0, 1, 1, 2, 2]  # pairs come early: half a study can be read
+
+
+def test_runs_differ_in_nothing_but_arm_seed_and_rate(ask: Ask, inline: Any) -> None:
+    design = designed(ask(), inline())
+    for job in jobs(design):
+        assert job.config is not None
+        same = replace(job.config, model=design.base.model, seed=0, data_seed=0)
+        assert same == design.base
+
+
+def test_tuning_runs_have_a_seed_of_their_own_and_equal_length(ask: Ask, inline: Any) -> None:
+    design = designed(ask(learning_rates=(1e-3, 3e-3, 1e-2), tokens=400 * 64), inline())
+    made = jobs(design)
+    tuning = [job for job in made if job.kind == "tuning"]
+    assert {(job.arm, job.config.lr) for job in tuning if job.config} == {
+        (arm, rate) for arm in design.request.arms for rate in (1e-3, 3e-3, 1e-2)
+    }
+    assert {(job.seed, job.steps) for job in tuning} == {(1000, 100)}
+    assert all(job.config and job.config.data_seed == 1000 for job in tuning)
+    assert all(job.config is None for job in made if job.kind == "main")
+    chosen = jobs(design, {"standard": 1e-2})
+    assert {(job.arm, job.config and job.config.lr) for job in chosen if job.kind == "main"} == {
+        ("standard", 1e-2),
+        ("differential", None),
+    }
+
+
+def test_a_design_comes_back_from_its_file_as_it_was(ask: Ask, inline: Any, tmp_path: Path) -> None:
+    design = designed(ask(arms=ARMS[:3], learning_rates=(1e-3, 3e-3)), inline())
+    write_design(tmp_path, design)
+    assert read_design(tmp_path) == design
+    record = json.loads((tmp_path / "design.json").read_text())
+    assert record["digest"] == design.digest
+    assert record["command"] == ["qkflow", "compare"]
+    assert (record["look"], record["error_rate"]) == (1, pytest.approx(0.04))
+    del record["unit"]  # as designs were before there were tasks
+    (tmp_path / "design.json").write_text(json.dumps(record))
+    assert read_design(tmp_path) == design
+
+
+def test_a_window_of_a_task_is_an_instance_and_steps_keep_their_tokens(ask: Ask, inline: Any) -> None:
+    task = CorpusConfig(source="mqar:pairs=2,length=16,keys=4,values=4,train=200,validation=8,each=2")
+    asked = ask(corpus=task, model=None, size="100k", context=None, batch=None, tokens=20 * 128 * 16, passes=99.0)
+    design = designed(asked, inline())
+    assert (design.unit, design.base.context, design.base.batch) == ("answer token", 16, 128)
+    assert design.arms[0].model.vocabulary >= 10
+    assert designed(replace(asked, context=16, batch=4), inline()).base.batch == 4
+    with pytest.raises(UsageError, match="16 tokens long, got a context of 32"):
+        designed(replace(asked, context=32), inline())
+
+
+def test_a_folder_without_a_design_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no study"):
+        read_design(tmp_path)
+    (tmp_path / "design.json").write_text('{"format": 99}')
+    with pytest.raises(UsageError, match="is of format 99, expected 1"):
+        read_design(tmp_path)
+    (tmp_path / "design.json").write_text('{"preset": {}, "request": {}}')
+    with pytest.raises(UsageError, match="a study of `qkflow sharpen`: its own command"):
+        read_design(tmp_path)
+
+
+@given(names=st.lists(st.text(max_size=120), max_size=8))
+@settings(deadline=None, max_examples=25)
+def test_names_become_folders_of_their_own(names: list[str]) -> None:
+    made = folder_names(names)
+    assert len(made) == len(names)
+    assert len({name.casefold() for name in made}) == len(names)
+    assert all(re.fullmatch(r"[A-Za-z0-9=+,_-][A-Za-z0-9=+,._-]{0,99}", name) for name in made)
+
+
+@given(
+    cores=st.lists(st.integers(1, 64), min_size=1, max_size=4),
+    seeds=st.none() | st.integers(1, 40),
+    jobs=st.none() | st.integers(1, 8),
+    threads=st.none() | st.integers(1, 8),
+)
+@settings(deadline=None, max_examples=50)
+def test_runs_never_take_more_threads_than_their_machine_has_cores(
+    cores: list[int], seeds: int | None, jobs: int | None, threads: int | None, request: pytest.FixtureRequest
+) -> None:
+    ask = request.getfixturevalue("ask")
+    at_once, each = shared_out(ask(seeds=seeds, jobs=jobs, threads=threads), cores, on_cpu=True)
+    assert (at_once, each) == (jobs or at_once, threads or each)
+    assert at_once >= 1
+    assert 1 <= each <= max(*cores, threads or 1)
+    if jobs is None and each <= max(cores):
+        assert at_once <= sum(machine // each for machine in cores)
+    if jobs is None and threads is None and seeds is not None and 2 * seeds >= sum(cores):
+        assert (at_once, each) == (sum(cores), 1)

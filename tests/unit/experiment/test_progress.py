@@ -1,0 +1,103 @@
+"""How far a study is, from the ends of its runs' metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qkflow.experiment.design import Design, Job, jobs
+from qkflow.experiment.plan import plan
+from qkflow.experiment.progress import Meter, tail
+from qkflow.experiment.request import Request
+
+
+@pytest.fixture
+def design(ask: Callable[..., Request], inline: Any) -> Design:
+    """Four runs of a hundred steps, two at a time."""
+    return plan(ask(tokens=100 * 64), inline(), notice=lambda text: None)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def write(study: Path, job: Job, step: int) -> None:
+    (study / job.folder).mkdir(parents=True, exist_ok=True)
+    with open(study / job.folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "train", "step": step}) + "\n")
+
+
+def test_the_last_whole_line_tells_the_step(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert tail(tmp_path) == (0, 0)
+    lines = "".join(json.dumps({"step": step, "more": "x" * 50}) + "\n" for step in range(1000))
+    file.write_text(lines)
+    assert tail(tmp_path) == (len(lines), 999)
+    file.write_text(lines + '{"step": 1000, "mo')
+    assert tail(tmp_path)[1] == 999
+    file.write_text("no json\n")
+    assert tail(tmp_path)[1] == 0
+
+
+def test_speed_and_time_left_follow_from_what_was_done_in_this_session(design: Design, tmp_path: Path) -> None:
+    clock, made = Clock(), jobs(design)
+    write(tmp_path, made[0], 50)  # from an earlier session
+    meter = Meter(tmp_path, design, made, clock)
+    first = meter.read()
+    assert (first.tokens, first.tokens_per_second, first.seconds_left, first.running) == (50 * 64, None, None, ())
+    clock.now = 10.0
+    write(tmp_path, made[0], 70)
+    write(tmp_path, made[1], 20)
+    seen = meter.read()
+    assert seen.tokens == 90 * 64
+    assert seen.all_tokens == 400 * 64
+    assert seen.tokens_per_second == pytest.approx(40 * 64 / 10)
+    assert [(run.arm, run.seed, run.step, run.steps) for run in seen.running] == [
+        (job.arm, 0, step, 100) for job, step in zip(made[:2], (70, 20), strict=True)
+    ]
+    assert seen.seconds_left == pytest.approx(80, rel=0.15)  # a slot makes two steps a second; 30 + 100 | 80 + 100 left
+
+
+def test_finished_runs_count_whole_and_failed_ones_not_at_all(design: Design, tmp_path: Path) -> None:
+    clock, made = Clock(), jobs(design)
+    meter = Meter(tmp_path, design, made, clock)
+    clock.now = 10.0
+    write(tmp_path, made[1], 30)
+    meter.finish(made[0])
+    meter.fail(made[1])
+    seen = meter.read()
+    assert (seen.finished, seen.failed, seen.runs) == (1, 1, 4)
+    assert (seen.tokens, seen.all_tokens) == (100 * 64, 300 * 64)
+    assert seen.running == ()
+
+
+def test_what_was_finished_before_says_nothing_about_speed(design: Design, tmp_path: Path) -> None:
+    clock, made = Clock(), jobs(design)
+    meter = Meter(tmp_path, design, made, clock)
+    for job in made[:2]:
+        meter.count_as_old(job)
+    clock.now = 10.0
+    assert meter.read().seconds_left is None
+    clock.now = 20.0
+    write(tmp_path, made[2], 50)
+    write(tmp_path, made[3], 50)
+    assert meter.read().seconds_left == pytest.approx(20, rel=0.15)
+
+
+def test_a_run_that_went_back_to_its_checkpoint_does_not_count_twice(design: Design, tmp_path: Path) -> None:
+    clock, made = Clock(), jobs(design)
+    write(tmp_path, made[0], 60)
+    meter = Meter(tmp_path, design, made, clock)
+    (tmp_path / made[0].folder / "metrics.jsonl").write_text('{"step": 40}\n')
+    clock.now = 10.0
+    seen = meter.read()
+    assert seen.tokens == 40 * 64
+    assert seen.seconds_left is None
+    assert len(seen.running) == 1

@@ -1,0 +1,362 @@
+"""Differences, p values and spreads: against scipy, by hand, and by the laws they obey."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from qkflow.experiment.stats.differences import beyond, difference, holm, sign_flip, spread
+from qkflow.experiment.stats.paired import _documents, paired
+from qkflow.experiment.stats.t_dist import half_width
+
+LN2 = math.log(2)
+
+
+def study(
+    seeds: int, documents: int, *, seed: int = 0, shift: float = 0.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Nats of an arm and of a baseline over documents of unequal sizes."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(50, 500, documents)
+    loss = 1.5 + 0.2 * rng.standard_normal(documents)
+    runs = loss + 0.02 * rng.standard_normal((2, seeds, 1)) + 0.02 * rng.standard_normal((2, seeds, documents))
+    arm, baseline = (runs + np.array([shift, 0.0])[:, None, None]) * sizes
+    return arm, baseline, sizes
+
+
+cases = st.tuples(st.integers(2, 8), st.integers(1, 9), st.integers(0, 10**6))
+
+
+def numbers(found: object) -> list[float]:
+    names = ("mean", "spread", "error", "freedom", "low", "high", "p", "smallest")
+    return [getattr(found, name) for name in names]
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5, 10])
+def test_with_one_document_it_is_the_paired_t_test(seeds: int) -> None:
+    arm, baseline, sizes = study(seeds, 1, seed=seeds)
+    found = difference(arm, baseline, sizes, level=0.9)
+    bits = [(nats / LN2 / sizes).ravel() for nats in (arm, baseline)]
+    want = stats.ttest_rel(*bits)
+    interval = want.confidence_interval(0.9)
+    assert (found.p, found.low, found.high) == pytest.approx((want.pvalue, interval.low, interval.high))
+    assert found.error == pytest.approx(stats.sem(bits[0] - bits[1]))
+    assert (found.freedom, found.documents) == (seeds - 1, 1)
+
+
+def test_documents_of_equal_size_add_the_component_of_a_two_way_analysis_of_variance() -> None:
+    n, d = 4, 6
+    rng = np.random.default_rng(3)
+    cells = rng.standard_normal((n, d)) + rng.standard_normal((n, 1)) + 3 * rng.standard_normal(d)
+    rows, columns, grand = cells.mean(1), cells.mean(0), cells.mean()
+    by_document = n * np.square(columns - grand).sum() / (d - 1)
+    interaction = np.square(cells - rows[:, None] - columns + grand).sum() / ((n - 1) * (d - 1))
+    component = (by_document - interaction) / (n * d)
+    assert component > 0
+    by_seeds = rows.var(ddof=1) / n
+    found = difference(cells * LN2, np.zeros((n, d)), np.ones(d))
+    assert found.error == pytest.approx(math.sqrt(by_seeds + component))
+    freedom = (by_seeds + component) ** 2 / (by_seeds**2 / (n - 1) + component**2 / (d - 1))
+    assert found.freedom == pytest.approx(freedom)
+    widths = [half_width(0.95, one) for one in ((found.error, freedom), (math.sqrt(by_seeds), n - 1))]
+    assert found.high - found.mean == pytest.approx(max(widths))
+
+
+@given(sizes=st.lists(st.integers(1, 1000), min_size=2, max_size=9))
+@settings(deadline=None, max_examples=25)
+def test_the_documents_count_as_their_matrix_says(sizes: list[int]) -> None:
+    w = np.array(sizes) / sum(sizes)
+    pull = np.diag(w) @ (np.eye(len(w)) - np.outer(np.ones(len(w)), w))
+    gram = pull @ pull.T
+    k, freedom = _documents(w)
+    assert k == pytest.approx((w @ w) / np.trace(gram))
+    assert freedom == pytest.approx(np.trace(gram) ** 2 / np.trace(gram @ gram), rel=1e-3)
+    assert 1 <= freedom <= len(w) - 1
+
+
+def simulated(seeds: int, *, by_seed: float, by_document: float, rest: float, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """4000 studies of nothing: nats [studies, seeds, documents], and the sizes of 41 unequal documents."""
+    rng = np.random.default_rng(seed)
+    sizes = np.exp(0.5 * rng.standard_normal(41))
+    normal = rng.standard_normal
+    bits = by_seed * normal((4000, seeds, 1)) + by_document * normal((4000, 1, 41)) + rest * normal((4000, seeds, 41))
+    return bits * sizes * LN2, sizes
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5, 10])
+@pytest.mark.parametrize(
+    ("by_seed", "by_document", "rest"),
+    [(1, 0, 0), (1, 0, 5), (1, 5, 0), (1, 5, 5), (1, 15, 0), (0.01, 5, 5)],
+)
+def test_wherever_the_variation_comes_from_the_interval_errs_no_more_than_it_says(
+    seeds: int, by_seed: float, by_document: float, rest: float
+) -> None:
+    bits, sizes = simulated(seeds, by_seed=by_seed, by_document=by_document, rest=rest)
+    assert (paired(bits, np.zeros_like(bits), sizes).p() < 0.05).mean() < 0.062
+
+
+def test_seeds_alone_err_where_documents_differ_and_satterthwaite_alone_with_two_seeds() -> None:
+    bits, sizes = simulated(5, by_seed=1, by_document=15, rest=0)
+    found = paired(bits, np.zeros_like(bits), sizes)
+    assert (np.abs(found.mean) > half_width(0.95, found.yardsticks[0])).mean() > 0.4
+    bits, sizes = simulated(2, by_seed=1, by_document=0, rest=5)
+    found = paired(bits, np.zeros_like(bits), sizes)
+    assert (np.abs(found.mean) > half_width(0.95, found.yardsticks[1])).mean() > 0.065
+
+
+@given(case=cases)
+@settings(deadline=None, max_examples=25)
+def test_the_interval_is_never_narrower_than_the_paired_t_over_seeds(case: tuple[int, int, int]) -> None:
+    arm, baseline, sizes = study(case[0], case[1], seed=case[2])
+    found = difference(arm, baseline, sizes)
+    plain = stats.ttest_1samp(found.by_seed, 0.0)
+    interval = plain.confidence_interval(0.95)
+    assert found.low <= interval.low + 1e-12
+    assert found.high >= interval.high - 1e-12
+    assert found.p >= plain.pvalue - 1e-12
+
+
+@given(case=cases, level=st.sampled_from([0.9, 0.95, 0.96, 0.992]))
+@settings(deadline=None, max_examples=25)
+def test_the_p_value_is_below_alpha_exactly_where_the_interval_leaves_out_zero(
+    case: tuple[int, int, int], level: float
+) -> None:
+    found = difference(*study(case[0], case[1], seed=case[2], shift=0.03), level=level)
+    assume(abs(found.p - (1 - level)) > 1e-9)
+    assert (found.p < 1 - level) == (found.low > 0 or found.high < 0)
+    assert beyond(found, abs(found.mean)) == pytest.approx(found.p / 2)
+    assert beyond(found, found.high - found.mean) == pytest.approx((1 - level) / 2)
+
+
+@given(case=cases)
+@settings(deadline=None, max_examples=25)
+def test_swapping_the_arms_turns_the_sign_and_nothing_else(case: tuple[int, int, int]) -> None:
+    arm, baseline, sizes = study(case[0], case[1], seed=case[2])
+    one = difference(arm, baseline, sizes, prior_spread=0.01)
+    two = difference(baseline, arm, sizes, prior_spread=0.01)
+    assert (two.mean, two.low, two.high) == pytest.approx((-one.mean, -one.high, -one.low))
+    assert (two.p, two.error, two.smallest) == pytest.approx((one.p, one.error, one.smallest))
+
+
+@given(case=cases, factor=st.floats(0.01, 100))
+@settings(deadline=None, max_examples=25)
+def test_losses_in_another_unit_give_the_same_answer_in_that_unit(case: tuple[int, int, int], factor: float) -> None:
+    arm, baseline, sizes = study(case[0], case[1], seed=case[2])
+    one, two = difference(arm, baseline, sizes), difference(factor * arm, factor * baseline, sizes)
+    for name in ("mean", "spread", "error", "low", "high", "smallest"):
+        assert getattr(two, name) == pytest.approx(factor * getattr(one, name), rel=1e-5)
+    assert (two.p, two.freedom) == pytest.approx((one.p, one.freedom), rel=1e-6)
+    per_kilobyte = difference(arm, baseline, 1000.0 * sizes)
+    assert per_kilobyte.mean == pytest.approx(one.mean / 1000)
+    assert per_kilobyte.p == pytest.approx(one.p, rel=1e-6)
+
+
+@given(case=cases, data=st.data())
+@settings(deadline=None, max_examples=25)
+def test_neither_the_order_of_seeds_nor_of_documents_matters(case: tuple[int, int, int], data: st.DataObject) -> None:
+    arm, baseline, sizes = study(case[0], case[1], seed=case[2])
+    rows = np.array(data.draw(st.permutations(range(case[0]))))
+    columns = np.array(data.draw(st.permutations(range(case[1]))))
+    moved = difference(arm[rows][:, columns], baseline[rows][:, columns], sizes[columns])
+    assert numbers(moved) == pytest.approx(numbers(difference(arm, baseline, sizes)), rel=1e-6)
+
+
+@given(case=cases)
+@settings(deadline=None, max_examples=25)
+def test_what_both_arms_share_on_a_document_changes_nothing(case: tuple[int, int, int]) -> None:
+    arm, baseline, sizes = study(case[0], case[1], seed=case[2])
+    shared = np.random.default_rng(case[2]).uniform(0, 100, (case[0], case[1]))
+    one = difference(arm, baseline, sizes, prior_spread=0.01)
+    assert numbers(difference(arm + shared, baseline + shared, sizes, prior_spread=0.01)) == pytest.approx(
+        numbers(one), rel=1e-6
+    )
+
+
+def test_a_document_without_bytes_or_nats_changes_nothing() -> None:
+    arm, baseline, sizes = study(4, 5)
+    wider = [np.hstack([nats, np.zeros((4, 1))]) for nats in (arm, baseline)]
+    assert numbers(difference(*wider, np.append(sizes, 0))) == pytest.approx(numbers(difference(arm, baseline, sizes)))
+
+
+def test_one_seed_has_a_difference_and_no_interval() -> None:
+    arm, baseline, sizes = study(1, 4)
+    found = difference(arm, baseline, sizes)
+    assert found.mean == pytest.approx((arm - baseline).sum() / LN2 / sizes.sum())
+    assert found.by_seed == (found.mean,)
+    for name in ("spread", "error", "freedom", "low", "high", "p", "p_signs", "smallest"):
+        assert getattr(found, name) is None
+    with pytest.raises(ValueError, match="at least 2 seeds"):
+        beyond(found, 0.0)
+
+
+def test_identical_runs_differ_by_nothing_at_all() -> None:
+    arm, _, sizes = study(6, 4)
+    found = difference(arm, arm.copy(), sizes)
+    assert (found.mean, found.spread, found.error, found.low, found.high) == (0, 0, 0, 0, 0)
+    assert (found.p, found.p_signs, found.smallest) == (1, 1, 0)
+
+
+def test_a_difference_without_spread_leaves_only_the_documents_to_doubt() -> None:
+    nats, sizes = np.full((3, 2), 8.0), np.array([4, 4])
+    sure = difference(nats - 2, nats, sizes)
+    assert (sure.p, sure.high - sure.low) == pytest.approx((0, 0), abs=1e-12)
+    mixed = difference(nats - np.array([1.0, 3.0]), nats, sizes)
+    assert mixed.spread == pytest.approx(0, abs=1e-12)
+    assert mixed.freedom == pytest.approx(1)
+    assert mixed.error == pytest.approx(1 / 4 / LN2)  # the standard error of 1/4 and 3/4 nats a byte
+
+
+def test_two_seeds_announce_what_calibration_says_and_more_seeds_their_own() -> None:
+    two, five = difference(*study(2, 4)), difference(*study(5, 4))
+    assert (two.smallest_rests_on, five.smallest_rests_on) == ("calibration", "its own spread")
+    wider = difference(*study(2, 1), prior_spread=0.02).smallest / difference(*study(2, 1), prior_spread=0.01).smallest
+    assert wider == pytest.approx(2, rel=1e-4)
+    assert difference(*study(5, 4), prior_spread=9.0).smallest == five.smallest
+
+
+def test_documents_that_disagree_make_the_smallest_effect_of_two_seeds_larger() -> None:
+    nats, pulls, sizes = np.zeros((2, 4)), np.array([1.0, -1.0, 2.0, -2.0]), np.ones(4)
+    alike = difference(nats, nats, sizes, prior_spread=0.01)
+    apart = difference(nats + pulls, nats, sizes, prior_spread=0.01)
+    assert apart.smallest > 1.5 * alike.smallest
+
+
+def test_more_arms_make_the_smallest_effect_larger_and_leave_the_interval_alone() -> None:
+    one, seven = difference(*study(5, 4)), difference(*study(5, 4), comparisons=7)
+    assert (one.low, one.high, one.p) == (seven.low, seven.high, seven.p)
+    assert seven.smallest > 1.2 * one.smallest
+
+
+@pytest.mark.parametrize(
+    ("arm", "baseline", "sizes", "said"),
+    [
+        (np.ones((2, 3)), np.ones((3, 3)), np.ones(3), "pair the runs"),
+        (np.ones((2, 3)), np.ones((2, 3)), np.ones(2), "pair the runs"),
+        (np.full((2, 3), np.nan), np.ones((2, 3)), np.ones(3), "not finite"),
+        (np.ones((2, 3)), np.ones((2, 3)), np.zeros(3), "bytes"),
+    ],
+)
+def test_what_cannot_be_paired_is_refused(arm: np.ndarray, baseline: np.ndarray, sizes: np.ndarray, said: str) -> None:
+    with pytest.raises(Exception, match=f"{said}|Type-check"):
+        difference(arm, baseline, sizes)
+
+
+def test_a_level_outside_zero_and_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="between 0 and 1, got 1"):
+        difference(*study(2, 3), level=1.0)
+
+
+@pytest.mark.parametrize("n", [2, 3, 6, 9])
+def test_sign_flips_agree_with_scipy(n: int) -> None:
+    values = np.random.default_rng(n).normal(0.5, 1, n)
+    want = stats.permutation_test(
+        (values, np.zeros(n)), lambda x, y, axis: (x - y).mean(axis), permutation_type="samples", n_resamples=np.inf
+    )
+    assert sign_flip(values) == pytest.approx(want.pvalue)
+
+
+def test_sign_flips_by_hand() -> None:
+    assert sign_flip([1.0]) == 1
+    assert sign_flip([1.0, 1.0]) == 0.5
+    assert sign_flip([3.0, -1.0, 1.0]) == 0.75  # as far as 3: 5, 3, 3 and their negatives, but not 1 and -1
+    assert sign_flip([0.0, 0.0, 0.0]) == 1
+
+
+def test_sign_flips_drawn_at_random_agree_with_all_of_them() -> None:
+    values = np.random.default_rng(1).normal(0.4, 1, 17)
+    assert sign_flip(values) == pytest.approx(sign_flip(values, exact=17), abs=0.01)
+    assert sign_flip(values) == sign_flip(values)
+    assert sign_flip(np.arange(1.0, 31.0)) > 0  # the data's own flip counts: never exactly zero
+
+
+@pytest.mark.parametrize(
+    ("seeds", "level", "given"), [(5, 0.95, False), (6, 0.95, True), (6, 0.98, False), (7, 0.98, True)]
+)
+def test_sign_flips_are_given_only_where_they_can_reach_the_level(seeds: int, level: float, given: bool) -> None:
+    assert (difference(*study(seeds, 3), level=level).p_signs is not None) == given
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01]) == (0.01,)
+    assert holm([0.01, 0.02, 0.03]) == pytest.approx((0.03, 0.04, 0.04))
+    assert holm([0.5, 0.001, 0.6]) == pytest.approx((1.0, 0.003, 1.0))
+    assert holm([0.02, None]) == (0.04, None)
+    assert holm([]) == ()
+
+
+@given(ps=st.lists(st.floats(0, 1), min_size=1, max_size=5))
+@settings(deadline=None, max_examples=25)
+def test_holm_is_the_closure_of_bonferroni(ps: list[float]) -> None:
+    """An arm's adjusted p is the largest Bonferroni p over all sets of arms that hold it."""
+    sets = [s for size in range(1, len(ps) + 1) for s in itertools.combinations(range(len(ps)), size)]
+    want = [max(min(1.0, len(s) * min(ps[i] for i in s)) for s in sets if arm in s) for arm in range(len(ps))]
+    assert holm(ps) == pytest.approx(want)
+
+
+pairs = st.tuples(st.integers(3, 12), st.integers(0, 10**6))
+
+
+def two_arms(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shared = rng.standard_normal(n)
+    return 2 * rng.standard_normal(n) + shared, rng.standard_normal(n) + shared
+
+
+def pitman_morgan(arm: np.ndarray, baseline: np.ndarray) -> float:
+    return float(stats.pearsonr(arm + baseline, arm - baseline).pvalue)
+
+
+@given(case=pairs)
+@settings(deadline=None, max_examples=25)
+def test_spreads_are_tested_by_correlating_sums_with_differences_and_by_the_pulls_of_pairs(
+    case: tuple[int, int],
+) -> None:
+    arm, baseline = two_arms(*case)
+    n = len(arm)
+    x, y = (arm - arm.mean()) ** 2, (baseline - baseline.mean()) ** 2
+    pulls = x / x.mean() - y / y.mean()
+    t = math.log(x.sum() / y.sum()) / (pulls.std(ddof=1) / math.sqrt(n) * n / (n - 1))
+    found = spread(list(arm), list(baseline))
+    assert found.p == pytest.approx(max(pitman_morgan(arm, baseline), 2 * stats.t.sf(abs(t), n - 1)), rel=1e-6)
+    assert found.ratio == pytest.approx(arm.std() / baseline.std())
+
+
+@given(case=pairs, level=st.sampled_from([0.9, 0.95]))
+@settings(deadline=None, max_examples=25)
+def test_the_interval_of_a_ratio_holds_what_the_test_does_not_reject(case: tuple[int, int], level: float) -> None:
+    arm, baseline = two_arms(*case)
+    found = spread(list(arm), list(baseline), level=level)
+    for end in (found.low, found.high):
+        assert spread(list(arm), list(end * baseline)).p == pytest.approx(1 - level, rel=1e-4)
+        assert pitman_morgan(arm, end * baseline) <= 1 - level + 1e-6
+    inverse = spread(list(baseline), list(arm), level=level)
+    assert (inverse.ratio, inverse.low, inverse.high) == pytest.approx((1 / found.ratio, 1 / found.high, 1 / found.low))
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 10])
+@pytest.mark.parametrize("law", ["normal", "gamma"])
+def test_arms_that_spread_alike_are_rarely_called_unlike(seeds: int, law: str) -> None:
+    rng = np.random.default_rng(0)
+    draw = rng.standard_normal if law == "normal" else lambda size: rng.gamma(8.0, size=size)
+    ps = [spread(list(draw(seeds)), list(draw(seeds))).p for _ in range(1000)]
+    assert np.mean(np.array(ps) < 0.05) < 0.07
+
+
+def test_too_few_seeds_or_no_variation_leave_the_spread_open() -> None:
+    assert spread([1.0], [2.0]) is None
+    assert spread([1.0, 2.0], [3.0, 3.0]) is None
+    two = spread([1.0, 3.0], [1.0, 2.0])
+    assert (two.ratio, two.low, two.high, two.p) == (2, None, None, None)
+    flat = spread([0.1, 0.1, 0.1], [1.0, 2.0, 4.0])
+    assert (flat.low, flat.p) == (None, None)
+    assert flat.ratio == pytest.approx(0, abs=1e-12)
+    same = spread([1.0, 2.0, 4.0], [1.0, 2.0, 4.0])
+    assert (same.ratio, same.low, same.high, same.p) == pytest.approx((1, 1, 1, 1), rel=1e-5)
+    with pytest.raises(ValueError, match="the same seeds, got 2 losses and 1"):
+        spread([1.0, 2.0], [1.0])

@@ -1,0 +1,156 @@
+"""A study's folder becomes its summary: pairs of finished runs, costs, remarks; what is missing is said."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qkflow.data import CorpusConfig
+from qkflow.errors import UsageError
+from qkflow.experiment.request import Request
+from qkflow.experiment.run import run_experiment
+from qkflow.experiment.run_status import Attempts, write_attempts
+from qkflow.experiment.summarise import run_folders, summarise
+from qkflow.models import DecoderConfig
+from qkflow.report import read_json, write_json
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished study of two arms, two seeds and two learning rates."""
+    place = tmp_path_factory.mktemp("study")
+    text = place / "text.txt"
+    text.write_text("".join(f"line {i}: the quick brown fox number {i * i}\n" for i in range(2000)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QKFLOW_CACHE", str(place / "cache"))
+        run_experiment(
+            Request(
+                corpus=CorpusConfig(source=str(text)),
+                arms=("standard", "differential"),
+                model=DecoderConfig(width=16, layers=1, heads=2, hidden=600),
+                tokens=20 * 4 * 16,
+                seeds=2,
+                context=16,
+                batch=4,
+                learning_rates=(1e-3, 3e-3),
+            ),
+            place / "study",
+            command=("qkflow", "compare"),
+        )
+    return place / "study"
+
+
+@pytest.fixture
+def study(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+def documents(study: Path, arm: str, seed: int) -> np.ndarray:
+    return np.load(study / "runs" / arm / f"seed-{seed}" / "documents.npy")
+
+
+def test_the_difference_is_that_of_the_documents_files(study: Path) -> None:
+    found = summarise(study)
+    difference = found.comparisons[0].difference
+    assert difference is not None
+
+    def loss(arm: str, seed: int) -> float:
+        rows = documents(study, arm, seed)
+        return float(rows["nats"].sum() / math.log(2) / rows["bytes"].sum())
+
+    by_hand = [loss("differential", seed) - loss("standard", seed) for seed in (0, 1)]
+    assert difference.by_seed == pytest.approx(by_hand, abs=1e-12)
+    assert [arm.bits_per_byte for arm in found.arms] == [
+        pytest.approx([loss(arm, seed) for seed in (0, 1)]) for arm in ("standard", "differential")
+    ]
+    assert found.comparisons[0].p_holm == difference.p
+    assert difference.level == pytest.approx(1 - found.error_rate)
+    assert found.margin == pytest.approx(0.005 * sum(found.arms[0].bits_per_byte) / 2)
+
+
+def test_every_arm_comes_with_its_cost_its_curves_and_its_tuning(study: Path) -> None:
+    found = summarise(study)
+    assert (found.finished, found.runs) == (8, 8)
+    for arm in found.arms:
+        assert abs(arm.parameters_off) <= 0.005
+        assert arm.tokens == 20 * 4 * 16
+        assert [len(curve.tokens) for curve in arm.curves] == [21, 21]
+        assert {rate for rate, _ in arm.tuning} == {1e-3, 3e-3}
+        assert arm.learning_rate == min(arm.tuning, key=lambda tried: tried[1] or math.inf)[0]
+        assert arm.tokens_per_second is not None
+        assert arm.peak_bytes is not None
+        assert arm.failures == ()
+    assert [note.name for note in found.notes][:2] == ["size", "compressibility"]
+    assert found.remarks == ()
+    assert found.command == ("qkflow", "compare")
+    assert found.environment["threads"] >= 1
+
+
+def test_a_summary_survives_the_way_through_its_file(study: Path, tmp_path: Path) -> None:
+    found = summarise(study)
+    assert read_json(write_json(found, tmp_path / "results.json")) == found
+
+
+def test_a_run_that_failed_leaves_the_pairs_of_the_others(study: Path) -> None:
+    lost = study / "runs" / "differential" / "seed-1"
+    shutil.rmtree(lost)
+    lost.mkdir()
+    write_attempts(lost, Attempts(attempts=1, failed="the loss went away", failed_for_good=True))
+    found = summarise(study)
+    difference = found.comparisons[0].difference
+    assert difference is not None
+    assert (difference.seeds, difference.low) == (1, None)
+    assert found.arms[1].failures == ("seed 1: the loss went away",)
+    assert "1 of 8 runs are not finished (1 failed)" in found.remarks[0]
+    assert found.verdicts[0].kind == "undecided"
+
+
+def test_an_arm_without_any_run_is_undecided_and_not_an_error(study: Path) -> None:
+    shutil.rmtree(study / "runs" / "differential")
+    found = summarise(study)
+    assert found.comparisons[0].difference is None
+    assert found.verdicts[0].kind == "undecided"
+    assert found.arms[1].mean is None
+
+
+def test_a_study_without_any_run_is_summarised_too(study: Path) -> None:
+    shutil.rmtree(study / "runs")
+    shutil.rmtree(study / "tuning")
+    (study / "corpus.json").unlink()
+    found = summarise(study)
+    assert found.finished == 0
+    assert found.arms[0].learning_rate is None
+
+
+def test_runs_that_scored_other_documents_are_not_compared(study: Path) -> None:
+    path = study / "runs" / "differential" / "seed-0" / "documents.npy"
+    rows = np.load(path)
+    rows["bytes"][0] += 1
+    np.save(path, rows)
+    with pytest.raises(UsageError, match="different documents"):
+        summarise(study)
+
+
+def test_runs_from_different_machines_are_remarked_on(study: Path) -> None:
+    path = study / "runs" / "standard" / "seed-0" / "environment.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "cpu": "another"}))
+    assert any("different machines" in remark for remark in summarise(study).remarks)
+
+
+def test_maps_are_drawn_from_the_first_finished_run_of_each_arm(study: Path) -> None:
+    (study / "runs" / "standard" / "seed-0" / "weights.safetensors").unlink()
+    folders = run_folders(study)
+    assert folders["standard"].name == "seed-1"
+    assert folders["differential"].name == "seed-0"
+
+
+def test_runs_too_short_to_match_what_they_should_are_remarked_on(study: Path) -> None:
+    path = study / "design.json"
+    design = json.loads(path.read_text())
+    design["request"]["match"] = "flops"
+    design["arms"][1]["flops_per_token"] = round(1.1 * design["arms"][0]["flops_per_token"])
+    path.write_text(json.dumps(design))
+    assert any("off by up to 10% from the baseline's" in remark for remark in summarise(study).remarks)

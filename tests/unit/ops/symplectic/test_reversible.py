@@ -1,0 +1,280 @@
+"""The fast form against the plain one: the same values and gradients, from memory that does not grow with the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from qkflow.ops import csrc
+from qkflow.ops.symplectic.naive import Integrator, alternate, drifts, linear
+from qkflow.ops.symplectic.reversible import Activation, alternate_fast
+
+NAMES = ("q", "k", "dt", "w1", "b1", "w2", "b2")
+INTEGRATORS: tuple[Integrator, ...] = ("symplectic-euler", "leapfrog")
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "sigmoid")
+Parts = tuple[float, ...]
+Form = Callable[[Sequence[Tensor], Parts, Activation], tuple[Tensor, Tensor]]
+
+
+@pytest.fixture(autouse=True, params=["torch", "native"])
+def side(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Everything holds with the kernels in C and without them."""
+    if request.param == "torch":
+        monkeypatch.setattr(csrc, "ready", lambda: False)
+    elif csrc.fault() is not None:
+        pytest.skip(str(csrc.fault()))
+    return request.param
+
+
+def inputs(*rows: int, width: int = 4, hidden: int = 6, seed: int = 0, rho: float = 0.0) -> list[Tensor]:
+    """q, k, dt, w1, b1, w2, b2; `rho` gives all queries and keys a direction in common."""
+    g = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64)
+
+    common = noise(width)
+    q, k = (rho * common + (1 - rho) * noise(*rows, width) for _ in range(2))
+    dt = 0.1 + 0.05 * noise()
+    weights = noise(hidden, width) / width**0.5, noise(hidden), noise(width, hidden) / hidden**0.5, noise(width)
+    return [x.requires_grad_() for x in (q, k, dt, *weights)]
+
+
+def plain(args: Sequence[Tensor], parts: Parts, activation: Activation) -> tuple[Tensor, Tensor]:
+    q, k, dt, w1, b1, w2, b2 = args
+    act = torch.nn.functional.silu if activation == "silu" else torch.sigmoid
+    return alternate(q, k, lambda q: linear(act(linear(q, w1, b1)), w2, b2), dt, parts)
+
+
+def fast(args: Sequence[Tensor], parts: Parts, activation: Activation) -> tuple[Tensor, Tensor]:
+    q, k, dt, *force = args
+    return alternate_fast(q, k, (force[0], force[1], force[2], force[3]), dt, parts, activation)
+
+
+def cut(integrator: Integrator, steps: int, folded: bool) -> Parts:
+    """The drifts; the caller has done the first one where it is folded."""
+    parts = drifts(integrator, steps)
+    return (0.0, *parts[1:]) if folded else parts
+
+
+def gradients(form: Form, args: list[Tensor], parts: Parts, activation: Activation) -> tuple[Tensor, ...]:
+    outputs = form(args, parts, activation)
+    g = torch.Generator().manual_seed(99)
+    weights = [torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.dtype) for x in outputs]
+    return torch.autograd.grad(outputs, args, weights)
+
+
+def agree(got: Sequence[Tensor], want: Sequence[Tensor], *, within: float = 1e-12) -> None:
+    for name, a, b in zip(NAMES, got, want, strict=False):
+        scale = max(1.0, float(b.detach().abs().max()))
+        assert_close(a, b, rtol=0, atol=within * scale, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("integrator", INTEGRATORS)
+@given(
+    steps=st.integers(1, 7),
+    n=st.sampled_from([1, 2, 9, 33, 130]),
+    widths=st.sampled_from([(1, 1), (3, 5), (4, 6), (16, 16), (17, 33)]),
+    seed=st.integers(0, 10**6),
+    rho=st.sampled_from([0, 0.95]),
+)
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_values_and_gradients_are_those_of_the_plain_form(
+    integrator: Integrator,
+    activation: Activation,
+    folded: bool,
+    steps: int,
+    n: int,
+    widths: tuple[int, int],
+    seed: int,
+    rho: float,
+) -> None:
+    args, parts = inputs(n, width=widths[0], hidden=widths[1], seed=seed, rho=rho), cut(integrator, steps, folded)
+    agree(fast(args, parts, activation), plain(args, parts, activation))
+    agree(gradients(fast, args, parts, activation), gradients(plain, args, parts, activation))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_large_numbers_and_rows_that_are_not_finite_stay_where_they_are(activation: Activation) -> None:
+    args, parts = inputs(40), cut("leapfrog", 2, False)
+    with torch.no_grad():
+        args[0][3], args[0][5], args[1][7] = 1e5, -1e5, torch.nan
+    got, want = fast(args, parts, activation), plain(args, parts, activation)
+    finite = torch.arange(40) != 7
+    for a, b in zip(got, want, strict=True):
+        assert_close(a[finite], b[finite], rtol=1e-12, atol=1e-12)
+        assert a[7].isnan().all()
+    args = inputs(40)
+    with torch.no_grad():
+        args[0][3], args[0][5] = 1e5, -1e5
+    agree(gradients(fast, args, parts, activation), gradients(plain, args, parts, activation))
+
+
+@pytest.mark.parametrize("output", [0, 1])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_query_or_a_key_that_nobody_uses_gives_no_gradient(output: int, activation: Activation) -> None:
+    for integrator, steps, folded in product(INTEGRATORS, (1, 2, 5), (False, True)):
+        args, parts = inputs(5), cut(integrator, steps, folded)
+        got, want = (
+            torch.autograd.grad(form(args, parts, activation)[output].square().sum(), args, allow_unused=True)
+            for form in (fast, plain)
+        )
+        zero = [torch.zeros_like(x) for x in args]
+        agree(*([z if x is None else x for x, z in zip(grads, zero, strict=True)] for grads in (got, want)))
+
+
+@pytest.mark.parametrize("integrator", INTEGRATORS)
+def test_tensors_may_lie_anyhow_in_memory(integrator: Integrator) -> None:
+    parts = cut(integrator, 3, False)
+    strided = []
+    for x in inputs(6):
+        y = torch.stack([x.detach(), x.detach()], -1)[..., 0]
+        strided.append((y.mT.contiguous().mT if y.ndim == 2 else y).requires_grad_())
+    assert not strided[0].is_contiguous()
+    agree(fast(strided, parts, "silu"), plain(inputs(6), parts, "silu"))
+    agree(gradients(fast, strided, parts, "silu"), gradients(plain, inputs(6), parts, "silu"))
+    outputs = fast(inputs(6), parts, "silu")
+    one = torch.ones((), dtype=torch.float64)
+    args = inputs(6)
+    expanded = torch.autograd.grad(fast(args, parts, "silu"), args, [one.expand(x.shape) for x in outputs])
+    agree(expanded, torch.autograd.grad(plain(args, parts, "silu"), args, [torch.ones_like(x) for x in outputs]))
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_heads_and_tokens_are_rows(folded: bool) -> None:
+    args, parts = inputs(2, 5, 3), cut("symplectic-euler", 2, folded)
+    agree(fast(args, parts, "silu"), plain(args, parts, "silu"))
+    agree(gradients(fast, args, parts, "silu"), gradients(plain, args, parts, "silu"))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("integrator", INTEGRATORS)
+def test_without_gradients_the_values_are_the_same(integrator: Integrator, activation: Activation) -> None:
+    for steps, folded in product((1, 4), (False, True)):
+        args, parts = inputs(5), cut(integrator, steps, folded)
+        want = fast(args, parts, activation)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                agree(fast(args, parts, activation), want, within=1e-14)
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_neither_inputs_nor_outputs_nor_incoming_gradients_are_written_to(folded: bool) -> None:
+    for integrator, steps in product(INTEGRATORS, (1, 3)):
+        args, parts = inputs(5), cut(integrator, steps, folded)
+        outputs = fast(args, parts, "silu")
+        incoming = [torch.randn_like(x) for x in outputs]
+        watched = [*args, *outputs, *incoming]
+        before = [x.detach().clone() for x in watched]
+        first = torch.autograd.grad(outputs, args, incoming, retain_graph=True)
+        second = torch.autograd.grad(outputs, args, incoming)
+        for a, b in zip((*watched, *first), (*before, *second), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_one_of_them_can_be_the_only_one_that_learns(name: str) -> None:
+    for steps, folded in product((1, 3), (False, True)):
+        args, parts = inputs(5), cut("leapfrog", steps, folded)
+        at = NAMES.index(name)
+        want = gradients(plain, args, parts, "silu")[at]
+        frozen = [x.detach().requires_grad_(i == at) for i, x in enumerate(args)]
+        outputs = fast(frozen, parts, "silu")
+        g = torch.Generator().manual_seed(99)
+        weights = [torch.randn(x.shape, generator=g, dtype=x.dtype) for x in outputs]
+        used = [(x, w) for x, w in zip(outputs, weights, strict=True) if x.requires_grad]
+        (got,) = torch.autograd.grad([x for x, _ in used], frozen[at], [w for _, w in used])
+        assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("integrator", INTEGRATORS)
+@pytest.mark.parametrize(("steps", "folded"), [(1, False), (1, True), (3, False), (3, True)])
+def test_gradients_are_slopes_and_so_are_theirs_where_there_are_any(
+    integrator: Integrator, activation: Activation, steps: int, folded: bool
+) -> None:
+    """Torch has no second derivative of its fused silu: it is refused, and never wrong. The plain form has it."""
+    args, parts = inputs(2, width=2, hidden=3), cut(integrator, steps, folded)
+
+    def form(*args: Tensor) -> tuple[Tensor, Tensor]:
+        return fast(args, parts, activation)
+
+    assert torch.autograd.gradcheck(form, args)
+    if activation == "sigmoid":
+        assert torch.autograd.gradgradcheck(form, args)
+    else:
+        with pytest.raises(RuntimeError, match="silu_backward is not implemented"):
+            torch.autograd.gradgradcheck(form, args)
+
+
+@pytest.mark.parametrize(("size", "within"), [(1.0, 1e-5), (3.0, 1e-4), (10.0, 1e-2)])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("integrator", INTEGRATORS)
+def test_single_precision_walks_seven_steps_back(
+    integrator: Integrator, activation: Activation, size: float, within: float
+) -> None:
+    """`size` multiplies both matrices: the motion runs away, and the way back loses what it had added. The gradient of
+    dt is one sum over everything, whose terms cancel: it is allowed ten times as much.
+    """
+    parts, worst = cut(integrator, 7, False), dict.fromkeys(NAMES, 0.0)
+    for seed in range(5):
+        args = inputs(64, width=32, hidden=32, seed=seed)
+        with torch.no_grad():
+            args[2].fill_(0.1)
+            args[3].mul_(size)
+            args[5].mul_(size)
+        single = [x.detach().float().requires_grad_() for x in args]
+        exact = gradients(plain, [x.detach().double().requires_grad_() for x in single], parts, activation)
+        for name, a, b in zip(NAMES, gradients(fast, single, parts, activation), exact, strict=True):
+            worst[name] = max(worst[name], float((a - b).norm() / b.norm()))
+    for name, error in worst.items():
+        assert error < (10 * within if name == "dt" else within), name
+
+
+@contextmanager
+def kept() -> Iterator[dict[int, int]]:
+    """The bytes of each storage that is kept for backward, by its address."""
+    found: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        alive.append(x)
+        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield found
+
+
+@pytest.mark.parametrize("integrator", INTEGRATORS)
+def test_memory_does_not_grow_with_the_steps(integrator: Integrator) -> None:
+    n, width, hidden = 100, 8, 12
+    args = [x.detach().requires_grad_() for x in inputs(n, width=width, hidden=hidden)]
+    weights = sum(x.numel() for x in args[2:])
+    for steps in range(1, 8):
+        with kept() as found:
+            outputs = fast(args, cut(integrator, steps, False), "silu")
+        assert sum(found.values()) <= 8 * (2 * n * width + weights), f"{steps} steps keep more than the last (q, k)"
+        with kept() as more:
+            outputs = plain(args, cut(integrator, steps, False), "silu")
+        assert sum(more.values()) > 8 * steps * n * hidden
+    del outputs
+
+
+def test_one_step_after_a_folded_drift_keeps_the_query_alone() -> None:
+    n, width, hidden = 100, 8, 12
+    args = [x.detach().requires_grad_() for x in inputs(n, width=width, hidden=hidden)]
+    with kept() as found:
+        outputs = fast(args, (0.0, 0.0), "silu")
+    assert sum(found.values()) <= 8 * (n * width + sum(x.numel() for x in args[2:]))
+    del outputs
