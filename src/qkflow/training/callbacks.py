@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from torch import nn
@@ -76,6 +76,25 @@ class Callback:
 
     def on_end(self, result: Result) -> None:
         """The run is finished, and its folder complete."""
+
+
+class Measurement(Protocol):
+    """What an experiment measures on a run besides its held-out loss.
+
+    The model is in evaluation mode. Training after a measurement has the same bits as without it.
+    """
+
+    def steps(self, config: TrainConfig) -> Collection[int]:
+        """Numbers of steps after which to measure; 0 measures before the first step."""
+        ...
+
+    def measure(self, model: nn.Module, step: int) -> Mapping[str, Any]:
+        """JSON values, written to metrics.jsonl as `{"kind": "measure", "step": step, **values}`."""
+        ...
+
+    def finish(self, model: nn.Module, folder: Path) -> None:
+        """Write more files (atomically), after the last step and evaluation and before weights.safetensors."""
+        ...
 
 
 class Callbacks(Callback):
