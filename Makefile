@@ -1,18 +1,21 @@
-# make demo: set up, then compare mechanisms on Python's own library for about five minutes, and write one page
-# make test: set up, then check style, types, import directions, and every test
-# make docs: set up, then build the documentation into site/
-.PHONY: demo test docs style types layers tests compiled interpreted clean
+# make demo   set up, then compare mechanisms on Python's standard library for about five minutes and write a report
+# make check  set up, then style, types, import layers and the core laws in eager mode: for the inner loop
+# make test   set up, then everything make check does and every test
+# make docs   set up, then build the documentation into site/
+.PHONY: demo check test docs style types layers laws tests compiled interpreted clean
 .DEFAULT_GOAL := demo
 
 python := .venv/bin/python
-# one torch thread a worker: more would fight over the cores, and bits depend on their number;
-# CI=true, as there: torch is stricter then (an operator that returns one tensor twice is an error, not a warning)
-pytest := CI=true OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(python) -m pytest -n auto
+# One torch thread per worker: more would compete for the cores, and results depend on the number in the last bits.
+# CI=true: torch then raises where it otherwise warns (a custom operator that returns the same tensor twice).
+pytest := CI=true OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(python) -m pytest -n auto --dist worksteal
 
 demo:
 	@tools/setup.sh run
 	@rm -rf runs/demo
 	@$(python) -m qkflow compare --arms standard,coupled,standard+affine,differential,gated-deltanet,qdelta,kuramoto,kuramoto:frustrated=True --seeds 3 --budget 6m --out runs/demo
+
+check: style types layers laws
 
 test: style types layers tests compiled interpreted
 
@@ -26,15 +29,18 @@ types: .setup
 layers: .setup
 	$(python) -c "from importlinter.cli import lint_imports; raise SystemExit(lint_imports())"
 
-# with every shape annotation checked at run time
+laws: .setup
+	$(pytest) -m "not compiled and not interpreted" tests/laws
+
+# Shape annotations are checked at run time.
 tests: .setup
 	$(pytest) -m "not compiled and not interpreted" --jaxtyping-packages=qkflow,beartype.beartype
 
-# without them: a check inside a graph would break it
+# Without shape checks, which would break the graphs.
 compiled: .setup
 	$(pytest) -m compiled tests
 
-# kernels for GPUs, on a CPU
+# Triton kernels in the interpreter, on a CPU.
 interpreted: .setup
 	TRITON_INTERPRET=1 $(pytest) -m interpreted tests/laws tests/unit/ops
 
