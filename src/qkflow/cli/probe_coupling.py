@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from qkflow.formatting import MISSING, format_number
 from qkflow.probes import CouplingLook
 from qkflow.report.probed import Part
 from qkflow.report.rows import Table
-from qkflow.report.wording import MISSING, fixed
 
 FAINT = 0.01
 """Below this part of the identity, a dependence is called hardly there."""
@@ -60,8 +60,8 @@ def table(layers: Sequence[CouplingLook | None]) -> Table:
         if layer is None:
             rows.append((f"{number}", *[MISSING] * 5))
             continue
-        dt = MISSING if layer.dt is None else f"{layer.dt_start:g} → {fixed(layer.dt)}"
-        sizes = fixed(layer.strength.key_on_query), fixed(layer.strength.query_on_key)
+        dt = MISSING if layer.dt is None else f"{layer.dt_start:g} → {format_number(layer.dt)}"
+        sizes = format_number(layer.strength.key_on_query), format_number(layer.strength.query_on_key)
         drift = MISSING if layer.energy is None else f"{layer.energy.drift:.2g}"
         rows.append((f"{number}", layer.dynamics, dt, *sizes, drift))
     return Table(caption="What each layer's coupling passes on", columns=columns, rows=tuple(rows), words=(0, 1))

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qkflow.formatting import MISSING, format_number, format_signed, shorten
 from qkflow.probes.attention import TAU, Attended, Confidence, Taken
 from qkflow.report.probed import Part
 from qkflow.report.rows import Table
-from qkflow.report.wording import MISSING, fixed, short, signed
 
 _NOTE = (
     "H is the entropy of a head's attention in nats, and so many tokens, all with the same share, would have it too."
@@ -58,10 +58,10 @@ class Words:
         rows = [
             (
                 f"{number}",
-                fixed(layer.entropy_last, 2),
-                fixed(layer.entropy, 2),
-                fixed(layer.attended_last, 1),
-                fixed(layer.attended, 1),
+                format_number(layer.entropy_last, 2),
+                format_number(layer.entropy, 2),
+                format_number(layer.attended_last, 1),
+                format_number(layer.attended, 1),
                 MISSING if layer.strongest is None else self._link(layer.strongest),
             )
             for number, layer in enumerate(found.layers, start=1)
@@ -71,7 +71,7 @@ class Words:
 
     def _link(self, link: Taken) -> str:
         ends = f"{self._token(link.by)} {link.by + 1} ← {self._token(link.source)} {link.source + 1}"
-        return f"{ends}: {signed(link.weight, 2).lstrip('+')}, head {link.head + 1}"
+        return f"{ends}: {format_signed(link.weight, 2).lstrip('+')}, head {link.head + 1}"
 
     def _token(self, place: int) -> str:
-        return short(self.names[place], 8)
+        return shorten(self.names[place], 8)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qkflow.data import Tokenizer
+from qkflow.formatting import MISSING, format_number, format_signed, shorten, token_label
 from qkflow.probes import Pair, PhaseSummary
 from qkflow.report.probed import Part
 from qkflow.report.rows import Table
-from qkflow.report.wording import MISSING, fixed, short, signed, token_label
 
 NOTICED = 0.005
 """Changes below this are not called changes: it is what the table's digits can show."""
@@ -60,8 +60,8 @@ class Words:
             rows.append(
                 (
                     f"{number}",
-                    fixed(_over(heads), 2),
-                    f"{fixed(min(heads), 2)}-{fixed(max(heads), 2)}",
+                    format_number(_over(heads), 2),
+                    f"{format_number(min(heads), 2)}-{format_number(max(heads), 2)}",
                     _change(layer.locking_before, layer.locking_after),
                     _change(_over(energy.before), _over(energy.after)),
                     self._named(layer.strongest[0]) if layer.strongest else MISSING,
@@ -80,20 +80,20 @@ class Words:
             return ""
         return (
             f" Most drawn together: {self._token(pair.tokens[0])} (token {pair.first + 1}) and"
-            f" {self._token(pair.tokens[1])} ({pair.second + 1}), from {signed(pair.before, 2)} to"
-            f" {signed(pair.after, 2)} in layer {layer}."
+            f" {self._token(pair.tokens[1])} ({pair.second + 1}), from {format_signed(pair.before, 2)} to"
+            f" {format_signed(pair.after, 2)} in layer {layer}."
         )
 
     def _named(self, pair: Pair) -> str:
         ends = zip(pair.tokens, (pair.first, pair.second), strict=True)
-        return " ~ ".join(f"{self._token(token)} {n + 1}" for token, n in ends) + f": {fixed(pair.after, 2)}"
+        return " ~ ".join(f"{self._token(token)} {n + 1}" for token, n in ends) + f": {format_number(pair.after, 2)}"
 
     def _token(self, token: int) -> str:
-        return short(token_label(self.tokenizer.decode([token]), end=token == self.tokenizer.end), 8)
+        return shorten(token_label(self.tokenizer.decode([token]), is_end=token == self.tokenizer.end), 8)
 
 
 def _change(before: float, after: float) -> str:
-    return f"{signed(before, 2)}→{signed(after, 2)}"
+    return f"{format_signed(before, 2)}→{format_signed(after, 2)}"
 
 
 def _over(values: Sequence[float]) -> float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from qkflow.formatting import MISSING, format_number
 from qkflow.probes import StabilityLook
 from qkflow.report.probed import Part
 from qkflow.report.rows import Table
-from qkflow.report.wording import MISSING, fixed
 
 ROUNDING = 1e-6
 """A product that exceeds one by no more than this is not said to grow."""
@@ -66,10 +66,10 @@ def table(layers: Sequence[StabilityLook | None]) -> Table:
         rows.append(
             (
                 f"{number}",
-                fixed(layer.steps.mean),
-                fixed(layer.steps.quantiles[-1]),
-                fixed(layer.rho),
-                fixed(layer.norm),
+                format_number(layer.steps.mean),
+                format_number(layer.steps.quantiles[-1]),
+                format_number(layer.rho),
+                format_number(layer.norm),
                 _brief(layer.growth[-1].most) if layer.growth else MISSING,
                 _brief(layer.memory[-1]),
                 _brief(layer.slack),

@@ -17,6 +17,7 @@ from qkflow.experiment.request import Request
 from qkflow.experiment.run import run_experiment
 from qkflow.experiment.summarise import run_folders, summarise
 from qkflow.experiment.summary import Summary
+from qkflow.formatting import format_clock
 from qkflow.report import terminal, write_csv, write_json, write_recall_csv, write_report
 
 _LINES_EVERY = 10.0
@@ -78,7 +79,7 @@ class Watch(Observer):
         """Move the bar, or write a line now and then."""
         runs = f"{progress.finished}/{progress.runs}"
         speed = f"{progress.tokens_per_second:,.0f} tokens/s" if progress.tokens_per_second else ""
-        left = "" if progress.seconds_left is None else f"{clock(progress.seconds_left)} left"
+        left = "" if progress.seconds_left is None else f"{format_clock(progress.seconds_left)} left"
         told = " · ".join(part for part in (speed, left) if part)
         if not self.bar.disable and self.task is not None:
             self.bar.update(self.task, total=progress.all_tokens, completed=progress.tokens, runs=runs, told=told)
@@ -98,16 +99,3 @@ class Watch(Observer):
     def say(self, text: str) -> None:
         """One line, above the bar if there is one."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def clock(seconds: float) -> str:
-    """A duration as a clock shows it.
-
-    >>> clock(75.0), clock(7265.0), clock(200000.0)
-    ('1:15', '2:01:05', '2 days 7:33:20')
-    """
-    days, rest = divmod(round(seconds), 86400)
-    hours, rest = divmod(rest, 3600)
-    minutes, rest = divmod(rest, 60)
-    told = f"{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
-    return f"{days} day{'s' if days > 1 else ''} {told}" if days else told

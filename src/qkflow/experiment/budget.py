@@ -17,7 +17,7 @@ from qkflow.experiment.design import EVALUATIONS
 from qkflow.experiment.matching import OWN, Shape, shape, steps_of, whole
 from qkflow.experiment.request import Request
 from qkflow.experiment.timing import Workload
-from qkflow.experiment.words import count, duration
+from qkflow.formatting import format_compact, format_duration
 from qkflow.training.budget import Speed
 
 PREFERENCES = (
@@ -161,9 +161,11 @@ class _Chooser:
         if steps <= most:
             return steps
         spent = self.clock() - self.began
-        fits = duration(_SAFELY * (work.seconds(most) + spent) / (1 - ASIDE))
-        often = f"{self.corpus.name} has {count(self.text)} training tokens, which {duration(budget)} would read more "
-        often += f"than {self.request.passes:g} times"
+        fits = format_duration(_SAFELY * (work.seconds(most) + spent) / (1 - ASIDE))
+        often = (
+            f"{self.corpus.name} has {format_compact(self.text)} training tokens, which "
+            f"{format_duration(budget)} would read more than {self.request.passes:g} times"
+        )
         if self.request.budget is not None:
             passes = math.ceil(10 * self.request.passes * steps / most / _SAFELY) / 10
             raise UsageError(f"{often}: give --budget {fits}, or allow --passes {passes:g}, or give {self.more}")
@@ -226,13 +228,15 @@ class _Chooser:
         tokens, runs = choice.steps[0] * made.step_tokens, arms * choice.seeds
         tuning = f" after {arms * rates} short ones to choose learning rates" if rates > 1 else ""
         self.notice(
-            f"budget {duration(budget)}: {count(made.parameters)} parameters, {count(tokens)} tokens a run, "
+            f"budget {format_duration(budget)}: {format_compact(made.parameters)} parameters, "
+            f"{format_compact(tokens)} tokens per run, "
             f"{arms} arms x {choice.seeds} seeds = {runs} runs{tuning}, {min(self.jobs, runs)} at a time"
         )
         if tokens < ENOUGH * made.parameters:
             self.notice(f"that is little: {tokens / made.parameters:.1f} training tokens a parameter")
         if (choice.seconds or 0.0) > self.left(budget):
-            self.notice(f"the runs are expected to take {duration(choice.seconds or 0.0)}, longer than the budget")
+            expected = format_duration(choice.seconds or 0.0)
+            self.notice(f"the runs are expected to take {expected}, longer than the budget")
         return choice
 
     def left(self, budget: float) -> float:

@@ -22,7 +22,7 @@ from qkflow.experiment.budget import PREFERENCES, Choice, choose, options, predi
 from qkflow.experiment.matching import Shape, shape
 from qkflow.experiment.request import Request
 from qkflow.experiment.timing import Workload, evaluated, makespan, tuning_steps
-from qkflow.experiment.words import duration
+from qkflow.formatting import format_duration
 from qkflow.training.budget import Speed
 
 Ask = Callable[..., Request]
@@ -344,4 +344,4 @@ def test_the_options_are_what_the_request_leaves_open(ask: Ask, open_ask: Ask) -
     assert options(open_ask()) == PREFERENCES
     assert options(open_ask(seeds=4)) == (("5m", 4), ("1m", 4), ("500k", 4), ("100k", 4))
     assert options(ask(seeds=None)) == (("own", 10), ("own", 5), ("own", 3), ("own", 2))
-    assert duration(3.3 * 60) == "3.3m"
+    assert format_duration(3.3 * 60) == "3.3m"
