@@ -143,7 +143,7 @@ def test_the_choice_is_said_in_a_line(open_ask: Ask, corpus: Corpus) -> None:
     choice = machine.choose(open_ask(budget=180.0, learning_rates=(1e-3, 3e-3)), corpus, jobs=3)
     line = next(note for note in machine.notices if note.startswith("budget"))
     assert re.fullmatch(
-        rf"budget 3m: \d+k parameters, [\d.]+[kM] tokens a run, "
+        rf"budget 3m: \d+k parameters, [\d.]+[kM] tokens per run, "
         rf"2 arms x {choice.seeds} seeds = {2 * choice.seeds} runs "
         "after 4 short ones to choose learning rates, 3 at a time",
         line,
