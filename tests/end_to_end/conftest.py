@@ -1,23 +1,117 @@
-"""Tiny studies, and all that they leave behind, for the tests that disturb them."""
+"""Fixtures of the end-to-end tests: a working directory, the command line, a trained run and tiny studies."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from qkflow.cli import main
 from qkflow.data import CorpusConfig
 from qkflow.experiment.design import Design, jobs, read_design, write_design
 from qkflow.experiment.executors.local import LocalEngine
 from qkflow.experiment.plan import plan
 from qkflow.experiment.request import Request
 from qkflow.experiment.run import run_experiment
+from qkflow.io import cache_folder
 from qkflow.models import DecoderConfig
+from qkflow.ops import csrc
+
+TINY = {
+    "steps": 6,
+    "context": 16,
+    "batch": 4,
+    "evaluate_every": 3,
+    "evaluate_tokens": 512,
+    "final_tokens": 512,
+    "model": {"width": 16, "layers": 2, "heads": 4, "hidden": 24},
+}
+TEXT = "".join(f"line {i}: the quick brown fox number {i * i}\n" for i in range(400))
+
+
+@pytest.fixture(scope="session")
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of prepared corpora for this session. It links to the compiled kernels of the whole suite."""
+    csrc.prepare()
+    cache = tmp_path_factory.mktemp("cache")
+    kernels = cache_folder() / "native"
+    if kernels.exists():
+        (cache / "native").symlink_to(kernels)
+    return cache
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, session_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory of a command, with `text.txt` and `tiny.json`, in a terminal of 80 columns."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QKFLOW_CACHE", str(session_cache))
+    monkeypatch.delenv("QKFLOW_DATA", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    Path("tiny.json").write_text(json.dumps(TINY))
+    Path("text.txt").write_text(TEXT)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Path:
+    """A finished run of `tiny.json` on `text.txt`; `output.txt` beside it holds what `qkflow train` printed.
+
+    Do not write to it. `run_copy` gives a test its own copy.
+    """
+    root = tmp_path_factory.mktemp("trained")
+    (root / "tiny.json").write_text(json.dumps(TINY))
+    (root / "text.txt").write_text(TEXT)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        open(root / "output.txt", "w") as output,
+        contextlib.redirect_stdout(output),
+    ):
+        patch.chdir(root)
+        patch.setenv("QKFLOW_CACHE", str(session_cache))
+        patch.setenv("COLUMNS", "80")
+        assert main(["train", "text.txt", "--config", "tiny.json", "--out", "run"]) == 0
+    return root / "run"
+
+
+@pytest.fixture
+def run_copy(workspace: Path, trained_run: Path) -> str:
+    """A copy of the trained run in the current directory: its name."""
+    return shutil.copytree(trained_run, workspace / "run").name
+
+
+@pytest.fixture
+def qkflow(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`qkflow("train", ...)` runs a command in this process, checks its exit code and returns what it prints."""
+
+    def run(*args: str, exit_code: int = 0) -> str:
+        capsys.readouterr()
+        assert main(list(args)) == exit_code
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def usage_error(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`usage_error("train", ...)` runs a command that must fail with code 2 and one line on stderr: that line."""
+
+    def run(*args: str) -> str:
+        capsys.readouterr()
+        assert main(list(args)) == 2
+        error = capsys.readouterr().err.strip()
+        assert error.startswith("qkflow: ")
+        assert "\n" not in error
+        return error
+
+    return run
+
 
 TIMES = ("seconds", "evaluation_seconds")
 
@@ -77,8 +171,7 @@ class Studies:
 
 
 @pytest.fixture(scope="module")
-def studies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Studies]:
-    place = tmp_path_factory.mktemp("studies")
+def studies(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Iterator[Studies]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QKFLOW_CACHE", str(place / "cache"))
-        yield Studies(place)
+        patch.setenv("QKFLOW_CACHE", str(session_cache))
+        yield Studies(tmp_path_factory.mktemp("studies"))
