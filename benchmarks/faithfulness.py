@@ -39,7 +39,9 @@ def texts(config: ClassifierConfig, lengths: tuple[int, int], n: int) -> list[In
     for _ in range(n):
         t = draw.randint(*lengths)
         tokens = tuple(draw.randrange(2, config.vocabulary) for _ in range(t))
-        made.append(Instance(tokens=tokens, label=draw.randrange(config.classes), rationale=(t // 2,), kept=(t - 1,)))
+        made.append(
+            Instance(tokens=tokens, label=draw.randrange(config.classes), rationale=(t // 2,), protected=(t - 1,))
+        )
     return made
 
 

@@ -30,7 +30,7 @@ from scipy import stats
 
 from flow_figure import draw, network
 from flow_stack import RATE, D, Stack, Texts, batches, check, data
-from qkflow.circuits import Ratio
+from qkflow.circuits import RatioSchedule
 from qkflow.data.tasks.synthetic import LABEL
 from qkflow.models.one_layer import Form
 from qkflow.theory.gradient_flow import alpha_at
@@ -42,7 +42,7 @@ class Setting(NamedTuple):
     """A form of the model, where its matrices begin, and the arms that it is trained in."""
 
     form: Form
-    arms: tuple[Ratio, ...]
+    arms: tuple[RatioSchedule, ...]
     start: float = 1e-6
     steps: int = 150_000
     texts: Texts = "context"
@@ -50,11 +50,19 @@ class Setting(NamedTuple):
     """Whether only the four labels can be answered."""
 
 
-COLLAPSED = (Ratio(), Ratio(start=2.0), Ratio(start=5.0), Ratio(start=1.0, end=10.0))
-GROWTH = Ratio(start=1.0, end=40.0)
+COLLAPSED = (RatioSchedule(), RatioSchedule(start=2.0), RatioSchedule(start=5.0), RatioSchedule(start=1.0, end=10.0))
+GROWTH = RatioSchedule(start=1.0, end=40.0)
 SETTINGS = {
-    "FAFO": Setting("FAFO", (Ratio(), Ratio(start=5.0), Ratio(start=10.0), Ratio(start=20.0), GROWTH)),
-    "FAFO-0.1": Setting("FAFO", (Ratio(), Ratio(start=2.0), Ratio(start=5.0), Ratio(start=20.0), GROWTH), 0.1, 60_000),
+    "FAFO": Setting(
+        "FAFO",
+        (RatioSchedule(), RatioSchedule(start=5.0), RatioSchedule(start=10.0), RatioSchedule(start=20.0), GROWTH),
+    ),
+    "FAFO-0.1": Setting(
+        "FAFO",
+        (RatioSchedule(), RatioSchedule(start=2.0), RatioSchedule(start=5.0), RatioSchedule(start=20.0), GROWTH),
+        0.1,
+        60_000,
+    ),
     "CACO": Setting("CACO", COLLAPSED),
     "CACO-seen": Setting("CACO", COLLAPSED, texts="seen"),
     "CACO-even": Setting("CACO", COLLAPSED, texts="even"),
@@ -133,7 +141,7 @@ def fixed(seeds: Sequence[int], steps: int) -> dict[str, Any]:
     return {"alphas": ALPHAS, "seeds": list(seeds), "steps": at, "loss": np.stack(losses, -1).tolist()}
 
 
-def called(arm: Ratio) -> str:
+def called(arm: RatioSchedule) -> str:
     """`r = 5`, or `r from 1 to 40`."""
     return f"r = {arm.start:g}" if arm.end is None else f"r from {arm.start:g} to {arm.end:g}"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from qkflow.circuits import Ratio, circuit_groups, circuit_lambdas
+from qkflow.circuits import RatioSchedule, circuit_groups, circuit_lambdas
 from qkflow.data.tasks import Instance, TaskConfig
 from qkflow.data.tasks.synthetic import CLASSES, LABEL, OWN, QUERY, VOCABULARY, synthetic
 from qkflow.models.one_layer import Form, OneLayer, OneLayerConfig
@@ -87,7 +87,14 @@ class Stack:
     """One model for each arm and seed, arms first, with SGD."""
 
     def __init__(
-        self, form: Form, arms: Sequence[Ratio], seeds: int, *, start: float, rate: float = RATE, four: bool = False
+        self,
+        form: Form,
+        arms: Sequence[RatioSchedule],
+        seeds: int,
+        *,
+        start: float,
+        rate: float = RATE,
+        four: bool = False,
     ) -> None:
         self.form, self.arms, self.seeds, self.rate = form, arms, seeds, rate
         circuits = OneLayer(OneLayerConfig(form=form)).circuits()
@@ -145,7 +152,7 @@ class Stack:
         return (-told).view(shape).numpy(), mass.view(shape).numpy(), told.exp().view(shape).numpy()
 
 
-def learner(model: OneLayer, arm: Ratio, rate: float, steps: int) -> tuple[SGD, LambdaLR]:
+def learner(model: OneLayer, arm: RatioSchedule, rate: float, steps: int) -> tuple[SGD, LambdaLR]:
     """How a user trains one model of an arm."""
     groups = circuit_groups(model, rate, r=arm.start)
     optimizer = SGD(groups)
@@ -154,7 +161,7 @@ def learner(model: OneLayer, arm: Ratio, rate: float, steps: int) -> tuple[SGD, 
 
 def check(steps: int = 30) -> float:
     """How far a stack is from `OneLayer` after some steps of torch's SGD, in float64, in the worst of the forms."""
-    arms, seeds, worst = (Ratio(), Ratio(start=5.0), Ratio(start=1.0, end=40.0)), (1, 2), 0.0
+    arms, seeds, worst = (RatioSchedule(), RatioSchedule(start=5.0), RatioSchedule(start=1.0, end=40.0)), (1, 2), 0.0
     tasks = [synthetic(TaskConfig(name="synthetic", seed=seed, train=64, test=4)) for seed in seeds]
     tokens = [torch.tensor([one.tokens for one in task.train]) for task in tasks]
     texts = bags([task.train for task in tasks])

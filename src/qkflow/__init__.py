@@ -8,7 +8,7 @@
 torch.Size([2, 10, 64])
 """
 
-from qkflow.circuits import Ratio, circuit_groups, circuit_lambdas, find_circuits, split_fused
+from qkflow.circuits import RatioSchedule, circuit_groups, circuit_lambdas, find_circuits, split_fused
 from qkflow.data import Corpus, CorpusConfig, Split, open_corpus
 from qkflow.errors import (
     BusyError,
@@ -102,7 +102,7 @@ __all__ = [
     "Mechanism",
     "QDelta",
     "QDeltaConfig",
-    "Ratio",
+    "RatioSchedule",
     "RecurrentState",
     "Sampling",
     "ShiftedKVCache",

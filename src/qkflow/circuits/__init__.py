@@ -7,16 +7,16 @@
 [('qk', 0.02), ('ov', 0.001), ('rest', 0.001)]
 """
 
-from qkflow.circuits.find import Found, Part, find_circuits
+from qkflow.circuits.find import ModelCircuits, ParamSlice, find_circuits
 from qkflow.circuits.fused import split_fused
 from qkflow.circuits.groups import Circuit, circuit_groups, circuits_by_name
-from qkflow.circuits.schedule import Ratio, circuit_lambdas
+from qkflow.circuits.schedule import RatioSchedule, circuit_lambdas
 
 __all__ = [
     "Circuit",
-    "Found",
-    "Part",
-    "Ratio",
+    "ModelCircuits",
+    "ParamSlice",
+    "RatioSchedule",
     "circuit_groups",
     "circuit_lambdas",
     "circuits_by_name",

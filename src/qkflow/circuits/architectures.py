@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from qkflow.circuits.param_slice import Circuit, Part
+from qkflow.circuits.param_slice import Circuit, ParamSlice
 
-Claim = tuple[Circuit, Part]
+Claim = tuple[Circuit, ParamSlice]
 Sizes = tuple[int, tuple[int, ...]]
 """A fused matrix: so many times in a row, these rows of queries, of keys and of values."""
 
@@ -139,13 +139,16 @@ def _slices(prefix: str, module: nn.Module, name: str, dim: int, sizes: Sizes) -
     for _ in range(repeats):
         for matrix, circuit, length in zip(_MATRICES, _CIRCUITS, rows, strict=True):
             if length:
-                yield circuit, Part(name=f"{prefix}{name}", dim=dim, start=start, stop=start + length, matrix=matrix)
+                yield (
+                    circuit,
+                    ParamSlice(name=f"{prefix}{name}", dim=dim, start=start, stop=start + length, matrix=matrix),
+                )
             start += length
 
 
 def _own(prefix: str, module: nn.Module, name: str, circuit: Circuit) -> Iterator[Claim]:
     if module._parameters.get(name) is not None:
-        yield circuit, Part(name=f"{prefix}{name}")
+        yield circuit, ParamSlice(name=f"{prefix}{name}")
 
 
 def _all(prefix: str, module: nn.Module, child: str, circuit: Circuit) -> Iterator[Claim]:
@@ -153,7 +156,7 @@ def _all(prefix: str, module: nn.Module, child: str, circuit: Circuit) -> Iterat
     found = getattr(module, child, None)
     if isinstance(found, nn.Module):
         for name, _ in found.named_parameters(remove_duplicate=False):
-            yield circuit, Part(name=f"{prefix}{child}.{name}")
+            yield circuit, ParamSlice(name=f"{prefix}{child}.{name}")
 
 
 def _rows(fused: nn.Module) -> int:

@@ -24,28 +24,28 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from qkflow.circuits.architectures import Claim, by_names, of_attention
-from qkflow.circuits.param_slice import Part
+from qkflow.circuits.param_slice import ParamSlice
 from qkflow.circuits.patterns import by_hand, folded
 from qkflow.circuits.split import all_splits
 from qkflow.errors import UsageError
 from qkflow.mechanisms.base import Circuits
 
-__all__ = ["Found", "Part", "find_circuits"]
+__all__ = ["ModelCircuits", "ParamSlice", "find_circuits"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ModelCircuits:
     """The circuits of a model."""
 
-    qk: tuple[Part, ...]
+    qk: tuple[ParamSlice, ...]
     """Where to look."""
-    ov: tuple[Part, ...]
+    ov: tuple[ParamSlice, ...]
     """What to pass on."""
     rest: tuple[str, ...]
     """Every other parameter; what slices leave of one is of the rest, too."""
 
 
-def find_circuits(model: nn.Module, *, qk: Sequence[str] = (), ov: Sequence[str] = ()) -> Found:
+def find_circuits(model: nn.Module, *, qk: Sequence[str] = (), ov: Sequence[str] = ()) -> ModelCircuits:
     """The circuits of a model, as its layers say or are known to have them; see the module's text for which are.
 
     What is named by hand is the whole circuit, whatever else would have been found for it: patterns on parameter names,
@@ -61,7 +61,7 @@ def find_circuits(model: nn.Module, *, qk: Sequence[str] = (), ov: Sequence[str]
     """
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
-    known: dict[str, list[Part]] = {"qk": [], "ov": []}
+    known: dict[str, list[ParamSlice]] = {"qk": [], "ov": []}
     for circuit, part in _known(model):
         if circuit != "rest" and part.name in names:
             known[circuit].append(part)
@@ -81,7 +81,7 @@ def find_circuits(model: nn.Module, *, qk: Sequence[str] = (), ov: Sequence[str]
         )
     taken = {part.name for some in parts.values() for part in some}
     rest = tuple(name for name in dict.fromkeys(names.values()) if name not in taken)
-    return Found(qk=tuple(parts["qk"]), ov=tuple(parts["ov"]), rest=rest)
+    return ModelCircuits(qk=tuple(parts["qk"]), ov=tuple(parts["ov"]), rest=rest)
 
 
 def _known(model: nn.Module) -> Iterator[Claim]:
@@ -91,7 +91,7 @@ def _known(model: nn.Module) -> Iterator[Claim]:
         if part.name not in pieces:
             yield circuit, part
     for name, piece in pieces.items():
-        yield piece.circuit, Part(name=name)
+        yield piece.circuit, ParamSlice(name=name)
 
 
 def _layers(model: nn.Module) -> Iterator[Claim]:
@@ -104,9 +104,9 @@ def _layers(model: nn.Module) -> Iterator[Claim]:
         if (circuits := _said(module)) is not None:
             told.append(prefix)
             for own in circuits.qk:
-                yield "qk", Part(name=f"{prefix}{own}")
+                yield "qk", ParamSlice(name=f"{prefix}{own}")
             for own in circuits.ov:
-                yield "ov", Part(name=f"{prefix}{own}")
+                yield "ov", ParamSlice(name=f"{prefix}{own}")
         elif isinstance(module, nn.MultiheadAttention):
             told.append(prefix)
             yield from of_attention(prefix, module)
@@ -120,23 +120,23 @@ def _said(module: nn.Module) -> Circuits | None:
     return found if isinstance(found := method(module), Circuits) else None
 
 
-def _once(parts: Iterable[Part], names: dict[str, str]) -> list[Part]:
+def _once(parts: Iterable[ParamSlice], names: dict[str, str]) -> list[ParamSlice]:
     """Each part once, under the first name of its parameter: layers may share it."""
     return list(dict.fromkeys(replace(part, name=names[part.name]) for part in parts))
 
 
-def _by_name(parts: Iterable[Part]) -> dict[str, list[Part]]:
-    found: dict[str, list[Part]] = {}
+def _by_name(parts: Iterable[ParamSlice]) -> dict[str, list[ParamSlice]]:
+    found: dict[str, list[ParamSlice]] = {}
     for part in parts:
         found.setdefault(part.name, []).append(part)
     return found
 
 
-def _overlapping(part: Part, others: Iterable[Part]) -> bool:
+def _overlapping(part: ParamSlice, others: Iterable[ParamSlice]) -> bool:
     return any(part.overlaps(other) for other in others)
 
 
-def _refuse_overlaps(qk: Sequence[Part], ov: Sequence[Part]) -> None:
+def _refuse_overlaps(qk: Sequence[ParamSlice], ov: Sequence[ParamSlice]) -> None:
     looking = _by_name(qk)
     for part in ov:
         if _overlapping(part, looking.get(part.name, ())):

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from qkflow.circuits.find import Part, find_circuits
+from qkflow.circuits.find import ParamSlice, find_circuits
 from qkflow.circuits.param_slice import Circuit
-from qkflow.circuits.split import Piece, Split, split_parameter
+from qkflow.circuits.split import ParamPiece, ParamSplit, split_parameter
 from qkflow.errors import UsageError
 
 
@@ -32,8 +32,11 @@ def split_fused(model: nn.Module, *, qk: Sequence[str] = (), ov: Sequence[str] =
     (['in_proj_weight', 'out_proj.weight'], torch.Size([12, 4]))
     """
     found = find_circuits(model, qk=qk, ov=ov)
-    claims: list[tuple[Part, Circuit]] = [*((part, "qk") for part in found.qk), *((part, "ov") for part in found.ov)]
-    slices: dict[str, list[tuple[Part, Circuit]]] = {}
+    claims: list[tuple[ParamSlice, Circuit]] = [
+        *((part, "qk") for part in found.qk),
+        *((part, "ov") for part in found.ov),
+    ]
+    slices: dict[str, list[tuple[ParamSlice, Circuit]]] = {}
     for part, circuit in claims:
         if not part.whole:
             slices.setdefault(part.name, []).append((part, circuit))
@@ -59,7 +62,7 @@ def _holders(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     return found
 
 
-def _cut(name: str, parameter: nn.Parameter, cuts: Sequence[tuple[Part, Circuit]]) -> Split:
+def _cut(name: str, parameter: nn.Parameter, cuts: Sequence[tuple[ParamSlice, Circuit]]) -> ParamSplit:
     """The cuts of a parameter: its slices by matrix, and as one more piece what they leave."""
     dim = cuts[0][0].dim
     if dim is None or any(part.dim != dim for part, _ in cuts):
@@ -74,7 +77,7 @@ def _cut(name: str, parameter: nn.Parameter, cuts: Sequence[tuple[Part, Circuit]
     if end < parameter.shape[dim]:
         spans.setdefault(("rest", "rest"), []).append((end, parameter.shape[dim]))
     pieces = (
-        Piece(attribute=f"{name}_{matrix}", circuit=circuit, spans=tuple(places))
+        ParamPiece(attribute=f"{name}_{matrix}", circuit=circuit, spans=tuple(places))
         for (matrix, circuit), places in spans.items()
     )
-    return Split(name=name, dim=dim, pieces=tuple(pieces))
+    return ParamSplit(name=name, dim=dim, pieces=tuple(pieces))

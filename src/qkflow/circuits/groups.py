@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from qkflow.circuits.find import Found, find_circuits
+from qkflow.circuits.find import ModelCircuits, find_circuits
 from qkflow.circuits.fused import split_fused
 from qkflow.circuits.param_slice import Circuit
 from qkflow.errors import UsageError
@@ -64,7 +64,7 @@ def circuit_groups(
     return [group for group in groups if group["params"]]
 
 
-def circuits_by_name(found: Found) -> dict[str, Circuit]:
+def circuits_by_name(found: ModelCircuits) -> dict[str, Circuit]:
     """The circuit of each parameter that is of one circuit alone, or of the first of its slices.
 
     >>> circuits_by_name(find_circuits(nn.MultiheadAttention(4, 2, kdim=3, bias=False)))["k_proj_weight"]

@@ -10,10 +10,10 @@ Circuit = Literal["qk", "ov", "rest"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ParamSlice:
     """A parameter, or a slice of one, that belongs to a circuit.
 
-    >>> Part(name="attn.c_attn.weight", dim=1, start=0, stop=64, matrix="query").whole
+    >>> ParamSlice(name="attn.c_attn.weight", dim=1, start=0, stop=64, matrix="query").whole
     False
     """
 
@@ -33,10 +33,10 @@ class Part:
         """Whether the parameter is of this circuit entirely."""
         return self.dim is None
 
-    def overlaps(self, other: Part) -> bool:
+    def overlaps(self, other: ParamSlice) -> bool:
         """Whether the two have an element in common; slices along different dimensions always have.
 
-        >>> Part(name="w", dim=0, start=0, stop=4).overlaps(Part(name="w", dim=0, start=4, stop=6))
+        >>> ParamSlice(name="w", dim=0, start=0, stop=4).overlaps(ParamSlice(name="w", dim=0, start=4, stop=6))
         False
         """
         if self.name != other.name:

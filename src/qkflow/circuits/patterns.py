@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from qkflow.circuits.param_slice import Part
+from qkflow.circuits.param_slice import ParamSlice
 from qkflow.circuits.split import all_splits
 from qkflow.errors import UsageError
 
@@ -18,19 +18,19 @@ _MOST = 24
 """Names that a message shows, at most."""
 
 
-def by_hand(model: nn.Module, patterns: Sequence[str]) -> list[Part]:
+def by_hand(model: nn.Module, patterns: Sequence[str]) -> list[ParamSlice]:
     """What patterns on parameter names stand for; `name[dim:start:stop]` is a slice of a parameter.
 
     Names are those in files: a parameter that is split already goes by the name it had before.
 
-    >>> by_hand(nn.Linear(4, 6), ["weight[0:0:2]", "b*"])
-    [Part(name='weight', dim=0, start=0, stop=2, matrix='0_2'), Part(name='bias', dim=None, start=0, stop=0, matrix='')]
+    >>> [(param.name, param.dim, param.stop) for param in by_hand(nn.Linear(4, 6), ["weight[0:0:2]", "b*"])]
+    [('weight', 0, 2), ('bias', None, 0)]
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     for prefix, split in all_splits(model):
         for piece in split.pieces:
             shapes.pop(f"{prefix}{piece.attribute}")
-    found: list[Part] = []
+    found: list[ParamSlice] = []
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         sliced = _SLICE.fullmatch(pattern)
         stem, span = (pattern, None) if sliced is None else (sliced[1], tuple(map(int, sliced.groups()[1:])))
@@ -45,9 +45,9 @@ def by_hand(model: nn.Module, patterns: Sequence[str]) -> list[Part]:
     return found
 
 
-def _part(name: str, shape: torch.Size, span: tuple[int, ...] | None) -> Part:
+def _part(name: str, shape: torch.Size, span: tuple[int, ...] | None) -> ParamSlice:
     if span is None:
-        return Part(name=name)
+        return ParamSlice(name=name)
     dim, start, stop = span
     if dim >= len(shape) or not 0 <= start < stop <= shape[dim]:
         raise UsageError(
@@ -55,11 +55,11 @@ def _part(name: str, shape: torch.Size, span: tuple[int, ...] | None) -> Part:
             "name[dimension:start:stop] with start below stop, and stop at most the size of the dimension"
         )
     if stop - start == shape[dim]:
-        return Part(name=name)
-    return Part(name=name, dim=dim, start=start, stop=stop, matrix=f"{start}_{stop}")
+        return ParamSlice(name=name)
+    return ParamSlice(name=name, dim=dim, start=start, stop=stop, matrix=f"{start}_{stop}")
 
 
-def _pieces(model: nn.Module, stem: str, span: tuple[int, ...] | None) -> list[Part]:
+def _pieces(model: nn.Module, stem: str, span: tuple[int, ...] | None) -> list[ParamSlice]:
     """The pieces of parameters that are split already, named as they were before."""
     found = []
     for prefix, split in all_splits(model):
@@ -70,7 +70,7 @@ def _pieces(model: nn.Module, stem: str, span: tuple[int, ...] | None) -> list[P
             inside = [start <= first and last <= stop for first, last in piece.spans]
             beside = [last <= start or stop <= first for first, last in piece.spans]
             if dim == split.dim and all(inside):
-                found.append(Part(name=f"{prefix}{piece.attribute}"))
+                found.append(ParamSlice(name=f"{prefix}{piece.attribute}"))
             elif dim != split.dim or not all(beside):
                 raise UsageError(
                     f"{name} is split along dimension {split.dim} at other rows than [{dim}:{start}:{stop}] asks for: "

@@ -11,15 +11,15 @@ from qkflow.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ratio:
+class RatioSchedule:
     """How many times as fast as everything else the QK circuit learns: constant, or on a straight line.
 
         r(s) = start + (end - start) s / n          after s of n steps
 
-    >>> growth = Ratio(start=1.0, end=40.0)
+    >>> growth = RatioSchedule(start=1.0, end=40.0)
     >>> growth.at(0, 100), growth.at(50, 100), growth.at(100, 100)
     (1.0, 20.5, 40.0)
-    >>> Ratio(start=20.0).at(50, 100)
+    >>> RatioSchedule(start=20.0).at(50, 100)
     20.0
     """
 
@@ -67,7 +67,7 @@ def circuit_lambdas(
 
     >>> import torch
     >>> from qkflow.circuits import circuit_groups
-    >>> warmup, steps, growth = 10, 100, Ratio(start=1.0, end=40.0)
+    >>> warmup, steps, growth = 10, 100, RatioSchedule(start=1.0, end=40.0)
     >>> def warmup_cosine(step):
     ...     return min(1.0, (step + 1) / warmup) * (1 + math.cos(math.pi * step / steps)) / 2
     >>> groups = circuit_groups(torch.nn.MultiheadAttention(4, 2), lr=1e-3)

@@ -21,7 +21,7 @@ from qkflow.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ParamPiece:
     """The rows of a split parameter that learn as one parameter."""
 
     attribute: str
@@ -38,14 +38,14 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class ParamSplit:
     """How a parameter was cut up along a dimension."""
 
     name: str
     """The parameter, in its module."""
     dim: int
     """The dimension."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParamPiece, ...]
     """All of its rows, each once."""
 
     @property
@@ -53,7 +53,7 @@ class Split:
         """Rows of the whole."""
         return sum(piece.rows for piece in self.pieces)
 
-    def renamed(self, name: str) -> Split:
+    def renamed(self, name: str) -> ParamSplit:
         """The same cuts in a parameter of another name."""
         pieces = (replace(piece, attribute=name + piece.attribute.removeprefix(self.name)) for piece in self.pieces)
         return replace(self, name=name, pieces=tuple(pieces))
@@ -68,19 +68,19 @@ class Split:
         }
 
 
-def splits_of(module: nn.Module) -> tuple[Split, ...]:
+def splits_of(module: nn.Module) -> tuple[ParamSplit, ...]:
     """The parameters of the module itself that are split."""
     return type(module).splits if isinstance(module, _Joined) else ()
 
 
-def all_splits(model: nn.Module) -> Iterator[tuple[str, Split]]:
+def all_splits(model: nn.Module) -> Iterator[tuple[str, ParamSplit]]:
     """Every split parameter of a model, with the prefix of the names in its module: each that a shared module has."""
     for name, module in model.named_modules(remove_duplicate=False):
         for split in splits_of(module):
             yield f"{name}." if name else "", split
 
 
-def split_parameter(parameter: nn.Parameter, holders: Sequence[tuple[nn.Module, str]], cut: Split) -> None:
+def split_parameter(parameter: nn.Parameter, holders: Sequence[tuple[nn.Module, str]], cut: ParamSplit) -> None:
     """Put pieces in the place of a parameter, in every module that holds it, and under any name.
 
     The names in `cut` are those in the first of the modules.
@@ -103,7 +103,7 @@ def split_parameter(parameter: nn.Parameter, holders: Sequence[tuple[nn.Module, 
         _replace(module, own, {mine.attribute: made[piece.attribute] for mine, piece in pieces})
 
 
-def _replace(module: nn.Module, split: Split, pieces: Mapping[str, nn.Parameter]) -> None:
+def _replace(module: nn.Module, split: ParamSplit, pieces: Mapping[str, nn.Parameter]) -> None:
     for attribute in pieces:
         if hasattr(module, attribute):
             raise UsageError(f"{split.name} cannot be split: its module has a {attribute!r} already; rename that")
@@ -119,7 +119,7 @@ class _Joined(nn.Module):
     """What split modules have besides their own class."""
 
     base: ClassVar[type[nn.Module]]
-    splits: ClassVar[tuple[Split, ...]]
+    splits: ClassVar[tuple[ParamSplit, ...]]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         own: dict[str, Any] = {}
@@ -166,7 +166,7 @@ class _Joined(nn.Module):
 
 
 @cache
-def _joined(base: type[nn.Module], splits: tuple[Split, ...]) -> type[nn.Module]:
+def _joined(base: type[nn.Module], splits: tuple[ParamSplit, ...]) -> type[nn.Module]:
     """The subclass of a module's class in which parameters are split; named as its base, which others go by."""
     return type(
         base.__name__,
@@ -182,12 +182,12 @@ def _joined(base: type[nn.Module], splits: tuple[Split, ...]) -> type[nn.Module]
     )
 
 
-def _blank(base: type[nn.Module], splits: tuple[Split, ...]) -> nn.Module:
+def _blank(base: type[nn.Module], splits: tuple[ParamSplit, ...]) -> nn.Module:
     made = _joined(base, splits)
     return made.__new__(made)
 
 
-def _property(split: Split) -> property:
+def _property(split: ParamSplit) -> property:
     placed: list[tuple[int, str, int, int]] = []
     for piece in split.pieces:
         offset = 0

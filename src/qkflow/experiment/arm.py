@@ -9,13 +9,13 @@
 
 from __future__ import annotations
 
-from qkflow.circuits import Ratio
+from qkflow.circuits import RatioSchedule
 from qkflow.errors import UsageError
 
 _OWN = ("r", "growth")
 
 
-def parse_arm(name: str) -> tuple[str, Ratio]:
+def parse_arm(name: str) -> tuple[str, RatioSchedule]:
     """The mechanism's spec without the ratio, and the ratio.
 
     >>> parse_arm("qdelta+affine:alternations=2,r=5,growth=40")
@@ -36,7 +36,7 @@ def parse_arm(name: str) -> tuple[str, Ratio]:
             values[key] = _number(name, key, text)
     start, end = values.get("r", 1.0), values.get("growth")
     try:
-        ratio = Ratio(start=start, end=None if end == start else end)
+        ratio = RatioSchedule(start=start, end=None if end == start else end)
     except UsageError as error:
         raise UsageError(f"the arm {name!r}: {error}") from error
     return ":".join([before, ",".join(kept)] if kept else [before]), ratio

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from qkflow.data import Tokenizer
-from qkflow.data.text.tokenizer_io import OWN, USUAL, find_tokenizer
+from qkflow.data.text.tokenizer_io import EXPORTED_TOKENIZER_FILE, TOKENIZER_FILE, find_tokenizer
 from qkflow.errors import CheckpointError, UsageError
 from qkflow.hub.config_json import CAUSAL, CLASSIFIER, MODEL_TYPE, classifier_config, decoder_config, refuse_unknown
 from qkflow.hub.safe_files import inside, read_table, refuse_large
@@ -74,7 +74,7 @@ def read_folder(path: Path | str) -> Folder:
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
-    for name in (OWN, USUAL):
+    for name in (EXPORTED_TOKENIZER_FILE, TOKENIZER_FILE):
         refuse_large(inside(folder, name))
     return find_tokenizer(folder)
 

@@ -15,8 +15,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from qkflow.data import Tokenizer, WordTokenizer, save_tokenizer
-from qkflow.data.text.tokenizer_io import OWN, USUAL
-from qkflow.data.text.tokenizers import ByteTokenizer, PairTokenizer, letters
+from qkflow.data.text.tokenizer_io import EXPORTED_TOKENIZER_FILE, TOKENIZER_FILE
+from qkflow.data.text.tokenizers import BPETokenizer, ByteTokenizer, bytes_to_unicode
 from qkflow.errors import UsageError
 from qkflow.io import write_json
 
@@ -60,9 +60,9 @@ def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write a tokenizer into a folder, for transformers and for qkflow."""
     made = library_tokenizer(tokenizer)
-    (folder / USUAL).write_text(json.dumps(json.loads(made.to_str()), ensure_ascii=False, indent=2) + "\n")
+    (folder / TOKENIZER_FILE).write_text(json.dumps(json.loads(made.to_str()), ensure_ascii=False, indent=2) + "\n")
     write_json(folder / "tokenizer_config.json", tokenizer_config(tokenizer))
-    save_tokenizer(tokenizer, folder / OWN)
+    save_tokenizer(tokenizer, folder / EXPORTED_TOKENIZER_FILE)
 
 
 def _end_name(tokenizer: Tokenizer) -> str:
@@ -74,11 +74,11 @@ def _end_name(tokenizer: Tokenizer) -> str:
 
 
 def _bytes(_: Any) -> tokenizers.Tokenizer:
-    model = models.BPE(vocab={letter: byte for byte, letter in letters().items()}, merges=[])
+    model = models.BPE(vocab={letter: byte for byte, letter in bytes_to_unicode().items()}, merges=[])
     return _byte_level(tokenizers.Tokenizer(model))
 
 
-def _pairs(tokenizer: PairTokenizer) -> tokenizers.Tokenizer:
+def _pairs(tokenizer: BPETokenizer) -> tokenizers.Tokenizer:
     return _byte_level(tokenizers.Tokenizer.from_str(tokenizer.model.to_str()))
 
 
@@ -96,6 +96,6 @@ def _byte_level(made: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 _KINDS: dict[type, Callable[[Any], tokenizers.Tokenizer]] = {
     ByteTokenizer: _bytes,
-    PairTokenizer: _pairs,
+    BPETokenizer: _pairs,
     WordTokenizer: _words,
 }

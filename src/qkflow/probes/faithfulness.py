@@ -121,7 +121,8 @@ def examine(
     if "random" in rankings:
         scores["random"] = [_drawn(one.tokens, seed) for one in instances]
     orders: dict[Ranking, list[list[int]]] = {
-        name: [ranked(row, one.kept) for row, one in zip(scores[name], instances, strict=True)] for name in rankings
+        name: [ranked(row, one.protected) for row, one in zip(scores[name], instances, strict=True)]
+        for name in rankings
     }
     return replace(looked, rankings=_faithful(reader, instances, looked, orders, part, parts, batch))
 

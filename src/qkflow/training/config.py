@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from qkflow.circuits import Ratio
+from qkflow.circuits import RatioSchedule
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
 from qkflow.models import DecoderConfig
@@ -124,9 +124,9 @@ class TrainConfig:
             raise UsageError(f"weight_decay must be a finite number, at least 0, got {self.weight_decay}")
 
     @property
-    def ratio(self) -> Ratio:
+    def ratio(self) -> RatioSchedule:
         """The learning rate of queries and keys, as a multiple of everything else's."""
-        return Ratio(start=self.qk_ratio, end=self.qk_growth)
+        return RatioSchedule(start=self.qk_ratio, end=self.qk_growth)
 
     @property
     def tokens(self) -> int:

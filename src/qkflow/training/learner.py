@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from qkflow.data import Corpus, Lesson, Split, lesson, open_corpus
+from qkflow.data import Batch, Corpus, Split, get_batch, open_corpus
 from qkflow.errors import DivergenceError, Interrupted, NotFiniteError, UsageError
 from qkflow.layout import Layout
 from qkflow.models import Decoder, parameters
@@ -57,7 +57,7 @@ def open_checked(config: TrainConfig) -> Corpus:
         )
     if corpus.context is not None and config.stride is not None:
         raise UsageError(f"stride cuts text, and instances of {corpus.name} are read whole: leave it out")
-    lesson(corpus.train, seed=config.data_seed, step=0, batch=config.batch, context=config.context)
+    get_batch(corpus.train, seed=config.data_seed, step=0, batch_size=config.batch, context=config.context)
     if not held_out(corpus.validation, context=config.context, stride=config.stride, limit=1):
         raise UsageError(f"the corpus {corpus.name} has no held-out document to evaluate on: give more text")
     return corpus
@@ -119,9 +119,11 @@ class Learner:
             self.loss(part.tokens, part.scored).backward()
         self.optimizer.zero_grad()
 
-    def _lesson(self, step: int) -> Lesson:
+    def _lesson(self, step: int) -> Batch:
         config = self.config
-        return lesson(self.corpus.train, seed=config.data_seed, step=step, batch=config.batch, context=config.context)
+        return get_batch(
+            self.corpus.train, seed=config.data_seed, step=step, batch_size=config.batch, context=config.context
+        )
 
     @property
     def sharded(self) -> bool:

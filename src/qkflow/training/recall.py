@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from qkflow.data.text.corpus import CELL
+from qkflow.data.text.corpus import CELL_DTYPE
 from qkflow.io import write_json
 from qkflow.training.evaluation import Evaluation
 
 FILE = "recall.json"
-_PLACES = CELL.names or ()
+_PLACES = CELL_DTYPE.names or ()
 _LEVEL = 0.975
 _QUANTILE = NormalDist().inv_cdf(_LEVEL)
 
@@ -115,7 +115,7 @@ def by_cell(evaluation: Evaluation) -> tuple[CellResult, ...]:
     if evaluation.cells is None:
         return ()
     rows = evaluation.cells
-    places, which = np.unique(rows[[*_PLACES]].astype(CELL), return_inverse=True)
+    places, which = np.unique(rows[[*_PLACES]].astype(CELL_DTYPE), return_inverse=True)
     parts = rows["right"] / rows["questions"]
     return tuple(
         CellResult(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from qkflow.data import Split, Window
-from qkflow.data.text.corpus import CELL
+from qkflow.data.text.corpus import CELL_DTYPE
 
-ANSWERED = np.dtype([*CELL.descr, ("questions", "<i8"), ("right", "<i8")])
+ANSWERED = np.dtype([*CELL_DTYPE.descr, ("questions", "<i8"), ("right", "<i8")])
 """One instance of a task: its cell of the grid, its questions, and how many of them were answered right."""
 
 
@@ -19,7 +19,7 @@ class Marks:
         self.of_document = np.searchsorted(np.ascontiguousarray(self.answers[:, 0]), split.documents)
         self.cells = np.zeros(len(places), ANSWERED)
         """One row an instance."""
-        for name in CELL.names or ():
+        for name in CELL_DTYPE.names or ():
             self.cells[name] = places[name]
         self.cells["questions"] = np.diff(self.of_document).ravel()
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from qkflow.circuits import Ratio, circuit_groups, circuit_lambdas
+from qkflow.circuits import RatioSchedule, circuit_groups, circuit_lambdas
 from qkflow.errors import UsageError
 
 ratios = st.floats(0.01, 100.0)
@@ -19,31 +19,31 @@ ratios = st.floats(0.01, 100.0)
 @given(start=ratios, end=ratios, step=st.integers(0, 100))
 @settings(deadline=None, max_examples=25)
 def test_a_ratio_goes_on_a_straight_line_from_start_to_end(start: float, end: float, step: int) -> None:
-    assert Ratio(start=start, end=end).at(step, 100) == pytest.approx(start + (end - start) * step / 100)
-    assert Ratio(start=start, end=end).at(0, 100) == start
-    assert Ratio(start=start, end=end).at(250, 100) == pytest.approx(end)
-    assert Ratio(start=start).at(step, 100) == start
+    assert RatioSchedule(start=start, end=end).at(step, 100) == pytest.approx(start + (end - start) * step / 100)
+    assert RatioSchedule(start=start, end=end).at(0, 100) == start
+    assert RatioSchedule(start=start, end=end).at(250, 100) == pytest.approx(end)
+    assert RatioSchedule(start=start).at(step, 100) == start
 
 
 def test_the_published_growth_is_a_ratio_that_begins_at_one() -> None:
-    assert [Ratio(end=40.0).at(step, 4) for step in range(5)] == [1 + 39 * step / 4 for step in range(5)]
+    assert [RatioSchedule(end=40.0).at(step, 4) for step in range(5)] == [1 + 39 * step / 4 for step in range(5)]
 
 
 @pytest.mark.parametrize("bad", [0.0, -2.0, math.inf, math.nan])
 def test_ratios_that_are_none_are_refused(bad: float) -> None:
     with pytest.raises(UsageError, match="r must be a finite number above 0"):
-        Ratio(start=bad)
+        RatioSchedule(start=bad)
     with pytest.raises(UsageError, match="growth must be a finite number above 0"):
-        Ratio(end=bad)
+        RatioSchedule(end=bad)
     with pytest.raises(UsageError, match="steps must be at least 1, got 0"):
-        Ratio(end=2.0).at(0, 0)
+        RatioSchedule(end=2.0).at(0, 0)
 
 
 def test_only_one_from_beginning_to_end_is_plain() -> None:
-    assert Ratio().plain
-    assert Ratio(end=1.0).plain
-    assert not Ratio(end=2.0).plain
-    assert not Ratio(start=2.0, end=1.0).plain
+    assert RatioSchedule().plain
+    assert RatioSchedule(end=1.0).plain
+    assert not RatioSchedule(end=2.0).plain
+    assert not RatioSchedule(start=2.0, end=1.0).plain
 
 
 @pytest.mark.parametrize("given_r", [1.0, 8.0])

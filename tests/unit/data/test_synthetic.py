@@ -27,7 +27,7 @@ def test_every_text_is_as_published(seed: int) -> None:
         assert set(context) <= {*range(10), *range(10 * (c + 1), 10 * (c + 2))}
         assert one.rationale == tuple(i for i, token in enumerate(one.tokens) if token // 10 == c + 1)
         assert one.rationale
-        assert one.kept == (62,)
+        assert one.protected == (62,)
 
 
 def test_the_vocabulary_is_what_may_be_answered() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qkflow.circuits import Ratio
+from qkflow.circuits import RatioSchedule
 from qkflow.errors import UsageError
 from qkflow.experiment.arm import parse_arm
 from qkflow.experiment.design import Design, jobs, read_design, write_design
@@ -23,15 +23,15 @@ Ask = Callable[..., Request]
 @pytest.mark.parametrize(
     ("name", "spec", "ratio"),
     [
-        ("standard", "standard", Ratio()),
-        ("standard:r=20", "standard", Ratio(start=20.0)),
-        ("standard:window=8,r=.5", "standard:window=8", Ratio(start=0.5)),
-        ("standard:r=20,window=8", "standard:window=8", Ratio(start=20.0)),
-        ("qdelta+affine: growth = 40", "qdelta+affine", Ratio(end=40.0)),
-        ("standard:growth=1e1,r=10", "standard", Ratio(start=10.0)),
+        ("standard", "standard", RatioSchedule()),
+        ("standard:r=20", "standard", RatioSchedule(start=20.0)),
+        ("standard:window=8,r=.5", "standard:window=8", RatioSchedule(start=0.5)),
+        ("standard:r=20,window=8", "standard:window=8", RatioSchedule(start=20.0)),
+        ("qdelta+affine: growth = 40", "qdelta+affine", RatioSchedule(end=40.0)),
+        ("standard:growth=1e1,r=10", "standard", RatioSchedule(start=10.0)),
     ],
 )
-def test_an_arm_is_a_mechanism_and_a_ratio(name: str, spec: str, ratio: Ratio) -> None:
+def test_an_arm_is_a_mechanism_and_a_ratio(name: str, spec: str, ratio: RatioSchedule) -> None:
     assert parse_arm(name) == (spec, ratio)
 
 

@@ -44,7 +44,7 @@ class Words:
 
 
 def text(*tokens: int, rationale: Sequence[int] = (), kept: Sequence[int] = (), label: int = 1) -> Instance:
-    return Instance(tokens=tokens, label=label, rationale=tuple(rationale), kept=tuple(kept))
+    return Instance(tokens=tokens, label=label, rationale=tuple(rationale), protected=tuple(kept))
 
 
 def sigmoid(x: float) -> float:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkflow.data import CELL, Split
+from qkflow.data import CELL_DTYPE, Split
 from qkflow.models import Decoder, DecoderConfig, Sampling, generate
 from qkflow.training import Evaluation, evaluate, evaluation
 from qkflow.training.evaluation import DOCUMENT
@@ -29,7 +29,7 @@ def split_of(*lengths: int, widest: int = 3) -> Split:
         pair = [generator.integers(1, widest + 1) for _ in range(2)]
         answers += [(begin + half - pair[0], begin + half), (begin + length - pair[1], begin + length)]
         sizes.append(sum(pair))
-    cells = np.zeros(len(lengths), CELL)
+    cells = np.zeros(len(lengths), CELL_DTYPE)
     cells["pairs"], cells["length"], cells["depth"] = 2, lengths, -1
     return Split(
         tokens=np.array(tokens, np.uint16),

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qkflow.data import lesson
+from qkflow.data import get_batch
 from qkflow.errors import Interrupted, UsageError
 from qkflow.models import Decoder
 from qkflow.training import budget, by_cell, load_run, read_metrics, read_recall, steps_for_budget, train
@@ -36,7 +36,7 @@ def test_micro_batches_with_unequal_numbers_of_answers_are_the_whole_batch(
     task_configure: Any, accumulate: int
 ) -> None:
     whole, parts = (learner_of(task_configure(accumulate=n, batch=8, clip=None)) for n in (1, accumulate))
-    given = lesson(whole.corpus.train, seed=0, step=0, batch=8, context=16)
+    given = get_batch(whole.corpus.train, seed=0, step=0, batch_size=8, context=16)
     assert given.scored is not None
     assert len({int(mask.sum()) for mask in np.split(given.scored, accumulate)}) > 1
     one, other = whole.learn(lambda: False), parts.learn(lambda: False)
@@ -68,7 +68,7 @@ def test_the_loss_is_the_mean_over_answers(
     with torch.no_grad():
         for parameter in learner.model.parameters():
             parameter.normal_(std=0.3)
-    given = lesson(learner.corpus.train, seed=0, step=0, batch=4, context=16)
+    given = get_batch(learner.corpus.train, seed=0, step=0, batch_size=4, context=16)
     tokens, scored = torch.from_numpy(given.tokens), torch.from_numpy(given.scored)
     with torch.no_grad():
         logits = learner.model(tokens[:, :-1])[0]

@@ -1,26 +1,12 @@
-"""What all recall tasks share: instances, and random numbers that are the same everywhere.
-
-Numbers come from SplitMix64 with a counter, not from numpy's generators, whose streams may change with its version:
-
-    x_ij = mix(mix(h(seed) + g (i + 1)) + g (j + 1)),    g = 2^64 / golden ratio
-
-is the j-th number of instance i, so that an instance depends on the seed and its own place alone.
-"""
+"""Instances of a recall task, and checks of its options."""
 
 from __future__ import annotations
 
-import hashlib
 from typing import NamedTuple
 
 import numpy as np
 
-from qkflow.data.splitmix import mixed
 from qkflow.errors import UsageError
-
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-Seed = int | str
-"""What a stream of instances is chosen by."""
 
 
 class Cell(NamedTuple):
@@ -42,7 +28,7 @@ class Instances(NamedTuple):
     answers: np.ndarray
     """int64 `[m, 3]`: instance, and where in it an answer begins and ends, in order."""
     cells: np.ndarray
-    """`[n]` of dtype `CELL`."""
+    """`[n]` of dtype `CELL_DTYPE`."""
 
     def where(self, kept: np.ndarray) -> Instances:
         """The instances that a bool mask `[n]` keeps, in their order."""
@@ -50,22 +36,6 @@ class Instances(NamedTuple):
         answers = self.answers[kept[self.answers[:, 0]]]
         answers = np.column_stack([number[answers[:, 0]], answers[:, 1:]])
         return Instances(self.tokens[kept], answers, self.cells[kept])
-
-
-def draws(seed: Seed, instances: np.ndarray, columns: int) -> np.ndarray:
-    """Random uint64 `[n, columns]`, a row for each numbered instance.
-
-    >>> draws(0, np.array([7]), 2).tolist() == draws(0, np.array([6, 7]), 3)[1:, :2].tolist()
-    True
-    """
-    start = np.frombuffer(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), dtype="<u8")
-    rows = mixed(start + GOLDEN * (instances.astype(np.uint64) + np.uint64(1)))
-    return mixed(rows[:, None] + GOLDEN * np.arange(1, columns + 1, dtype=np.uint64))
-
-
-def below(numbers: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
-    """Random numbers as int64 in [0, limit); the bias of the remainder is below limit / 2^64."""
-    return (numbers % np.asarray(limit, dtype=np.uint64)).astype(np.int64)
 
 
 def at_least(task: str, least: int, options: dict[str, int | tuple[int, ...]]) -> None:

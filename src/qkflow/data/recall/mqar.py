@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qkflow.data.recall.base import Cell, Instances, Seed, at_least, below, draws
-from qkflow.data.text.corpus import CELL
+from qkflow.data.recall.base import Cell, Instances, at_least
+from qkflow.data.splitmix import Seed, randint, random_uint64
+from qkflow.data.text.corpus import CELL_DTYPE
 from qkflow.errors import UsageError
 
 
@@ -101,8 +102,8 @@ def mqar(config: MQAR, *, seed: Seed, count: int, first: int = 0) -> Instances:
     [[0, 8, 9], [0, 11, 12]]
     """
     filling = config.length if config.fillers > 1 else 0
-    numbers = draws(seed, first + np.arange(count), 1 + filling + config.keys + config.length)
-    pairs = np.array(config.pairs)[below(numbers[:, 0], len(config.pairs))]
+    numbers = random_uint64(seed, first + np.arange(count), 1 + filling + config.keys + config.length)
+    pairs = np.array(config.pairs)[randint(numbers[:, 0], len(config.pairs))]
     tokens = np.empty((count, config.length), dtype=np.int64)
     scored = np.zeros((count, config.length), dtype=bool)
     for some in config.pairs:
@@ -110,9 +111,9 @@ def mqar(config: MQAR, *, seed: Seed, count: int, first: int = 0) -> Instances:
         tokens[rows], scored[rows] = _of_pairs(config, some, numbers[rows, 1 + filling :])
     if config.fillers > 1:
         blank = tokens == config.keys + config.values
-        tokens += blank * below(numbers[:, 1 : 1 + filling], config.fillers)
+        tokens += blank * randint(numbers[:, 1 : 1 + filling], config.fillers)
     instance, begin = np.nonzero(scored)
-    cells = np.empty(count, dtype=CELL)
+    cells = np.empty(count, dtype=CELL_DTYPE)
     cells["pairs"], cells["length"], cells["depth"] = pairs, config.length, -1
     return Instances(tokens, np.column_stack([instance, begin, begin + 1]), cells)
 
@@ -123,7 +124,7 @@ def _of_pairs(config: MQAR, pairs: int, numbers: np.ndarray) -> tuple[np.ndarray
     widths = [config.keys, pairs, pairs, pieces]
     chosen, valued, ordered, placed = np.split(numbers[:, : sum(widths)], np.cumsum(widths)[:-1], axis=1)
     keys = _shuffled(chosen)[:, :pairs]
-    values = config.keys + below(valued, config.values)
+    values = config.keys + randint(valued, config.values)
     order = _shuffled(ordered)
 
     tokens = np.full((count, config.length), config.keys + config.values)

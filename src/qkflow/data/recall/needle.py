@@ -23,8 +23,9 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from qkflow.data.recall import vocabulary as words
-from qkflow.data.recall.base import Cell, Instances, Seed, at_least, below, draws
-from qkflow.data.text.corpus import CELL
+from qkflow.data.recall.base import Cell, Instances, at_least
+from qkflow.data.splitmix import Seed, randint, random_uint64
+from qkflow.data.text.corpus import CELL_DTYPE
 from qkflow.errors import UsageError, unknown
 
 Answer = Literal["number", "id", "word"]
@@ -138,10 +139,10 @@ def needles(
     room, (symbols, size) = _room(config, length), _symbols(config)
     grammar = _grammar(config.kind)
     columns = 2 + size + grammar.most(room) + room
-    numbers = draws(seed, first + np.arange(count), columns)
-    depths = below(numbers[:, 0], 101) if depth is None else np.full(count, _checked_depth(config, depth))
-    key = _tokens(words.KEYS)[below(numbers[:, 1], len(words.KEYS))]
-    answer = _tokens(symbols)[below(numbers[:, 2 : 2 + size], len(symbols))]
+    numbers = random_uint64(seed, first + np.arange(count), columns)
+    depths = randint(numbers[:, 0], 101) if depth is None else np.full(count, _checked_depth(config, depth))
+    key = _tokens(words.KEYS)[randint(numbers[:, 1], len(words.KEYS))]
+    answer = _tokens(symbols)[randint(numbers[:, 2 : 2 + size], len(symbols))]
 
     hay, borders = grammar.haystack(numbers[:, 2 + size :], room)
     nearest = np.abs(100 * borders - depths[:, None] * room).argmin(axis=1)
@@ -153,7 +154,7 @@ def needles(
     source = np.where(place < begin, place, np.where(place < begin + within, place - begin + room, place - within))
     text = np.take_along_axis(np.concatenate([hay, needle], axis=1), source, axis=1)
 
-    cells = np.empty(count, dtype=CELL)
+    cells = np.empty(count, dtype=CELL_DTYPE)
     cells["pairs"], cells["length"], cells["depth"] = -1, length, depths
     spans = np.column_stack([np.arange(count), np.full(count, length - size), np.full(count, length)])
     return Instances(np.concatenate([text, question], axis=1), spans, cells)
@@ -178,7 +179,7 @@ class _Grammar(NamedTuple):
         count, most = len(numbers), self.most(room)
         patterns = np.broadcast_to(np.arange(most) % len(self.lengths), (count, most))
         if self.random:
-            patterns = below(numbers[:, :most], len(self.lengths))
+            patterns = randint(numbers[:, :most], len(self.lengths))
         borders = np.pad(np.cumsum(self.lengths[patterns], axis=1), ((0, 0), (1, 0)))
         opens = np.zeros((count, room), dtype=np.int64)
         row, which = np.nonzero(borders < room)
@@ -186,7 +187,7 @@ class _Grammar(NamedTuple):
         sentence = np.cumsum(opens, axis=1) - 1
         within = np.arange(room) - np.take_along_axis(borders, sentence, axis=1)
         slot = self.slots[np.take_along_axis(patterns, sentence, axis=1), within]
-        tokens = self.flat[self.firsts[slot] + below(numbers[:, most : most + room], self.sizes[slot])]
+        tokens = self.flat[self.firsts[slot] + randint(numbers[:, most : most + room], self.sizes[slot])]
         tokens[:, -1:] = _NUMBER[words.PERIOD]
         return tokens, np.minimum(borders, room)
 

@@ -18,7 +18,7 @@ from qkflow import io
 from qkflow.config import to_dict
 from qkflow.data.recall.base import Cell, Instances
 from qkflow.data.recall.spec import RecallTask, to_spec
-from qkflow.data.text.corpus import CELL, FORMAT, RECORD
+from qkflow.data.text.corpus import CELL_DTYPE, FORMAT, RECORD
 from qkflow.data.text.tokenizers import Tokenizer, WordTokenizer, save_tokenizer
 from qkflow.data.text.writing import token_type
 from qkflow.errors import UsageError
@@ -124,7 +124,7 @@ def _write(
             cells.append(made.cells)
             at += len(closed) // np.dtype(dtype).itemsize
     for name, blocks in (("spans", spans), ("sizes", sizes), ("answers", answers), ("cells", cells)):
-        table = np.concatenate(blocks).astype(CELL if name == "cells" else "<i8")
+        table = np.concatenate(blocks).astype(CELL_DTYPE if name == "cells" else "<i8")
         np.save(folder / f"{part}.{name}.npy", table)
         watch(table.tobytes())
     return {"documents": sum(map(len, spans)), "answers": sum(map(len, answers)), "tokens": at}

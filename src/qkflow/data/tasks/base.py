@@ -56,7 +56,7 @@ class TaskConfig:
 class Instance:
     """One text with its answer.
 
-    >>> Instance(tokens=(5, 6, 7), label=1, rationale=(0,)).kept
+    >>> Instance(tokens=(5, 6, 7), label=1, rationale=(0,)).protected
     ()
     """
 
@@ -66,7 +66,7 @@ class Instance:
     """The class, or the first token of the answer."""
     rationale: tuple[int, ...]
     """The places in `tokens` that the answer rests on, rising; empty where nobody said."""
-    kept: tuple[int, ...] = ()
+    protected: tuple[int, ...] = ()
     """Places that are never taken away when words are deleted: separators, a question, the token that asks."""
     answer: tuple[int, ...] = ()
     """Generation: all tokens of the answer, with the one that ends it."""
@@ -74,7 +74,7 @@ class Instance:
     """What sort of instance it is (a template, a source), for a break-down."""
 
     def __post_init__(self) -> None:
-        places = (*self.rationale, *self.kept)
+        places = (*self.rationale, *self.protected)
         if not self.tokens or any(not 0 <= place < len(self.tokens) for place in places):
             raise UsageError(
                 f"an instance of {len(self.tokens)} tokens has a rationale or kept places outside of it:"
@@ -100,7 +100,7 @@ class Task:
     test: tuple[Instance, ...]
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Instances left out, by reason."""
-    shown: bool = True
+    is_quotable: bool = True
     """Whether texts of it may be shown; posts full of slurs may not."""
     notes: tuple[str, ...] = ()
     """What a reader of results should know: how it was split, what is ours."""

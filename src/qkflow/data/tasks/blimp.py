@@ -63,7 +63,7 @@ def _opened(path: Path) -> Iterator[Iterator[Entry]]:
                 Entry(
                     label=name,
                     shown=f"{path}:{name}",
-                    validate_input=lambda name=name: _member(archive.extractfile(name)),
+                    open=lambda name=name: _member(archive.extractfile(name)),
                 )
                 for name in names
             )

@@ -5,7 +5,7 @@ A folder with the posts (`dataset.json`) and the official split (`post_id_divisi
     {"post_tokens": [..], "annotators": [{"label": "offensive", ..}, ..], "rationales": [[0, 1, 0, ..], ..]}
 
 are read the label that most annotators gave, and the words that most of those who marked any did mark. The posts are
-full of slurs: no message here quotes one, and `Task.shown` is False.
+full of slurs: no message here quotes one, and `Task.is_quotable` is False.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from qkflow.data.tasks import jsonl
 from qkflow.data.tasks.base import Instance, Task, TaskConfig
-from qkflow.data.tasks.vocab import ASK, PARTS, Part, limited, read, vocabulary
+from qkflow.data.tasks.vocab import ASK, PARTS, Part, read, subsample, vocabulary
 from qkflow.errors import UsageError, unknown
 
 LABELS = ("hatespeech", "normal", "offensive")
@@ -46,7 +46,7 @@ def hatexplain(path: Path, config: TaskConfig) -> Task:
     chosen: dict[Part, tuple[tuple[str, int, Mapping[str, Any]], ...]] = {}
     for part in PARTS:
         usable = [one for name in named[part] if (one := _usable(name, posts, config, skipped)) is not None]
-        chosen[part] = limited(usable, config.train if part == "train" else config.test, config.seed)
+        chosen[part] = subsample(usable, config.train if part == "train" else config.test, config.seed)
     numbers = vocabulary((_words(post) for _, _, post in chosen["train"]), markers=(ASK,), most=config.vocabulary)
     instances = {part: tuple(_instance(*one, numbers) for one in chosen[part]) for part in PARTS}
     return Task(
@@ -58,7 +58,7 @@ def hatexplain(path: Path, config: TaskConfig) -> Task:
         validation=instances["validation"],
         test=instances["test"],
         skipped={reason: count for reason, count in skipped.items() if count},
-        shown=False,
+        is_quotable=False,
         notes=NOTES,
     )
 
@@ -148,4 +148,4 @@ def _instance(name: str, label: int, post: Mapping[str, Any], numbers: Mapping[s
     tokens = (*read(_words(post), numbers), numbers[ASK])
     rationale = majority(rationales(post)) if LABELS[label] != "normal" else ()
     source = next((site for site in SITES if f"_{site}" in name), "other")
-    return Instance(tokens=tokens, label=label, rationale=rationale, kept=(len(tokens) - 1,), kind=source)
+    return Instance(tokens=tokens, label=label, rationale=rationale, protected=(len(tokens) - 1,), kind=source)

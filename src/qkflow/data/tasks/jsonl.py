@@ -50,7 +50,7 @@ def rows(entry: Entry, expected: str) -> Iterator[dict[str, Any]]:
 
 def entry(path: Path) -> Entry:
     """A file as something to read."""
-    return Entry(label=reading.bare(path.name), shown=str(path), validate_input=reading.opener(path))
+    return Entry(label=reading.bare(path.name), shown=str(path), open=reading.opener(path))
 
 
 def _not_json(shown: str, error: Exception, expected: str) -> UsageError:

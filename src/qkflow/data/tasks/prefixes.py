@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qkflow.data.tasks.base import Instance, Task, TaskConfig
-from qkflow.data.tasks.vocab import PARTS, Part, limited, read, vocabulary
+from qkflow.data.tasks.vocab import PARTS, Part, read, subsample, vocabulary
 from qkflow.errors import UsageError
 
 NUMBERS = ("singular", "plural")
@@ -100,7 +100,7 @@ def parted_task(
     for part in PARTS:
         short = [one for one in parts[part] if config.longest is None or len(one.words) <= config.longest]
         counts[f"longer than {config.longest} tokens"] += len(parts[part]) - len(short)
-        kept[part] = limited(short, config.train if part == "train" else config.test, config.seed)
+        kept[part] = subsample(short, config.train if part == "train" else config.test, config.seed)
     numbers = vocabulary((one.words for one in kept["train"]), most=config.vocabulary)
     instances = {part: tuple(_instance(one, numbers) for one in kept[part]) for part in PARTS}
     return Task(

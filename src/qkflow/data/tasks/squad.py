@@ -19,7 +19,7 @@ from typing import Any
 
 from qkflow.data.tasks import jsonl
 from qkflow.data.tasks.base import UNKNOWN, Instance, Task, TaskConfig
-from qkflow.data.tasks.vocab import ANSWER, END, PARTS, QUESTION, UNSEEN, Part, limited, read, vocabulary
+from qkflow.data.tasks.vocab import ANSWER, END, PARTS, QUESTION, UNSEEN, Part, read, subsample, vocabulary
 from qkflow.data.text import reading
 from qkflow.errors import UsageError
 
@@ -78,7 +78,7 @@ def squad(path: Path, config: TaskConfig) -> Task:
     answerable = [one for one in pools["train"] if all(word in numbers for word in one.answer)]
     skipped["training answers with words outside the vocabulary"] += len(pools["train"]) - len(answerable)
     pools["train"] = answerable
-    chosen = {part: limited(pools[part], _most(config, part), config.seed) for part in PARTS}
+    chosen = {part: subsample(pools[part], _most(config, part), config.seed) for part in PARTS}
     instances = {part: tuple(_instance(one, numbers) for one in chosen[part]) for part in PARTS}
     beyond = sum(numbers[UNSEEN] in one.answer for one in instances["test"])
     return Task(
@@ -227,7 +227,7 @@ def _instance(one: Example, numbers: Mapping[str, int]) -> Instance:
         tokens=tokens,
         label=answer[0],
         rationale=tuple(range(*one.span)),
-        kept=tuple(range(len(context), len(tokens))),
+        protected=tuple(range(len(context), len(tokens))),
         answer=(*answer, numbers[END]),
         kind=one.source,
     )

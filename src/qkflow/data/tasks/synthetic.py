@@ -58,7 +58,7 @@ def synthetic(config: TaskConfig) -> Task:
 
     >>> task = synthetic(TaskConfig(name="synthetic", train=8, test=4))
     >>> first = task.train[0]
-    >>> len(first.tokens), first.tokens[-1] - first.label, first.kept, [task.words[10], task.words[49]]
+    >>> len(first.tokens), first.tokens[-1] - first.label, first.protected, [task.words[10], task.words[49]]
     (63, 4, (62,), ['a0', 'd9'])
     """
     _check(config)
@@ -91,7 +91,7 @@ def _part(count: int, seed: tuple[int, int]) -> tuple[Instance, ...]:
             tokens=tuple(row.tolist()),
             label=LABEL + int(c),
             rationale=tuple(np.flatnonzero(places).tolist()),
-            kept=(CONTEXT,),
+            protected=(CONTEXT,),
             kind=f"class {'abcd'[c]}",
         )
         for row, c, places in zip(rows, classes, own, strict=True)

@@ -43,10 +43,10 @@ def read(words: Iterable[str], numbers: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(unknown if word in RESERVED else numbers.get(word, unknown) for word in words)
 
 
-def limited(items: Sequence[T], most: int | None, seed: int) -> tuple[T, ...]:
+def subsample(items: Sequence[T], most: int | None, seed: int) -> tuple[T, ...]:
     """At most so many, by a seeded choice, in the order they had.
 
-    >>> limited("abcdef", 3, seed=0), limited("ab", None, seed=0)
+    >>> subsample("abcdef", 3, seed=0), subsample("ab", None, seed=0)
     (('a', 'e', 'f'), ('a', 'b'))
     """
     if most is None or len(items) <= most:

@@ -8,7 +8,7 @@ A prepared folder holds, for each part of train, validation and test:
 | `PART.spans.npy`   | int64 `[n, 2]`: where each document's own tokens begin and end      |
 | `PART.sizes.npy`   | int64 `[n]`: the bytes of each document, or its answers' tokens     |
 | `PART.answers.npy` | recall tasks only: int64 `[m, 2]`, the spans of the answers         |
-| `PART.cells.npy`   | recall tasks only: `[n]` of dtype `CELL`, what each document asks   |
+| `PART.cells.npy`   | recall tasks only: `[n]` of dtype `CELL_DTYPE`, what each document asks   |
 
 and `tokenizer.json` and `corpus.json`, the record. The stream begins with one token of context C (the end token E, or
 the last token of the part before where one text goes on), so that every document token has a token before it:
@@ -30,7 +30,7 @@ from qkflow.errors import UsageError
 
 FORMAT = 1
 RECORD = "corpus.json"
-CELL = np.dtype([("pairs", "<i8"), ("length", "<i8"), ("depth", "<i8")])
+CELL_DTYPE = np.dtype([("pairs", "<i8"), ("length", "<i8"), ("depth", "<i8")])
 """What a document of a recall task asks: pairs, tokens, the needle's depth in percent; -1 where there is none."""
 
 
@@ -55,7 +55,7 @@ class Split:
     answers: np.ndarray | None = None
     """int64 `[m, 2]`: the span [begin, end) of each answer's tokens, in order; None for text: every token counts."""
     cells: np.ndarray | None = None
-    """`[n]` of dtype `CELL`: what each document asks; None for text."""
+    """`[n]` of dtype `CELL_DTYPE`: what each document asks; None for text."""
 
     @property
     def bytes(self) -> int:

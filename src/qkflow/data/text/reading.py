@@ -31,7 +31,7 @@ class Entry:
     """Its path inside the source with `/` separators and without a compression ending: the same wherever it lies."""
     shown: str
     """What to call it in a message."""
-    validate_input: Callable[[], BufferedIOBase]
+    open: Callable[[], BufferedIOBase]
     """Opens it, decompressed."""
 
 
@@ -57,7 +57,7 @@ def holds_text(entry: Entry) -> bool:
     """Whether a file has one of the usual endings, or none at all and text inside (like enwik8)."""
     if ending(entry.label):
         return ending(entry.label) in TEXTS
-    with readable(entry.shown), entry.validate_input() as file:
+    with readable(entry.shown), entry.open() as file:
         return b"\0" not in file.read(4096)
 
 
@@ -72,13 +72,13 @@ def entries(path: Path, wanted: Wanted = holds_text) -> Iterator[Entry]:
             if file.suffix.lower() == ".zip":
                 yield from _members(file, f"{label}/", wanted)
             else:
-                yield Entry(label=bare(label), shown=str(file), validate_input=opener(file))
+                yield Entry(label=bare(label), shown=str(file), open=opener(file))
     elif path.suffix.lower() == ".zip":
         yield from _members(path, "", wanted)
     else:
         if ending(path.name) in REFUSED:
             raise UsageError(f"{path} is not text: unpack it first, or give .txt or .jsonl (also .gz, .xz, .bz2, .zip)")
-        yield Entry(label="", shown=str(path), validate_input=opener(path))
+        yield Entry(label="", shown=str(path), open=opener(path))
 
 
 def files(folder: Path, wanted: Wanted = holds_text) -> list[Path]:
@@ -87,7 +87,7 @@ def files(folder: Path, wanted: Wanted = holds_text) -> list[Path]:
     for place, folders, names in os.walk(folder, onerror=_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(place, name) for name in names if not name.startswith(".")):
-            entry = Entry(label=bare(path.name), shown=str(path), validate_input=opener(path))
+            entry = Entry(label=bare(path.name), shown=str(path), open=opener(path))
             if path.is_file() and (path.suffix.lower() == ".zip" or wanted(entry)):
                 found.append(path)
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
@@ -97,7 +97,7 @@ def blocks(entry: Entry) -> Iterator[bytes]:
     """The text of an entry in pieces of about a megabyte."""
     with contextlib.ExitStack() as stack:
         with readable(entry.shown):
-            file = stack.enter_context(entry.validate_input())
+            file = stack.enter_context(entry.open())
         while True:
             with readable(entry.shown):
                 block = file.read(BLOCK)
@@ -110,7 +110,7 @@ def lines(entry: Entry) -> Iterator[bytes]:
     """The text of an entry line by line, each with its newline."""
     with contextlib.ExitStack() as stack:
         with readable(entry.shown):
-            file = stack.enter_context(entry.validate_input())
+            file = stack.enter_context(entry.open())
         while True:
             with readable(entry.shown):
                 line = file.readline()
@@ -158,7 +158,7 @@ def _members(path: Path, prefix: str, wanted: Wanted) -> Iterator[Entry]:
         with readable(str(path)):
             archive = stack.enter_context(zipfile.ZipFile(path))
         for member in sorted(archive.namelist()):
-            entry = Entry(label=prefix + bare(member), shown=f"{path}:{member}", validate_input=opener(archive, member))
+            entry = Entry(label=prefix + bare(member), shown=f"{path}:{member}", open=opener(archive, member))
             hidden = any(word.startswith((".", "__MACOSX")) for word in member.split("/"))
             if not hidden and not member.endswith("/") and wanted(entry):
                 yield entry

@@ -96,7 +96,7 @@ def standard_library() -> Source:
     def documents() -> Iterator[Document]:
         for file in files():
             label = file.relative_to(root).as_posix()
-            yield from _file(Entry(label=label, shown=str(file), validate_input=reading.opener(file)))
+            yield from _file(Entry(label=label, shown=str(file), open=reading.opener(file)))
 
     return Source(name=STDLIB, identity=f"library {root}", documents=documents, files=files)
 

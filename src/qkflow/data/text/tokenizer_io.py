@@ -23,8 +23,8 @@ from qkflow.data.text.tokenizers import (
 )
 from qkflow.errors import UsageError
 
-OWN = "qkflow_tokenizer.json"
-USUAL = "tokenizer.json"
+EXPORTED_TOKENIZER_FILE = "qkflow_tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 def saved_tokenizer(folder: str | None) -> Tokenizer:
@@ -40,7 +40,9 @@ def saved_tokenizer(folder: str | None) -> Tokenizer:
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer of a folder, or None where there is none that qkflow can read; a damaged one is a `UsageError`."""
-    path = next((folder / name for name in (OWN, USUAL) if (folder / name).is_file()), None)
+    path = next(
+        (folder / name for name in (EXPORTED_TOKENIZER_FILE, TOKENIZER_FILE) if (folder / name).is_file()), None
+    )
     if path is None:
         return None
     try:

@@ -136,7 +136,7 @@ class WordTokenizer:
         return {"kind": self.kind, "words": list(self.words)}
 
 
-class PairTokenizer:
+class BPETokenizer:
     """Byte-level BPE through the `tokenizers` library, which is not told of the end token: no text can spell it."""
 
     def __init__(self, kind: str, model: Any, end: int) -> None:
@@ -145,7 +145,7 @@ class PairTokenizer:
         self.end = end
         words = {number: word for word, number in model.get_vocab().items() if number != end}
         self.vocabulary = max(end, *words) + 1
-        known = {letter: bytes([byte]) for byte, letter in letters().items()}
+        known = {letter: bytes([byte]) for byte, letter in bytes_to_unicode().items()}
         self._bytes = [b"".join(known[x] for x in words.get(number, "")) for number in range(self.vocabulary)]
 
     def encode(self, text: bytes) -> list[int]:
@@ -170,7 +170,7 @@ class PairTokenizer:
         return {"kind": self.kind, "end": self.end, "model": json.loads(self.model.to_str())}
 
 
-def train_bpe(texts: Iterable[bytes], vocabulary: int) -> PairTokenizer:
+def train_bpe(texts: Iterable[bytes], vocabulary: int) -> BPETokenizer:
     """Byte-level BPE with at most `vocabulary` tokens in all, fewer when the text has too few pairs that repeat."""
     library = _library()
     model = _pipeline(library, library.models.BPE())
@@ -178,13 +178,13 @@ def train_bpe(texts: Iterable[bytes], vocabulary: int) -> PairTokenizer:
         vocab_size=vocabulary - 1,
         min_frequency=2,
         show_progress=False,
-        initial_alphabet=sorted(letters().values()),
+        initial_alphabet=sorted(bytes_to_unicode().values()),
     )
     model.train_from_iterator((_decoded(text) for text in texts), trainer=trainer)
-    return PairTokenizer("bpe", model, end=model.get_vocab_size())
+    return BPETokenizer("bpe", model, end=model.get_vocab_size())
 
 
-def load_gpt2(folder: str | None) -> PairTokenizer:
+def load_gpt2(folder: str | None) -> BPETokenizer:
     """GPT-2's tokens from its two local files; the end token is its own `<|endoftext|>` (50256 of 50257)."""
     vocabulary, merges = gpt2_files(folder)
     library = _library()
@@ -193,9 +193,9 @@ def load_gpt2(folder: str | None) -> PairTokenizer:
     except Exception as error:  # the library raises bare Exceptions
         raise UsageError(f"{vocabulary} and {merges} are not GPT-2's vocabulary ({error}): fetch them again") from error
     words = model.get_vocab()
-    if GPT2_END not in words or not set(letters().values()) <= words.keys():
+    if GPT2_END not in words or not set(bytes_to_unicode().values()) <= words.keys():
         raise UsageError(f"{vocabulary} lacks {GPT2_END} or one of the 256 bytes: give GPT-2's own vocabulary files")
-    return PairTokenizer("gpt2", model, end=words[GPT2_END])
+    return BPETokenizer("gpt2", model, end=words[GPT2_END])
 
 
 def gpt2_files(folder: str | None) -> tuple[Path, Path]:
@@ -234,7 +234,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return pair_tokenizer(data["kind"], data["model"], data["end"], path)
 
 
-def pair_tokenizer(kind: str, model: dict[str, Any], end: int, path: Path) -> PairTokenizer:
+def pair_tokenizer(kind: str, model: dict[str, Any], end: int, path: Path) -> BPETokenizer:
     """Byte-level BPE from the plain data that the `tokenizers` library reads, found at `path`."""
     library = _library()
     try:
@@ -242,7 +242,7 @@ def pair_tokenizer(kind: str, model: dict[str, Any], end: int, path: Path) -> Pa
         numbers = read.get_vocab().values()
         if not (isinstance(end, int) and 0 <= end <= len(numbers) and 0 <= max(numbers) <= len(numbers)):
             raise UsageError(f"its {len(numbers)} tokens are not numbered one after the other, the end is {end}")
-        return PairTokenizer(kind, read, end=end)
+        return BPETokenizer(kind, read, end=end)
     except Exception as error:  # the library raises bare Exceptions
         raise UsageError(f"{path} is not a tokenizer ({error}): remove its folder and prepare it again") from error
 
@@ -261,7 +261,7 @@ def _library() -> Any:
         raise UsageError("BPE needs the tokenizers library: pip install tokenizers, or use --tokens bytes") from None
 
 
-def letters() -> dict[int, str]:
+def bytes_to_unicode() -> dict[int, str]:
     """GPT-2's visible letter for each byte: the byte itself where it prints in Latin-1, else one from U+0100 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]

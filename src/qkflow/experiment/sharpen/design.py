@@ -122,7 +122,7 @@ def design(request: SharpenRequest, task: Task) -> SharpenDesign:
         rates=rates,
         seeds=tuple(range(request.seeds)),
         moments=tuple(sorted({round(steps * (n / _POINTS) ** 1.5) for n in range(_POINTS + 1)})),
-        examples=_examples(task) if task.shown else (),
+        examples=_examples(task) if task.is_quotable else (),
     )
 
 

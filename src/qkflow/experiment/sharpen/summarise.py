@@ -83,7 +83,7 @@ def summarise(study: Path, made: SharpenDesign, task: Task, *, command: Sequence
         pooling=made.request.pooling,
         part=made.request.part,
         equal_loss=equal,
-        examples=_example_rows(made, task, runs) if task.shown else (),
+        examples=_example_rows(made, task, runs) if task.is_quotable else (),
         published=made.preset.published,
         runs=whole,
         finished=finished,

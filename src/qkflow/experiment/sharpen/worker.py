@@ -23,7 +23,7 @@ from torch import nn
 
 from qkflow.config import to_dict
 from qkflow.data.tasks import Task
-from qkflow.data.tasks.vocab import limited
+from qkflow.data.tasks.vocab import subsample
 from qkflow.errors import DiskError, DivergenceError, Interrupted
 from qkflow.experiment.sharpen.summary import Point
 from qkflow.experiment.worker import described
@@ -95,7 +95,7 @@ def _make(order: Order, folder: Path, should_stop: Any) -> None:
     task, config = order.task, order.config
     path: list[Point] = []
     before: dict[str, Any] = {}
-    watched = limited(task.validation, _WATCHED, seed=0)
+    watched = subsample(task.validation, _WATCHED, seed=0)
 
     def watch(step: int, model: nn.Module) -> None:
         if step == 0:

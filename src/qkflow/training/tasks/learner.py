@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkflow.circuits import Ratio, circuits_by_name, find_circuits
+from qkflow.circuits import RatioSchedule, circuits_by_name, find_circuits
 from qkflow.data.tasks import Instance, Task
 from qkflow.errors import DivergenceError, Interrupted, UsageError
 from qkflow.mechanisms.base import ParamOptions
@@ -60,7 +60,7 @@ def learn(
         torch.manual_seed(config.seed)
         model = build_model(config.model)
         optimizer = build_task_optimizer(model, config)
-        r = Ratio(start=config.qk_ratio, end=config.qk_growth)
+        r = RatioSchedule(start=config.qk_ratio, end=config.qk_growth)
         called = set(moments) if watch is not None else set()
         for step in range(config.steps + 1):
             if watch is not None and step in called:

@@ -8,7 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qkflow.data import CELL, ByteTokenizer, Corpus, CorpusConfig, Split, WordTokenizer, lesson, open_corpus, windows
+from qkflow.data import (
+    CELL_DTYPE,
+    ByteTokenizer,
+    Corpus,
+    CorpusConfig,
+    Split,
+    WordTokenizer,
+    get_batch,
+    open_corpus,
+    windows,
+)
 from qkflow.data.recall import prepare
 from qkflow.data.text.batches import scored
 from qkflow.errors import UsageError
@@ -21,7 +31,7 @@ PINNED = {
 }
 
 
-def validate_input(source: str) -> Corpus:
+def open_spec(source: str) -> Corpus:
     return open_corpus(CorpusConfig(source=source))
 
 
@@ -39,7 +49,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("source", [MQAR, NEEDLE])
 def test_instances_stand_between_end_tokens_and_their_answers_are_on_record(source: str) -> None:
-    corpus = validate_input(source)
+    corpus = open_spec(source)
     for part, split in parts(corpus).items():
         begins, ends = split.documents.T
         assert begins.tolist() == [1, *(ends[:-1] + 1)]
@@ -47,7 +57,7 @@ def test_instances_stand_between_end_tokens_and_their_answers_are_on_record(sour
         assert len(split.tokens) == corpus.record["parts"][part]["tokens"] == ends[-1] + 1
         assert split.answers is not None
         assert split.cells is not None
-        assert split.cells.dtype == CELL
+        assert split.cells.dtype == CELL_DTYPE
         assert (ends - begins == split.cells["length"]).all()
         assert (split.answers[1:, 0] >= split.answers[:-1, 1]).all()
         owner = np.searchsorted(begins, split.answers[:, 0], side="right") - 1
@@ -58,7 +68,7 @@ def test_instances_stand_between_end_tokens_and_their_answers_are_on_record(sour
 
 
 def test_the_test_part_is_the_grid_cell_after_cell() -> None:
-    mqar, needle = validate_input(MQAR), validate_input(NEEDLE)
+    mqar, needle = open_spec(MQAR), open_spec(NEEDLE)
     assert mqar.test.cells is not None
     assert needle.test.cells is not None
     assert mqar.test.cells.tolist() == [(pairs, 20, -1) for pairs in (2, 4) for _ in range(5)]
@@ -68,13 +78,13 @@ def test_the_test_part_is_the_grid_cell_after_cell() -> None:
 
 
 def test_the_record_says_what_the_task_is_and_texts_have_none(tmp_path: Path) -> None:
-    corpus = validate_input(MQAR)
+    corpus = open_spec(MQAR)
     assert (corpus.name, corpus.context, corpus.chance, corpus.unit) == (MQAR, 20, 1 / 64, "answer token")
     assert corpus.task is not None
     assert (corpus.task["spec"], corpus.task["axes"]) == (MQAR, ["pairs"])
-    assert validate_input(NEEDLE).task["axes"] == ["length", "depth"]  # type: ignore[index]
+    assert open_spec(NEEDLE).task["axes"] == ["length", "depth"]  # type: ignore[index]
     (tmp_path / "text.txt").write_text("some text that is long enough\n" * 400)
-    text = validate_input(str(tmp_path / "text.txt"))
+    text = open_spec(str(tmp_path / "text.txt"))
     assert (text.task, text.context, text.chance, text.unit) == (None, None, None, "byte")
     assert (text.train.answers, text.train.cells) == (None, None)
     assert not list(text.folder.glob("*.answers.npy"))
@@ -82,25 +92,23 @@ def test_the_record_says_what_the_task_is_and_texts_have_none(tmp_path: Path) ->
 
 @pytest.mark.parametrize("source", [MQAR, NEEDLE])
 def test_a_spec_gives_the_same_tokens_on_every_machine(source: str) -> None:
-    assert validate_input(source).digest == PINNED[source]
+    assert open_spec(source).digest == PINNED[source]
 
 
 @pytest.mark.parametrize("source", [MQAR, NEEDLE])
 def test_prepared_twice_is_the_same_to_the_byte_whatever_the_block(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = validate_input(source)
+    first = open_spec(source)
     monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "other"))
     monkeypatch.setattr(prepare, "BLOCK", 100)
-    second = validate_input(source)
+    second = open_spec(source)
     assert first.folder.name == second.folder.name
     assert content(first.folder) == content(second.folder)
 
 
 def test_every_option_that_matters_makes_another_corpus() -> None:
-    digests = {
-        validate_input(f"{MQAR}{more}").digest for more in ("", ",seed=1", ",keys=65", ",values=65", ",fillers=2")
-    }
+    digests = {open_spec(f"{MQAR}{more}").digest for more in ("", ",seed=1", ",keys=65", ",values=65", ",fillers=2")}
     assert len(digests) == 5
 
 
@@ -108,7 +116,7 @@ def test_every_option_that_matters_makes_another_corpus() -> None:
     "source", ["mqar:pairs=1,length=5,keys=3,values=4,train=200,validation=3,each=4", MQAR, NEEDLE]
 )
 def test_no_instance_is_in_two_parts_even_where_there_are_few(source: str) -> None:
-    train, validation, test = (Counter(rows(split)) for split in parts(validate_input(source)).values())
+    train, validation, test = (Counter(rows(split)) for split in parts(open_spec(source)).values())
     assert not train.keys() & validation.keys()
     assert not train.keys() & test.keys()
     assert not validation.keys() & test.keys()
@@ -116,23 +124,23 @@ def test_no_instance_is_in_two_parts_even_where_there_are_few(source: str) -> No
 
 def test_a_task_without_enough_instances_is_refused() -> None:
     with pytest.raises(UsageError, match=r"too few different instances to fill validation with 512 that are new"):
-        validate_input("mqar:pairs=1,length=4,keys=1,values=2")
+        open_spec("mqar:pairs=1,length=4,keys=1,values=2")
 
 
 @pytest.mark.parametrize("name", ["train.tokens", "test.answers.npy", "corpus.json"])
 def test_a_damaged_folder_is_made_again(name: str) -> None:
-    corpus = validate_input(MQAR)
+    corpus = open_spec(MQAR)
     before = content(corpus.folder)
     (corpus.folder / name).write_bytes(b"torn")
-    assert content(validate_input(MQAR).folder) == before
+    assert content(open_spec(MQAR).folder) == before
     assert not [path for path in corpus.folder.parent.iterdir() if path.suffix == ".tmp"]
 
 
 def test_an_epoch_takes_every_instance_once_with_its_answers_scored() -> None:
-    train = validate_input(MQAR).train
+    train = open_spec(MQAR).train
     begins = train.documents[:, 0].tolist()
     answers = {tuple(train.tokens[at - 1 : at + 20].tolist()): scored(train, at - 1, 20).tolist() for at in begins}
-    steps = [lesson(train, seed=3, step=step, batch=8, context=20) for step in range(30)]
+    steps = [get_batch(train, seed=3, step=step, batch_size=8, context=20) for step in range(30)]
     drawn = np.concatenate([step.tokens for step in steps])
     masks = np.concatenate([step.scored for step in steps if step.scored is not None])
     orders = [[tuple(row) for row in drawn[60 * epoch : 60 * epoch + 60].tolist()] for epoch in range(4)]
@@ -144,7 +152,7 @@ def test_an_epoch_takes_every_instance_once_with_its_answers_scored() -> None:
 
 
 def test_scored_targets_are_the_answers_and_nothing_else() -> None:
-    corpus = validate_input(NEEDLE)
+    corpus = open_spec(NEEDLE)
     for split in (corpus.validation, corpus.test):
         found = windows(split, context=96)
         assert [window.document for window in found] == list(range(len(split.documents)))
@@ -154,20 +162,20 @@ def test_scored_targets_are_the_answers_and_nothing_else() -> None:
     assert scored(corpus.test, 0, 200).sum() == 20
 
 
-def test_a_lesson_needs_the_length_of_the_task_and_enough_instances() -> None:
-    corpus = validate_input(NEEDLE)
-    with pytest.raises(UsageError, match="context is 64, but the task's instances have 48 tokens: give --context 48"):
-        lesson(corpus.train, seed=0, step=0, batch=2, context=64)
+def test_batch_needs_the_task_length_and_enough_instances() -> None:
+    corpus = open_spec(NEEDLE)
+    with pytest.raises(UsageError, match=r"context is 64, but the task's instances have 48 tokens: .*--context 48"):
+        get_batch(corpus.train, seed=0, step=0, batch_size=2, context=64)
     with pytest.raises(UsageError, match="have 48 or 96 tokens"):
-        lesson(corpus.test, seed=0, step=0, batch=2, context=48)
-    with pytest.raises(UsageError, match=r"batch 31 is too large .* 30 instances to learn from; lower --batch"):
-        lesson(corpus.train, seed=0, step=0, batch=31, context=48)
-    with pytest.raises(UsageError, match="batch is 0"):
-        lesson(corpus.train, seed=0, step=0, batch=0, context=48)
+        get_batch(corpus.test, seed=0, step=0, batch_size=2, context=48)
+    with pytest.raises(UsageError, match=r"batch size 31 is too large .* 30 training instances.*lower --batch"):
+        get_batch(corpus.train, seed=0, step=0, batch_size=31, context=48)
+    with pytest.raises(UsageError, match="batch size is 0"):
+        get_batch(corpus.train, seed=0, step=0, batch_size=0, context=48)
 
 
 def test_tasks_are_read_with_their_own_words_only(tmp_path: Path) -> None:
-    corpus = validate_input(MQAR)
+    corpus = open_spec(MQAR)
     other = "mqar:pairs=3,length=40,train=20,validation=5,each=5"
     assert open_corpus(CorpusConfig(source=other), tokenizer=corpus.tokenizer).vocabulary == corpus.vocabulary
     for tokenizer, hint in ((ByteTokenizer(), "on text"), (WordTokenizer(["k0", "v0"]), "on a task .* trained on")):
@@ -181,7 +189,7 @@ def test_tasks_are_read_with_their_own_words_only(tmp_path: Path) -> None:
 
 
 def test_a_task_decodes_to_its_words() -> None:
-    corpus = validate_input(NEEDLE)
+    corpus = open_spec(NEEDLE)
     begin, end = corpus.test.documents[0]
     text = corpus.decode(corpus.test.tokens[begin - 1 : end + 1]).decode()
     assert text.startswith("the number of ")

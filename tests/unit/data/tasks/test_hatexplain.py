@@ -51,7 +51,7 @@ def test_labels_and_rationales_are_those_of_most_annotators(tmp_path: Path) -> N
     assert [one.rationale for one in task.train] == [(1,), (1,), ()]
     assert [one.kind for one in task.train] == ["gab", "twitter", "gab"]
     assert [one.rationale for one in task.validation] == [(1,)]
-    assert not task.shown
+    assert not task.is_quotable
 
 
 def test_the_official_split_is_used_and_what_it_leaves_out_is_counted(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_the_asking_token_is_last_kept_and_never_a_word_of_a_post(tmp_path: Path
     task = hatexplain(stored(tmp_path, posts()), CONFIG)
     ask = task.words.index("<ask>")
     for one in (*task.train, *task.validation, *task.test):
-        assert one.kept == (len(one.tokens) - 1,)
+        assert one.protected == (len(one.tokens) - 1,)
         assert [place for place, token in enumerate(one.tokens) if token == ask] == [len(one.tokens) - 1]
         assert 0 not in one.tokens
 

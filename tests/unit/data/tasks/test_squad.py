@@ -54,7 +54,9 @@ def test_an_instance_is_context_question_and_answer(folder: Path) -> None:
     assert text.endswith(" . <question> when was it built ? <answer>")
     assert spelled(task, one.answer) == "1889 <end>"
     assert (one.label, one.rationale) == (one.answer[0], (4,))
-    assert spelled(task, tuple(one.tokens[place] for place in one.kept)) == "<question> when was it built ? <answer>"
+    assert (
+        spelled(task, tuple(one.tokens[place] for place in one.protected)) == "<question> when was it built ? <answer>"
+    )
     assert task.kind == "generation"
     assert task.classes == task.words
 
@@ -80,7 +82,7 @@ def test_squads_own_training_part_is_used_alone_where_it_is(folder: Path) -> Non
 
 
 def contexts(part: tuple[Instance, ...]) -> set[tuple[int, ...]]:
-    return {one.tokens[: one.kept[0]] for one in part}
+    return {one.tokens[: one.protected[0]] for one in part}
 
 
 def test_no_article_is_in_two_parts_of_a_single_file(tmp_path: Path) -> None:

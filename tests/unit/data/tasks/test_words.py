@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkflow.data.tasks.vocab import ASK, RESERVED, limited, read, vocabulary
+from qkflow.data.tasks.vocab import ASK, RESERVED, read, subsample, vocabulary
 
 TEXTS = st.lists(st.lists(st.sampled_from(["a", "b", "c", *sorted(RESERVED)])))
 
@@ -22,11 +22,11 @@ def test_numbers_are_places_and_no_word_of_a_text_is_a_marker(texts: list[list[s
 @given(seed=st.integers(0, 100), most=st.integers(1, 50))
 @settings(deadline=None, max_examples=25)
 def test_a_choice_keeps_the_order_and_rests_on_the_seed(seed: int, most: int) -> None:
-    chosen = limited(range(50), most, seed)
+    chosen = subsample(range(50), most, seed)
     assert len(chosen) == most
     assert list(chosen) == sorted(set(chosen))
-    assert chosen == limited(range(50), most, seed)
+    assert chosen == subsample(range(50), most, seed)
 
 
 def test_another_seed_chooses_others() -> None:
-    assert limited(range(50), 10, 0) != limited(range(50), 10, 1)
+    assert subsample(range(50), 10, 0) != subsample(range(50), 10, 1)

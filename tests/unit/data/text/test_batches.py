@@ -1,4 +1,4 @@
-"""Training windows are a permutation an epoch; held-out windows score each token once."""
+"""Training windows are permuted every epoch; held-out windows score each token once."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkflow.data import Split, batch, epoch_windows, lesson, scored, windows
-from qkflow.data.text.batches import _permuted, _random
+from qkflow.data import Split, epoch_windows, get_batch, scored, windows
+from qkflow.data.text.batches import _epoch_random, _permute
 from qkflow.errors import UsageError
 
 QUICK = settings(deadline=None, max_examples=25)
 
 
 def stream(tokens: int) -> Split:
-    """Tokens that are their own positions."""
+    """A stream in which each token equals its position."""
     return Split(
         tokens=np.arange(tokens, dtype=np.uint32), documents=np.array([[1, tokens]]), sizes=np.array([tokens - 1])
     )
+
+
+def batch_tokens(split: Split, *, seed: int, step: int, batch_size: int, context: int) -> np.ndarray:
+    return get_batch(split, seed=seed, step=step, batch_size=batch_size, context=context).tokens
 
 
 def held_out(lengths: list[int]) -> Split:
@@ -31,43 +35,44 @@ def held_out(lengths: list[int]) -> Split:
 
 @QUICK
 @given(count=st.integers(1, 3000), seed=st.integers(-5, 2**70), epoch=st.integers(0, 10**12))
-def test_the_order_of_an_epoch_is_a_permutation(count: int, seed: int, epoch: int) -> None:
-    _, keys = _random(seed, epoch)
-    assert np.sort(_permuted(np.arange(count), count, keys)).tolist() == list(range(count))
+def test_epoch_order_is_a_permutation(count: int, seed: int, epoch: int) -> None:
+    _, keys = _epoch_random(seed, epoch)
+    assert np.sort(_permute(np.arange(count), count, keys)).tolist() == list(range(count))
 
 
-def test_the_order_of_a_large_corpus_is_found_for_a_few_windows_alone() -> None:
+def test_a_few_windows_of_a_huge_corpus_are_permuted_directly() -> None:
     count = 10**12 + 39
-    _, keys = _random(0, 0)
-    images = _permuted(np.arange(count - 1000, count), count, keys)
+    _, keys = _epoch_random(0, 0)
+    images = _permute(np.arange(count - 1000, count), count, keys)
     assert len(set(images.tolist())) == 1000
     assert images.min() >= 0
     assert images.max() < count
 
 
-def test_orders_look_random() -> None:
+def test_epoch_orders_look_random() -> None:
     count = 4096
-    orders = [_permuted(np.arange(count), count, _random(seed, 0)[1]) for seed in range(20)]
+    orders = [_permute(np.arange(count), count, _epoch_random(seed, 0)[1]) for seed in range(20)]
     for order in orders:
         assert abs(np.corrcoef(np.arange(count), order)[0, 1]) < 0.08
         assert (np.abs(np.diff(order)) < count // 10).mean() == pytest.approx(0.19, abs=0.04)
     assert len({tuple(order) for order in orders}) == 20
-    small = {tuple(_permuted(np.arange(4), 4, _random(seed, 0)[1])) for seed in range(500)}
+    small = {tuple(_permute(np.arange(4), 4, _epoch_random(seed, 0)[1])) for seed in range(500)}
     assert len(small) == 24
 
 
 @QUICK
 @given(tokens=st.integers(2, 400), context=st.integers(1, 30), rows=st.integers(1, 12), seed=st.integers(0, 9))
-def test_an_epoch_takes_every_window_once_and_windows_do_not_overlap(
-    tokens: int, context: int, rows: int, seed: int
-) -> None:
+def test_epoch_visits_every_window_once_without_overlap(tokens: int, context: int, rows: int, seed: int) -> None:
     split = stream(tokens)
     if tokens < context + 1 or rows > epoch_windows(split, context=context):
         with pytest.raises(UsageError):
-            batch(split, seed=seed, step=0, batch=rows, context=context)
+            batch_tokens(split, seed=seed, step=0, batch_size=rows, context=context)
         return
     count = epoch_windows(split, context=context)
-    steps = [batch(split, seed=seed, step=step, batch=rows, context=context) for step in range(3 * count // rows + 1)]
+    steps = [
+        batch_tokens(split, seed=seed, step=step, batch_size=rows, context=context)
+        for step in range(3 * count // rows + 1)
+    ]
     drawn = np.concatenate(steps)
     assert drawn.dtype == np.int64
     assert drawn.shape[1] == context + 1
@@ -80,18 +85,17 @@ def test_an_epoch_takes_every_window_once_and_windows_do_not_overlap(
             assert tokens - begins[-1] - context <= 2 * context
 
 
-def test_a_batch_depends_on_its_arguments_alone() -> None:
+def test_batch_depends_only_on_its_arguments() -> None:
     split = stream(1000)
-    later = batch(split, seed=3, step=17, batch=4, context=8)
-    assert (batch(split, seed=3, step=17, batch=4, context=8) == later).all()
-    assert (batch(split, seed=4, step=17, batch=4, context=8) != later).any()
-    assert (batch(split, seed=3, step=18, batch=4, context=8) != later).any()
+    later = batch_tokens(split, seed=3, step=17, batch_size=4, context=8)
+    assert (batch_tokens(split, seed=3, step=17, batch_size=4, context=8) == later).all()
+    assert (batch_tokens(split, seed=4, step=17, batch_size=4, context=8) != later).any()
+    assert (batch_tokens(split, seed=3, step=18, batch_size=4, context=8) != later).any()
 
 
-def test_the_lessons_of_a_text_are_its_batches_with_every_target_scored() -> None:
+def test_text_batch_scores_every_target() -> None:
     split = stream(1000)
-    tokens, mask = lesson(split, seed=3, step=17, batch=4, context=8)
-    assert (tokens == batch(split, seed=3, step=17, batch=4, context=8)).all()
+    tokens, mask = get_batch(split, seed=3, step=17, batch_size=4, context=8)
     assert mask is None
     assert scored(split, 5, 7).tolist() == [True] * 7
     assert tokens[:, 0].tolist() == [205, 789, 13, 709]
@@ -107,22 +111,22 @@ def test_scored_targets_lie_in_an_answer(gaps: list[int], begin: int, length: in
     assert scored(split, begin, length).tolist() == [begin + 1 + n in inside for n in range(length)]
 
 
-def test_windows_move_and_change_order_from_epoch_to_epoch() -> None:
+def test_windows_shift_and_reorder_every_epoch() -> None:
     split = stream(1000)
     count = epoch_windows(split, context=10)
-    epochs = [batch(split, seed=0, step=step, batch=count, context=10)[:, 0] for step in range(8)]
+    epochs = [batch_tokens(split, seed=0, step=step, batch_size=count, context=10)[:, 0] for step in range(8)]
     assert len({begins.min() for begins in epochs}) > 3
     assert len({tuple(np.argsort(begins)) for begins in epochs}) == 8
 
 
-def test_a_corpus_of_exactly_one_window_is_enough() -> None:
-    assert batch(stream(9), seed=0, step=5, batch=1, context=8).tolist() == [list(range(9))]
+def test_corpus_of_one_window_is_enough() -> None:
+    assert batch_tokens(stream(9), seed=0, step=5, batch_size=1, context=8).tolist() == [list(range(9))]
 
 
-def test_the_tokens_mapped_from_disk_are_not_changed() -> None:
+def test_batch_is_a_copy_of_the_mapped_tokens() -> None:
     split = stream(100)
     split.tokens.setflags(write=False)
-    rows = batch(split, seed=0, step=0, batch=2, context=8)
+    rows = batch_tokens(split, seed=0, step=0, batch_size=2, context=8)
     rows += 1
     assert (split.tokens == np.arange(100)).all()
 
@@ -130,16 +134,16 @@ def test_the_tokens_mapped_from_disk_are_not_changed() -> None:
 @pytest.mark.parametrize(
     ("tokens", "rows", "context", "message"),
     [
-        (8, 1, 8, r"has 8 tokens; a window needs context \+ 1 = 9: lower --context"),
-        (100, 13, 8, "batch 13 is too large for the corpus: it has 11 windows of 8 tokens; lower --batch"),
-        (100, 0, 8, "batch is 0: give at least 1"),
-        (100, -1, 8, "batch is -1: give at least 1"),
-        (100, 1, 0, "context is 0: give at least 1"),
+        (8, 1, 8, r"8 tokens.*context \+ 1 = 9.*lower --context"),
+        (100, 13, 8, "batch size 13 is too large.*11 windows of 8 tokens.*lower --batch"),
+        (100, 0, 8, "batch size is 0.*at least 1"),
+        (100, -1, 8, "batch size is -1.*at least 1"),
+        (100, 1, 0, "context is 0.*at least 1"),
     ],
 )
-def test_a_batch_that_cannot_be_is_refused(tokens: int, rows: int, context: int, message: str) -> None:
+def test_impossible_batch_raises(tokens: int, rows: int, context: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        batch(stream(tokens), seed=0, step=0, batch=rows, context=context)
+        batch_tokens(stream(tokens), seed=0, step=0, batch_size=rows, context=context)
 
 
 @QUICK
@@ -167,7 +171,7 @@ def test_windows_score_every_token_of_every_document_once(
     assert [window.document for window in found] == sorted(window.document for window in found)
 
 
-def test_a_smaller_stride_gives_every_later_token_more_context() -> None:
+def test_smaller_stride_gives_more_context() -> None:
     found = windows(held_out([20]), context=8, stride=2)
     assert [window.skip for window in found] == [0, 6, 6, 6, 6, 6, 6]
     assert all(after.begin - this.begin == 2 for this, after in pairwise(found))
@@ -175,7 +179,7 @@ def test_a_smaller_stride_gives_every_later_token_more_context() -> None:
 
 @QUICK
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60), limit=st.integers(1, 2000))
-def test_a_limit_takes_whole_documents_and_no_more_tokens_than_it_says(lengths: list[int], limit: int) -> None:
+def test_limit_selects_whole_documents_within_the_token_limit(lengths: list[int], limit: int) -> None:
     split = held_out(lengths)
     found = windows(split, context=16, limit=limit)
     chosen = sorted({window.document for window in found})
@@ -187,14 +191,14 @@ def test_a_limit_takes_whole_documents_and_no_more_tokens_than_it_says(lengths: 
     assert found == windows(split, context=16, limit=limit)
 
 
-def test_the_documents_of_a_limit_are_evenly_spaced() -> None:
+def test_limit_selects_evenly_spaced_documents() -> None:
     found = windows(held_out([10] * 100), context=16, limit=205)
     chosen = [window.document for window in found]
     assert len(chosen) == 20
     assert {after - this for this, after in pairwise(chosen)} == {5}
 
 
-def test_a_limit_is_nearly_used_up_when_lengths_differ_much() -> None:
+def test_limit_is_nearly_used_up_with_very_different_lengths() -> None:
     lengths = np.random.default_rng(0).lognormal(8, 2, size=400).astype(int) + 1
     for limit in (30_000, 300_000, 3_000_000):
         tokens = sum(window.length for window in windows(held_out(lengths.tolist()), context=256, limit=limit))
@@ -202,6 +206,6 @@ def test_a_limit_is_nearly_used_up_when_lengths_differ_much() -> None:
 
 
 @pytest.mark.parametrize(("stride", "limit"), [(0, None), (9, None), (-1, None), (None, 0)])
-def test_windows_that_cannot_be_are_refused(stride: int | None, limit: int | None) -> None:
-    with pytest.raises(UsageError, match="give a"):
+def test_impossible_windows_raise(stride: int | None, limit: int | None) -> None:
+    with pytest.raises(UsageError, match=r"stride is|limit is"):
         windows(held_out([5]), context=8, stride=stride, limit=limit)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qkflow.data import Corpus, CorpusConfig, batch, open_corpus, windows
+from qkflow.data import Corpus, CorpusConfig, get_batch, open_corpus, windows
 from qkflow.data.text.splits import part_of
 
 
@@ -36,7 +36,7 @@ def test_a_prepared_folder_opens_without_its_source(stdlib: Corpus) -> None:
 
 
 def test_batches_and_windows_of_the_standard_library_are_its_text(stdlib: Corpus) -> None:
-    rows = batch(stdlib.train, seed=0, step=10_000, batch=4, context=256)
+    rows = get_batch(stdlib.train, seed=0, step=10_000, batch_size=4, context=256).tokens
     stream = stdlib.train.tokens.astype(np.uint16).tobytes()
     assert all(row.astype(np.uint16).tobytes() in stream for row in rows)
     found = windows(stdlib.test, context=256)

@@ -27,7 +27,7 @@ def texts(count: int, seed: int) -> tuple[Instance, ...]:
         text[place] = 10 + label
         rationale = () if number % 5 == 4 else (place,)
         kind = "long" if len(text) > 4 else "short"
-        found.append(Instance(tokens=(*text, 1), label=label, rationale=rationale, kept=(len(text),), kind=kind))
+        found.append(Instance(tokens=(*text, 1), label=label, rationale=rationale, protected=(len(text),), kind=kind))
     return tuple(found)
 
 

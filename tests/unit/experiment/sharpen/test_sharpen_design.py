@@ -98,7 +98,7 @@ def test_looks_are_from_the_first_step_to_the_last_and_examples_of_every_kind(as
     assert {one.kind for one in shown} == {"short", "long"}
     assert len(shown) == 6
     assert all(one.rationale for one in shown)
-    assert design(ask(), replace(task, shown=False)).examples == ()
+    assert design(ask(), replace(task, is_quotable=False)).examples == ()
 
 
 def test_a_folder_of_the_same_design_is_gone_on_with_however_many_runs_at_a_time(

@@ -327,7 +327,7 @@ def test_texts_that_may_not_be_shown_appear_nowhere(
     ask: Ask, task: Task, tmp_path: Path, inline: Any, left: Left, finished: Finished, capfd: Capture
 ) -> None:
     assert any(2 in one.tokens for one in task.test)
-    hidden, told = replace(task, shown=False), list[str]()
+    hidden, told = replace(task, is_quotable=False), list[str]()
     request = ask(rates=(0.01, 1e36), seeds=1)
     made = run_sharpen(request, hidden, tmp_path, engine=inline(), notice=told.append)
     found = summarise(tmp_path, made, hidden)
@@ -348,7 +348,9 @@ def test_texts_that_may_not_be_shown_appear_nowhere(
 def test_a_task_of_writing_is_measured_by_what_is_written(ask: Ask, tmp_path: Path, inline: Any) -> None:
     words = ("<pad>", "<ask>", *"abcd", "<end>")
     texts = tuple(
-        Instance(tokens=(a, b, 1), label=a, rationale=(0,), answer=(a, 6), kept=(2,)) for a in (2, 3) for b in (4, 5)
+        Instance(tokens=(a, b, 1), label=a, rationale=(0,), answer=(a, 6), protected=(2,))
+        for a in (2, 3)
+        for b in (4, 5)
     )
     task = Task(name="copies", kind="generation", words=words, classes=words, train=texts, validation=texts, test=texts)
     request = ask(task=TaskConfig(name="squad", data="x"), steps=1, seeds=1)

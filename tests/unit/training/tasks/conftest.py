@@ -23,7 +23,7 @@ def classified(count: int, seed: int) -> tuple[Instance, ...]:
         text = [source.randint(2, 9) for _ in range(source.randint(2, 6))]
         place, label = source.randrange(len(text)), number % 2
         text[place] = 10 + label
-        found.append(Instance(tokens=(*text, 1), label=label, rationale=(place,), kept=(len(text),)))
+        found.append(Instance(tokens=(*text, 1), label=label, rationale=(place,), protected=(len(text),)))
     return tuple(found)
 
 

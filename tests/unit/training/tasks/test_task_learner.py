@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from qkflow.circuits import Ratio, circuit_groups
+from qkflow.circuits import RatioSchedule, circuit_groups
 from qkflow.data.tasks import Task
 from qkflow.errors import DivergenceError, Interrupted, UsageError
 from qkflow.models import ClassifierConfig, Decoder, DecoderConfig
@@ -113,7 +113,7 @@ def test_a_ratio_that_grows_follows_the_line_from_step_to_step(
 
     monkeypatch.setattr(torch.optim.SGD, "step", keeping)
     learn(run(optimizer="sgd", qk_ratio=2.0, qk_growth=12.0), signs)
-    line = Ratio(start=2.0, end=12.0)
+    line = RatioSchedule(start=2.0, end=12.0)
     assert [rates["qk"] for rates in seen] == pytest.approx([0.05 * line.at(s, 5) for s in range(5)])
     assert [rates["qk"] / 0.05 for rates in seen] == pytest.approx([2, 4, 6, 8, 10])
     assert {rates[other] for rates in seen for other in ("ov", "rest")} == {0.05}
