@@ -20,11 +20,11 @@ from pathlib import Path
 
 from qkflow.data import CorpusConfig
 from qkflow.experiment.design import Design, jobs, write_design
-from qkflow.experiment.executors.base import Need
-from qkflow.experiment.executors.local import LocalEngine
+from qkflow.experiment.executors.base import Resources
+from qkflow.experiment.executors.local import LocalExecutor
 from qkflow.experiment.plan import plan
-from qkflow.experiment.request import Request
-from qkflow.experiment.run import run_experiment
+from qkflow.experiment.runner import run_experiment
+from qkflow.experiment.spec import ExperimentSpec
 from qkflow.training import TrainConfig, read_metrics, train
 
 from side_by_side import arguments, race, report, rows
@@ -47,8 +47,8 @@ def in_a_study(design: Design, folder: Path) -> None:
 def in_the_bare_loop(design: Design, folder: Path) -> None:
     """Without it."""
     todo = [(job.config, str(folder / job.folder)) for job in jobs(design)]
-    with LocalEngine() as engine:
-        for done in engine.work(bare, todo, at_once=design.jobs, need=Need()):
+    with LocalExecutor() as engine:
+        for done in engine.work(bare, todo, at_once=design.jobs, need=Resources()):
             if done is not None and done.crash is not None:
                 raise RuntimeError(done.crash)
 
@@ -68,7 +68,7 @@ def timed(name: str, make: Callable[[Design, Path], None], design: Design, place
 
 if __name__ == "__main__":
     args = arguments(__doc__)
-    request = Request(
+    request = ExperimentSpec(
         corpus=CorpusConfig(),
         arms=("standard", "differential"),
         size="100k",
@@ -79,7 +79,7 @@ if __name__ == "__main__":
     )
     outside: Outside = {}
     with tempfile.TemporaryDirectory() as place:
-        made = plan(request, LocalEngine(), notice=print)
+        made = plan(request, LocalExecutor(), notice=print)
         made = replace(made, base=replace(made.base, final_tokens=made.base.evaluate_tokens))
         brief = replace(made, arms=tuple(replace(arm, steps=20) for arm in made.arms))
         in_the_bare_loop(brief, Path(place) / "warm")  # the server of processes starts once

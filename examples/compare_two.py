@@ -4,13 +4,13 @@ import tempfile
 from pathlib import Path
 
 from qkflow import CorpusConfig, DecoderConfig
-from qkflow.experiment import Request, run_experiment, summarise
+from qkflow.experiment import ExperimentSpec, read_result, run_experiment
 
 if __name__ == "__main__":  # a study starts processes, which import this file
     place = Path(tempfile.mkdtemp())
     text = place / "squares.txt"
     text.write_text("".join(f"the square of {i} is {i * i}\n" for i in range(5000)))
-    request = Request(
+    request = ExperimentSpec(
         corpus=CorpusConfig(source=str(text)),
         arms=("standard", "gated-deltanet"),
         model=DecoderConfig(width=32, layers=1, heads=2, hidden=64),
@@ -20,7 +20,7 @@ if __name__ == "__main__":  # a study starts processes, which import this file
         batch=8,
     )
     run_experiment(request, place / "study")
-    summary = summarise(place / "study")
+    summary = read_result(place / "study")
     for arm in summary.arms:
         print(arm.name, f"{arm.parameters:,} parameters, {len(arm.seeds)} seeds")
     for verdict in summary.verdicts:

@@ -16,10 +16,10 @@ import pytest
 from qkflow.cli import main
 from qkflow.data import CorpusConfig
 from qkflow.experiment.design import Design, jobs, read_design, write_design
-from qkflow.experiment.executors.local import LocalEngine
+from qkflow.experiment.executors.local import LocalExecutor
 from qkflow.experiment.plan import plan
-from qkflow.experiment.request import Request
-from qkflow.experiment.run import run_experiment
+from qkflow.experiment.runner import run_experiment
+from qkflow.experiment.spec import ExperimentSpec
 from qkflow.io import cache_folder
 from qkflow.models import DecoderConfig
 from qkflow.ops import csrc
@@ -128,7 +128,7 @@ class Studies:
 
     def design(self, *, steps: int, learning_rates: tuple[float, ...] = (1e-3,), checkpoint_every: int = 7) -> Design:
         """Two arms and two seeds, with dropout, and checkpoints at other steps than evaluations."""
-        request = Request(
+        request = ExperimentSpec(
             corpus=CorpusConfig(source=str(self.place / "corpus.jsonl")),
             arms=("standard", "differential"),
             model=DecoderConfig(width=16, layers=1, heads=2, hidden=32, dropout=0.1),
@@ -142,7 +142,7 @@ class Studies:
             jobs=2,
             threads=1,
         )
-        made = plan(request, LocalEngine(), notice=lambda text: None)
+        made = plan(request, LocalExecutor(), notice=lambda text: None)
         return replace(made, base=replace(made.base, checkpoint_every=checkpoint_every, log_every=1))
 
     def undisturbed(self, design: Design) -> dict[str, Any]:

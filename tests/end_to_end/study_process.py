@@ -5,7 +5,7 @@ import sys
 from qkflow.errors import Interrupted
 from qkflow.experiment.observer import Observer
 from qkflow.experiment.progress import Progress
-from qkflow.experiment.run import run_experiment
+from qkflow.experiment.runner import run_experiment
 
 
 class Speaker(Observer):

@@ -10,7 +10,7 @@ import pytest
 from qkflow import recipes
 from qkflow.cli import main
 from qkflow.data import CorpusConfig
-from qkflow.experiment.request import Request
+from qkflow.experiment.spec import ExperimentSpec
 
 TINY = ("--size", "100k", "--train-tokens", "4k", "--context", "16", "--batch", "4")
 
@@ -163,8 +163,8 @@ def test_report_refuses_what_is_no_study(capsys: pytest.CaptureFixture[str]) -> 
 def test_reproduce_prints_published_beside_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tiny(corpus: CorpusConfig) -> Request:
-        return Request(
+    def tiny(corpus: CorpusConfig) -> ExperimentSpec:
+        return ExperimentSpec(
             corpus=corpus, arms=("standard", "differential"), size="100k", tokens=4000, seeds=2, context=16, batch=4
         )
 

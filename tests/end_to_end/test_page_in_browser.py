@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from qkflow.cli import main
-from qkflow.experiment.summary import Summary
+from qkflow.experiment.summary import ExperimentResult
 from qkflow.probes import maps
 from qkflow.report import write_report, write_sharpened
 from qkflow.report.figures import curves, forest, reach, strips
@@ -33,7 +33,7 @@ ARMS = ("standard", "differential", "coupled")
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    summary: Summary
+    summary: ExperimentResult
     path: Path
     runs: dict[str, Path]
 

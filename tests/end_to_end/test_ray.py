@@ -13,11 +13,11 @@ import pytest
 
 from qkflow.errors import Interrupted
 from qkflow.experiment.design import jobs, write_design
-from qkflow.experiment.executors.ray import RayEngine
+from qkflow.experiment.executors.ray import RayExecutor
 from qkflow.experiment.observer import Observer
 from qkflow.experiment.progress import Progress
-from qkflow.experiment.run import run_experiment
-from qkflow.experiment.run_status import read_attempts
+from qkflow.experiment.run_status import read_status
+from qkflow.experiment.runner import run_experiment
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read when ray is imported: nothing listens beyond loopback
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not installed")
@@ -74,11 +74,11 @@ def test_a_worker_killed_and_a_node_removed_change_no_number(studies: Any, tmp_p
     study = tmp_path / "study"
     write_design(study, design)
     saboteur = Saboteur(study, cluster, cluster.add_node(**NODE))
-    with RayEngine(cluster.address) as engine:
+    with RayExecutor(cluster.address) as engine:
         assert engine.cores() == (1, 1)
         run_experiment(None, study, engine=engine, observer=saboteur)
     assert saboteur.node is None  # it was removed
-    attempts = {job.folder: read_attempts(study / job.folder).attempts for job in jobs(design)}
+    attempts = {job.folder: read_status(study / job.folder).attempts for job in jobs(design)}
     assert saboteur.killed is not None
     assert attempts[saboteur.killed.relative_to(study)] > 1
     assert sum(attempts.values()) >= len(attempts) + 2
@@ -97,6 +97,6 @@ def test_a_study_asked_to_stop_lets_its_runs_write_checkpoints(studies: Any, tmp
                 self.asked = True
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(Interrupted), RayEngine(cluster.address) as engine:
+    with pytest.raises(Interrupted), RayExecutor(cluster.address) as engine:
         run_experiment(None, study, engine=engine, observer=Impatient())
     assert list(study.rglob("step-*/manifest.json"))

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from qkflow.experiment.design import Design, jobs, write_design
-from qkflow.experiment.run import run_experiment
-from qkflow.experiment.run_status import read_attempts
+from qkflow.experiment.run_status import read_status
+from qkflow.experiment.runner import run_experiment
 from qkflow.io import locked
 
 PROCESS = Path(__file__).with_name("study_process.py")
@@ -83,7 +83,7 @@ def test_a_study_killed_at_random_instants_ends_with_the_same_bits(
             write_design(tmp_path / str(number), design)
     run_experiment(None, tmp_path / str(number))
     assert studies.left_behind(tmp_path / str(number)) == whole
-    attempts = [read_attempts(tmp_path / "0" / job.folder).attempts for job in jobs(design)]
+    attempts = [read_status(tmp_path / "0" / job.folder).attempts for job in jobs(design)]
     assert sum(attempts) > len(attempts)
 
 
@@ -97,7 +97,7 @@ def test_a_run_whose_process_is_killed_is_gone_on_with(studies: Any, tmp_path: P
     assert f"{victim.name} crashed (its process was killed by SIGKILL" in process.next_line()
     assert process.next_line() == "finished"
     assert process.close() == 0
-    assert read_attempts(study / victim.folder).attempts == 2
+    assert read_status(study / victim.folder).attempts == 2
     assert studies.left_behind(study) == studies.undisturbed(design)
 
 

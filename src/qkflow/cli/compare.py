@@ -14,9 +14,9 @@ from qkflow.cli.options import RATES, command_line, findable, flag, flags_given,
 from qkflow.cli.studies import conduct
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
-from qkflow.experiment.executors.base import make_engine
+from qkflow.experiment.executors.base import make_executor
 from qkflow.experiment.extension import extend
-from qkflow.experiment.request import Request
+from qkflow.experiment.spec import ExperimentSpec
 from qkflow.mechanisms import mechanisms
 
 
@@ -87,7 +87,7 @@ class Compare:
     def run(self) -> int:
         """Run the study, then show and write what it found."""
         console = Console()
-        where = make_engine(self.engine or "local", address=self.ray_address)
+        where = make_executor(self.engine or "local", address=self.ray_address)
         if self.resume is not None:
             self._refuse("--resume goes on with the study as it was begun", but=("resume",))
             conduct(None, self.resume, engine=where, console=console)
@@ -105,7 +105,7 @@ class Compare:
         if flags := flags_given(self, but=(*but, "engine", "ray_address")):
             raise UsageError(f"{why}: leave out {flags}")
 
-    def _request(self) -> Request:
+    def _request(self) -> ExperimentSpec:
         corpus = given(
             source=self.corpus,
             tokens=self.tokens,
@@ -113,7 +113,7 @@ class Compare:
             field=self.field,
             data_dir=self.data_dir,
         )
-        return Request(
+        return ExperimentSpec(
             corpus=findable(CorpusConfig(**corpus)),
             arms=all_arms() if self.arms is None else split_arms(self.arms),
             **given(

@@ -13,8 +13,8 @@ from rich.table import Table
 from qkflow.cli.options import command_line, findable, flag, given, new_folder, seconds
 from qkflow.cli.studies import conduct
 from qkflow.errors import UsageError
-from qkflow.experiment.executors.base import make_engine
-from qkflow.experiment.summary import Summary
+from qkflow.experiment.executors.base import make_executor
+from qkflow.experiment.summary import ExperimentResult
 from qkflow.recipes import RECIPES, Recipe, direction, measured, recipe
 
 
@@ -67,7 +67,7 @@ class Reproduce:
                 raise UsageError("--budget is for --scale laptop: the paper's scale has its own tokens and seeds")
             request = replace(request, budget=seconds(self.budget))
         out = self.out or new_folder(f"reproduce-{self.name}-{self.scale}")
-        summary = conduct(request, out, engine=make_engine(self.engine), console=console, command=command_line())
+        summary = conduct(request, out, engine=make_executor(self.engine), console=console, command=command_line())
         console.print(beside(found, summary))
         if found.ratios:
             console.print(ratios_beside(found, summary))
@@ -76,7 +76,7 @@ class Reproduce:
         return 0
 
 
-def beside(found: Recipe, summary: Summary) -> Table:
+def beside(found: Recipe, summary: ExperimentResult) -> Table:
     """Published beside measured, one row an arm."""
     table = _table(found.title, ("arm", "published", "measured", "interval", ""))
     baseline = next(arm for arm in summary.arms if arm.name == summary.baseline)
@@ -94,7 +94,7 @@ def beside(found: Recipe, summary: Summary) -> Table:
     return table
 
 
-def ratios_beside(found: Recipe, summary: Summary) -> Table:
+def ratios_beside(found: Recipe, summary: ExperimentResult) -> Table:
     """What was published besides the loss, beside what was measured."""
     table = _table("Besides the loss", ("ratio", "published", "measured", "interval"))
     for ratio in found.ratios:

@@ -16,9 +16,9 @@ from qkflow.cli.options import RATES, command_line, flag, given, new_folder, num
 from qkflow.data.tasks import Task, TaskConfig, TaskName, open_task
 from qkflow.errors import UsageError
 from qkflow.experiment.sharpen.presets import preset_for
-from qkflow.experiment.sharpen.request import SharpenRequest
+from qkflow.experiment.sharpen.request import RationaleRequest
 from qkflow.experiment.sharpen.run import run_sharpen
-from qkflow.experiment.sharpen.summarise import summarise
+from qkflow.experiment.sharpen.summarise import read_result
 from qkflow.models.one_layer import Form
 from qkflow.probes.pooling import Pooling
 from qkflow.report.sharpened import write_sharpened
@@ -100,7 +100,7 @@ class Sharpen:
         finally:
             watch.close()
         with console.status("reading the runs"):
-            found = summarise(folder, design, task, command=command_line())
+            found = read_result(folder, design, task, command=command_line())
             sharpened_json(found, folder / "results.json")
             sharpened_csv(found, folder / "results.csv")
             page = write_sharpened(found, folder / "report.html")
@@ -111,11 +111,11 @@ class Sharpen:
         console.print(f"the page: {page.absolute()}", markup=False, highlight=False, soft_wrap=True)
         return 0
 
-    def _request(self) -> SharpenRequest:
+    def _request(self) -> RationaleRequest:
         data = None if self.data is None else _absolute(self.data)
         task = TaskConfig(name=self.task, **given(data=data, train=self.train, test=self.test, longest=self.longest))
         ratios = None if self.ratios is None else numbers(self.ratios, ("--ratios takes", "1,5,20"))
-        return SharpenRequest(
+        return RationaleRequest(
             task=task,
             ratios=ratios or preset_for(task).ratios,
             growths=() if self.growth is None else numbers(self.growth, ("--growth takes", "10,40")),

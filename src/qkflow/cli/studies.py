@@ -9,14 +9,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from qkflow.experiment.design import Design, Job
-from qkflow.experiment.executors.base import Engine
+from qkflow.experiment.design import Design, PlannedRun
+from qkflow.experiment.executors.base import Executor
 from qkflow.experiment.observer import Observer
 from qkflow.experiment.progress import Progress as Standing
-from qkflow.experiment.request import Request
-from qkflow.experiment.run import run_experiment
-from qkflow.experiment.summarise import run_folders, summarise
-from qkflow.experiment.summary import Summary
+from qkflow.experiment.runner import run_experiment
+from qkflow.experiment.spec import ExperimentSpec
+from qkflow.experiment.summarise import read_result, run_folders
+from qkflow.experiment.summary import ExperimentResult
 from qkflow.formatting import format_clock
 from qkflow.report import terminal, write_csv, write_json, write_recall_csv, write_report
 
@@ -25,8 +25,8 @@ _LINES_EVERY = 10.0
 
 
 def conduct(
-    request: Request | None, out: Path, *, engine: Engine, console: Console, command: Sequence[str] = ()
-) -> Summary:
+    request: ExperimentSpec | None, out: Path, *, engine: Executor, console: Console, command: Sequence[str] = ()
+) -> ExperimentResult:
     """Run a study, or go on with it, and present it."""
     watch = Watch(console)
     try:
@@ -36,10 +36,10 @@ def conduct(
     return present(out, console)
 
 
-def present(folder: Path, console: Console) -> Summary:
+def present(folder: Path, console: Console) -> ExperimentResult:
     """Write the page and the tables of a study, and show the answer."""
     with console.status("reading the runs"):
-        summary = summarise(folder)
+        summary = read_result(folder)
         write_json(summary, folder / "results.json")
         write_csv(summary, folder / "results.csv")
         if summary.recall is not None:
@@ -88,7 +88,7 @@ class Watch(Observer):
             done = progress.tokens / max(1, progress.all_tokens)
             self.say(f"runs {runs}  {done:.0%} of all tokens  {told}")
 
-    def on_failure(self, job: Job, reason: str) -> None:
+    def on_failure(self, job: PlannedRun, reason: str) -> None:
         """Say which run failed; the others go on."""
         self.say(f"failed: {job.arm}, seed {job.seed}: {reason}")
 

@@ -3,28 +3,28 @@
     request ─► design.json ─► runs (an engine's processes) ─► summary ─► verdicts
 
 >>> from qkflow.data import CorpusConfig
->>> request = Request(corpus=CorpusConfig(), arms=("standard", "differential"), budget=600.0)
+>>> request = ExperimentSpec(corpus=CorpusConfig(), arms=("standard", "differential"), budget=600.0)
 >>> run_experiment(request, "runs/mine")  # doctest: +SKIP
->>> [verdict.sentence for verdict in summarise("runs/mine").verdicts]  # doctest: +SKIP
+>>> [verdict.sentence for verdict in read_result("runs/mine").verdicts]  # doctest: +SKIP
 """
 
-from qkflow.experiment.executors.base import Engine, make_engine
+from qkflow.experiment.executors.base import Executor, make_executor
 from qkflow.experiment.extension import extend
 from qkflow.experiment.observer import Observer
-from qkflow.experiment.request import Request
-from qkflow.experiment.run import run_experiment
+from qkflow.experiment.runner import run_experiment
+from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.stats.verdict import Verdict
-from qkflow.experiment.summarise import summarise
-from qkflow.experiment.summary import Summary
+from qkflow.experiment.summarise import read_result
+from qkflow.experiment.summary import ExperimentResult
 
 __all__ = [
-    "Engine",
+    "Executor",
+    "ExperimentResult",
+    "ExperimentSpec",
     "Observer",
-    "Request",
-    "Summary",
     "Verdict",
     "extend",
-    "make_engine",
+    "make_executor",
+    "read_result",
     "run_experiment",
-    "summarise",
 ]

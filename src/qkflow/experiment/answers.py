@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from qkflow.errors import UsageError
-from qkflow.experiment.recall import Answered, Cell, Grid, Recall, Tally, recall
+from qkflow.experiment.metrics.recall import GridCell, RecallGrid, RecallSummary, RunAnswers, Tally, recall
 from qkflow.training import RecallResult, read_recall
 
 
-def read_answers(folders: Mapping[str, Mapping[int, Path]]) -> Recall | None:
+def read_answers(folders: Mapping[str, Mapping[int, Path]]) -> RecallSummary | None:
     """The accuracy of every arm from its run folders by seed, the baseline first; None where none has answered.
 
     A run without a recall.json, or with a damaged one, is left out: one of a text has none.
     """
-    grids: dict[Path, Grid] = {}
-    runs: dict[str, list[Answered]] = {name: [] for name in folders}
+    grids: dict[Path, RecallGrid] = {}
+    runs: dict[str, list[RunAnswers]] = {name: [] for name in folders}
     for name, by_seed in folders.items():
         for seed, folder in by_seed.items():
             if (found := read_recall(folder)) is not None:
                 grids[folder] = _grid(folder, found)
-                runs[name].append(Answered(seed=seed, tallies=_tallies(found)))
+                runs[name].append(RunAnswers(seed=seed, tallies=_tallies(found)))
     if not grids:
         return None
     first, grid = next(iter(grids.items()))
@@ -34,13 +34,13 @@ def read_answers(folders: Mapping[str, Mapping[int, Path]]) -> Recall | None:
     return recall(grid, runs)
 
 
-def _grid(folder: Path, found: RecallResult) -> Grid:
-    grid = Grid(
+def _grid(folder: Path, found: RecallResult) -> RecallGrid:
+    grid = RecallGrid(
         task=found.task["spec"],
         chance=float(found.task["chance"]),
         axes=tuple(map(str, found.task["axes"])),
         context=found.task.get("context"),
-        cells=tuple(Cell(pairs=cell.pairs, length=cell.length, depth=cell.depth) for cell in found.cells),
+        cells=tuple(GridCell(pairs=cell.pairs, length=cell.length, depth=cell.depth) for cell in found.cells),
     )
     try:
         for axis in grid.axes:

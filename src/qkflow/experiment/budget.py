@@ -15,7 +15,7 @@ from qkflow.data import Corpus
 from qkflow.errors import UsageError
 from qkflow.experiment.design import EVALUATIONS
 from qkflow.experiment.matching import OWN, Shape, shape, steps_of, whole
-from qkflow.experiment.request import Request
+from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.timing import Workload
 from qkflow.formatting import format_compact, format_duration
 from qkflow.training.budget import Speed
@@ -51,7 +51,7 @@ Notice = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class BudgetChoice:
     """What the budget came to."""
 
     shape: Shape
@@ -67,14 +67,14 @@ class Choice:
 
 
 def choose(
-    request: Request,
+    request: ExperimentSpec,
     corpus: Corpus,
     *,
     jobs: int,
     measure: Measure,
     notice: Notice,
     clock: Callable[[], float] = time.monotonic,
-) -> Choice:
+) -> BudgetChoice:
     """Size, seeds and steps of a study with `jobs` runs at a time."""
     chooser = _Chooser(request, corpus, jobs, measure, notice, clock)
     if request.budget is None and request.tokens is not None:
@@ -82,11 +82,11 @@ def choose(
     return chooser.readable(chooser.within(request.budget or USUAL_BUDGET))
 
 
-def options(request: Request) -> tuple[tuple[str, int], ...]:
+def options(request: ExperimentSpec) -> tuple[tuple[str, int], ...]:
     """The sizes and seeds that a request leaves open, the best first.
 
     >>> from qkflow.data import CorpusConfig
-    >>> options(Request(corpus=CorpusConfig(), arms=("standard", "differential"), size="1m"))
+    >>> options(ExperimentSpec(corpus=CorpusConfig(), arms=("standard", "differential"), size="1m"))
     (('1m', 10), ('1m', 5), ('1m', 3), ('1m', 2))
     """
     if (fixed := OWN if request.model is not None else request.size) is None:
@@ -99,7 +99,7 @@ def options(request: Request) -> tuple[tuple[str, int], ...]:
 class _Chooser:
     def __init__(
         self,
-        request: Request,
+        request: ExperimentSpec,
         corpus: Corpus,
         jobs: int,
         measure: Measure,
@@ -116,7 +116,7 @@ class _Chooser:
         """The arms at one size."""
         return shape(self.request, name, self.corpus.vocabulary, self.corpus.context)
 
-    def without_budget(self) -> Choice:
+    def without_budget(self) -> BudgetChoice:
         """The tokens are given: the largest size for which they are enough, and nothing is measured without need."""
         names = dict.fromkeys(name for name, _ in options(self.request))
         made = [self.shape(name) for name in names]
@@ -125,9 +125,9 @@ class _Chooser:
         if self.request.match == "seconds":
             work = self.workload(chosen, seeds, self.measured(chosen, USUAL_BUDGET))
             return self.choice(work, self.asked(chosen))
-        return Choice(shape=chosen, seeds=seeds, steps=steps_of(chosen, self.asked(chosen), self.request.match))
+        return BudgetChoice(shape=chosen, seeds=seeds, steps=steps_of(chosen, self.asked(chosen), self.request.match))
 
-    def within(self, budget: float) -> Choice:
+    def within(self, budget: float) -> BudgetChoice:
         """The first option that the budget affords, or else the last, measured at its own size."""
         possible = options(self.request)
         shapes = {name: self.shape(name) for name, _ in possible}
@@ -183,7 +183,7 @@ class _Chooser:
         """The steps of the tokens asked for."""
         return whole((self.request.tokens or 0) / made.step_tokens)
 
-    def readable(self, choice: Choice) -> Choice:
+    def readable(self, choice: BudgetChoice) -> BudgetChoice:
         """The choice, unless an arm of it would read the corpus too often."""
         tokens = max(choice.steps) * choice.shape.step_tokens
         if (passes := tokens / self.text) > self.request.passes:
@@ -212,9 +212,9 @@ class _Chooser:
             graded=0 if self.corpus.context is None else len(self.corpus.test.tokens),
         )
 
-    def choice(self, work: Workload, steps: int) -> Choice:
+    def choice(self, work: Workload, steps: int) -> BudgetChoice:
         """The workload with its steps."""
-        return Choice(
+        return BudgetChoice(
             shape=work.shape,
             seeds=work.seeds,
             steps=work.steps(steps),
@@ -222,7 +222,7 @@ class _Chooser:
             seconds=work.seconds(steps),
         )
 
-    def announced(self, choice: Choice, budget: float) -> Choice:
+    def announced(self, choice: BudgetChoice, budget: float) -> BudgetChoice:
         """The choice, after telling the user."""
         made, arms, rates = choice.shape, len(choice.shape.arms), len(self.request.learning_rates)
         tokens, runs = choice.steps[0] * made.step_tokens, arms * choice.seeds

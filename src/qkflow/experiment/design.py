@@ -21,7 +21,7 @@ from typing import Literal
 from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError
 from qkflow.experiment.arm import parse_arm
-from qkflow.experiment.request import Request
+from qkflow.experiment.spec import ExperimentSpec
 from qkflow.io import write_json
 from qkflow.models import DecoderConfig
 from qkflow.training import TrainConfig
@@ -39,7 +39,7 @@ TUNING_SEED = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arm:
+class ArmDesign:
     """One arm, matched to the baseline."""
 
     name: str
@@ -63,7 +63,7 @@ class Arm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class ParentStudy:
     """The study that another one extends."""
 
     folder: str
@@ -76,7 +76,7 @@ class Origin:
 class Design:
     """A study before it is run."""
 
-    request: Request
+    request: ExperimentSpec
     """What was asked for."""
     command: tuple[str, ...]
     """The command that asked."""
@@ -88,7 +88,7 @@ class Design:
     """The hash of its text."""
     size: str
     """The named size, or `own`."""
-    arms: tuple[Arm, ...]
+    arms: tuple[ArmDesign, ...]
     """The baseline first."""
     seeds: int
     """Runs of each arm: run i has seed i for its start and, as every arm's run i, seed i for its data."""
@@ -100,7 +100,7 @@ class Design:
     """1; in a study that extends another, one more than that one's."""
     error_rate: float
     """The part of the request's error rate that this look may spend."""
-    extends: Origin | None
+    extends: ParentStudy | None
     """The study that this one goes on from."""
     expected_seconds: float | None
     """What the runs were expected to take; None where nothing was measured."""
@@ -109,7 +109,7 @@ class Design:
     format: int = FORMAT
     """Version of this file."""
 
-    def arm(self, name: str) -> Arm:
+    def arm(self, name: str) -> ArmDesign:
         """The arm of that name."""
         return next(arm for arm in self.arms if arm.name == name)
 
@@ -120,7 +120,7 @@ class Design:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PlannedRun:
     """One run of a study."""
 
     arm: str
@@ -142,7 +142,7 @@ class Job:
         return f"{self.arm} {self.folder.name.replace('seed-', 'seed ')}"
 
 
-def jobs(design: Design, rates: Mapping[str, float] | None = None) -> tuple[Job, ...]:
+def jobs(design: Design, rates: Mapping[str, float] | None = None) -> tuple[PlannedRun, ...]:
     """Every run of the design: tuning first, then seed by seed all arms, the longest first.
 
     `rates` are the learning rates that tuning chose, by arm; an arm that is not among them has main runs without a
@@ -156,8 +156,8 @@ def jobs(design: Design, rates: Mapping[str, float] | None = None) -> tuple[Job,
     return (*tuning, *main)
 
 
-def _tuning(design: Design, arm: Arm, rate: float) -> Job:
-    return Job(
+def _tuning(design: Design, arm: ArmDesign, rate: float) -> PlannedRun:
+    return PlannedRun(
         arm=arm.name,
         seed=TUNING_SEED,
         kind="tuning",
@@ -169,8 +169,8 @@ def _tuning(design: Design, arm: Arm, rate: float) -> Job:
     )
 
 
-def _main(design: Design, arm: Arm, seed: int, rate: float | None) -> Job:
-    return Job(
+def _main(design: Design, arm: ArmDesign, seed: int, rate: float | None) -> PlannedRun:
+    return PlannedRun(
         arm=arm.name,
         seed=seed,
         kind="main",

@@ -10,22 +10,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from qkflow.errors import UsageError
-from qkflow.experiment.design import Design, Origin, holds_study, jobs, read_design
-from qkflow.experiment.request import Request
-from qkflow.experiment.run_status import read_attempts
+from qkflow.experiment.design import Design, ParentStudy, holds_study, jobs, read_design
+from qkflow.experiment.run_status import read_status
+from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.stats.verdict import look_rate
 from qkflow.experiment.tuning import rates
 from qkflow.io import checksum, write_folder
 from qkflow.training.run_dir import finished
 
 
-def extend(study: Path | str, *, seeds: int) -> Request:
+def extend(study: Path | str, *, seeds: int) -> ExperimentSpec:
     """What to ask for so that a study goes on to `seeds` seeds in a folder of its own."""
     study = Path(study)
     return replace(read_design(study).request, seeds=seeds, extends=str(study.absolute()))
 
 
-def extended(request: Request, *, command: Sequence[str]) -> Design:
+def extended(request: ExperimentSpec, *, command: Sequence[str]) -> Design:
     """The design of a study that extends another: the same in everything but its seeds and its error rate."""
     study = Path(request.extends or "")
     old = read_design(study)
@@ -34,7 +34,7 @@ def extended(request: Request, *, command: Sequence[str]) -> Design:
     if replace(request, seeds=None, extends=None) != replace(old.request, seeds=None, extends=None):
         raise UsageError(f"an extension of {study} asks for what that study asked for: give nothing but more seeds")
     for job in jobs(old, rates(study, old)):
-        if finished(study / job.folder) is None and not read_attempts(study / job.folder).failed_for_good:
+        if finished(study / job.folder) is None and not read_status(study / job.folder).failed_for_good:
             raise UsageError(
                 f"{study} is not finished ({job.name} is missing): go on with "
                 f"`qkflow compare --resume {shlex.quote(str(study))}` first"
@@ -48,7 +48,7 @@ def extended(request: Request, *, command: Sequence[str]) -> Design:
         seeds=request.seeds,
         look=look,
         error_rate=look_rate(request.error_rate, look),
-        extends=Origin(folder=str(study), digest=checksum(study / "design.json")),
+        extends=ParentStudy(folder=str(study), digest=checksum(study / "design.json")),
         expected_seconds=None
         if old.expected_seconds is None
         else old.expected_seconds * (request.seeds / old.seeds - 1),

@@ -10,7 +10,7 @@ import torch
 from qkflow.errors import UsageError
 from qkflow.experiment.arm import parse_arm
 from qkflow.experiment.design import EVALUATIONS
-from qkflow.experiment.request import Match, Request
+from qkflow.experiment.spec import ExperimentSpec, Match
 from qkflow.mechanisms import mechanism
 from qkflow.models import Decoder, DecoderConfig, matched, parameters, size
 
@@ -55,13 +55,13 @@ class Shape:
         return self.arms[0].parameters
 
 
-def shape(request: Request, size_name: str, vocabulary: int, instance: int | None = None) -> Shape:
+def shape(request: ExperimentSpec, size_name: str, vocabulary: int, instance: int | None = None) -> Shape:
     """The arms of a request at a named size (or `OWN`), each with as many parameters as the baseline.
 
     `instance` is the length of a task's instances, which is what a window then is; steps keep their tokens.
 
     >>> from qkflow.data import CorpusConfig
-    >>> made = shape(Request(corpus=CorpusConfig(), arms=("standard", "differential")), "100k", 257)
+    >>> made = shape(ExperimentSpec(corpus=CorpusConfig(), arms=("standard", "differential")), "100k", 257)
     >>> [arm.parameters for arm in made.arms], made.context
     ([100224, 100032], 128)
     """
@@ -99,7 +99,7 @@ def steps_of(shape: Shape, steps: int, match: Match, seconds: Sequence[float] = 
     """Steps of each arm where the baseline makes `steps`; `seconds`: what a step of each takes.
 
     >>> from qkflow.data import CorpusConfig
-    >>> made = shape(Request(corpus=CorpusConfig(), arms=("standard", "differential")), "100k", 257)
+    >>> made = shape(ExperimentSpec(corpus=CorpusConfig(), arms=("standard", "differential")), "100k", 257)
     >>> steps_of(made, 1000, "tokens"), steps_of(made, 1000, "seconds", [0.01, 0.02])
     ((1000, 1000), (1000, 500))
     """

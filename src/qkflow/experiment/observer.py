@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkflow.experiment.design import Design, Job
+from qkflow.experiment.design import Design, PlannedRun
 from qkflow.experiment.progress import Progress
 
 
@@ -23,5 +23,5 @@ class Observer:
     def on_progress(self, progress: Progress) -> None:
         """About twice a second, and whenever a run has ended."""
 
-    def on_failure(self, job: Job, reason: str) -> None:
+    def on_failure(self, job: PlannedRun, reason: str) -> None:
         """A run has failed, and is not tried again in this session; the others go on."""

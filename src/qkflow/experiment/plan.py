@@ -9,11 +9,11 @@ from typing import cast
 
 from qkflow.data import Corpus, Split, open_corpus, windows
 from qkflow.errors import UsageError
-from qkflow.experiment.budget import Choice, choose
-from qkflow.experiment.design import DECAY, EVALUATIONS, Arm, Design, configured, folder_names
-from qkflow.experiment.executors.base import Engine, Need
+from qkflow.experiment.budget import BudgetChoice, choose
+from qkflow.experiment.design import DECAY, EVALUATIONS, ArmDesign, Design, configured, folder_names
+from qkflow.experiment.executors.base import Executor, Resources
 from qkflow.experiment.matching import Shape
-from qkflow.experiment.request import Device, Request
+from qkflow.experiment.spec import Device, ExperimentSpec
 from qkflow.experiment.stats.verdict import look_rate
 from qkflow.experiment.timing import evaluated, tuning_steps
 from qkflow.experiment.worker import measure_speed
@@ -27,7 +27,9 @@ _LARGE = 10_000_000
 """Parameters from which on a checkpoint is too large to be written every minute."""
 
 
-def plan(request: Request, engine: Engine, *, notice: Callable[[str], None], command: Sequence[str] = ()) -> Design:
+def plan(
+    request: ExperimentSpec, engine: Executor, *, notice: Callable[[str], None], command: Sequence[str] = ()
+) -> Design:
     """The design of a new study that does not extend another."""
     corpus = open_corpus(request.corpus)
     refuse_small(corpus)
@@ -69,7 +71,7 @@ def refuse_small(corpus: Corpus) -> None:
         raise UsageError(f"{corpus.name} has {documents} held-out documents, and a comparison needs at least 2: {more}")
 
 
-def refuse_context(request: Request, corpus: Corpus) -> None:
+def refuse_context(request: ExperimentSpec, corpus: Corpus) -> None:
     """Refuse windows of another length than a task's instances."""
     if corpus.context is not None and request.context not in (None, corpus.context):
         raise UsageError(
@@ -78,7 +80,7 @@ def refuse_context(request: Request, corpus: Corpus) -> None:
         )
 
 
-def shared_out(request: Request, cores: Sequence[int], *, on_cpu: bool) -> tuple[int, int]:
+def shared_out(request: ExperimentSpec, cores: Sequence[int], *, on_cpu: bool) -> tuple[int, int]:
     """Runs at a time, and threads of each, on machines with so many cores.
 
     One thread a run is the best use of cores as long as there are runs enough; more threads in all than cores would
@@ -94,7 +96,7 @@ def shared_out(request: Request, cores: Sequence[int], *, on_cpu: bool) -> tuple
 
 
 def base_config(
-    request: Request, corpus: Corpus, shape: Shape, steps: int, threads: int, device: Device
+    request: ExperimentSpec, corpus: Corpus, shape: Shape, steps: int, threads: int, device: Device
 ) -> TrainConfig:
     """The config of the baseline's first run, from which all others differ in a few fields."""
     during, final = evaluated(steps * shape.step_tokens, corpus.validation)
@@ -133,12 +135,12 @@ def _of_two_documents(held_out: Split, limit: int | None) -> int | None:
 
 
 def measured(
-    engine: Engine, base: TrainConfig, shape: Shape, seconds: float, jobs: int, notice: Callable[[str], None]
+    engine: Executor, base: TrainConfig, shape: Shape, seconds: float, jobs: int, notice: Callable[[str], None]
 ) -> tuple[Speed, ...]:
     """The speed of each arm with `jobs` copies of it at once; one that cannot be run gets a guess from its FLOPs."""
     found: list[Speed | None] = []
     why = ""
-    need = Need(threads=base.threads or 1, gpus=int(base.device == "cuda"))
+    need = Resources(threads=base.threads or 1, gpus=int(base.device == "cuda"))
     for arm in shape.arms:
         config = configured(base, arm.name, arm.model, base.steps, 0, base.lr)
         calls = [
@@ -168,11 +170,11 @@ def _middle(speeds: Sequence[Speed]) -> Speed:
     )
 
 
-def _arms(request: Request, choice: Choice) -> tuple[Arm, ...]:
+def _arms(request: ExperimentSpec, choice: BudgetChoice) -> tuple[ArmDesign, ...]:
     tuned = len(request.learning_rates) > 1
     names = folder_names(request.arms)
     return tuple(
-        Arm(
+        ArmDesign(
             name=arm.name,
             folder=folder,
             model=arm.model,

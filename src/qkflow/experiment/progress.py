@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qkflow.experiment.design import Design, Job
+from qkflow.experiment.design import Design, PlannedRun
 from qkflow.experiment.timing import makespan
 
 _TAIL = 4096
@@ -20,7 +20,7 @@ _LATELY = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
+class ActiveRun:
     """A run that is being made."""
 
     arm: str
@@ -53,15 +53,15 @@ class Progress:
     """Over the last seconds, all runs together; None before there is anything to tell it from."""
     seconds_left: float | None
     """Until the last run ends; None before there is anything to tell it from."""
-    running: tuple[Running, ...]
+    running: tuple[ActiveRun, ...]
     """Runs that are being made."""
 
 
-class Meter:
+class ProgressMeter:
     """Keeps count of a study's runs. `finish` and `fail` tell it what the folders do not."""
 
     def __init__(
-        self, study: Path, design: Design, jobs: Sequence[Job], clock: Callable[[], float] = time.monotonic
+        self, study: Path, design: Design, jobs: Sequence[PlannedRun], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.study, self.design, self.jobs, self.clock = study, design, tuple(jobs), clock
         self.finished: set[Path] = set()
@@ -73,17 +73,17 @@ class Meter:
         self.began = clock()
         self.lately: deque[tuple[float, int]] = deque()
 
-    def finish(self, job: Job) -> None:
+    def finish(self, job: PlannedRun) -> None:
         """The run has come to its end."""
         self.finished.add(job.folder)
         self.failed.discard(job.folder)
         self.at[job.folder] = job.steps
 
-    def fail(self, job: Job) -> None:
+    def fail(self, job: PlannedRun) -> None:
         """The run will not come to its end in this session."""
         self.failed.add(job.folder)
 
-    def count_as_old(self, job: Job) -> None:
+    def count_as_old(self, job: PlannedRun) -> None:
         """The run was finished before this session, whose speed it says nothing about."""
         self.finish(job)
         self.first[job.folder] = job.steps
@@ -108,13 +108,13 @@ class Meter:
             tokens_per_second=self._speed(tokens),
             seconds_left=self._left(),
             running=tuple(
-                Running(arm=job.arm, seed=job.seed, kind=job.kind, step=self.at[job.folder], steps=job.steps)
+                ActiveRun(arm=job.arm, seed=job.seed, kind=job.kind, step=self.at[job.folder], steps=job.steps)
                 for job in self._open()
                 if job.folder in self.moving
             ),
         )
 
-    def _open(self) -> list[Job]:
+    def _open(self) -> list[PlannedRun]:
         return [job for job in self.jobs if job.folder not in self.finished and job.folder not in self.failed]
 
     def _speed(self, tokens: int) -> float | None:
@@ -135,7 +135,7 @@ class Meter:
         pace = done / seconds / slots
         return makespan([(job.steps - self.at[job.folder]) * self._cost(job) / pace for job in self._open()], slots)
 
-    def _cost(self, job: Job) -> float:
+    def _cost(self, job: PlannedRun) -> float:
         arm = self.design.arm(job.arm)
         return arm.seconds_per_step or float(arm.flops_per_token)
 

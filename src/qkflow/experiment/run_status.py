@@ -14,7 +14,7 @@ FILE = "attempt.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempts:
+class RunStatus:
     """What became of the attempts at one run."""
 
     attempts: int = 0
@@ -27,21 +27,21 @@ class Attempts:
     """Whether another attempt would come to the same."""
 
 
-def read_attempts(folder: Path) -> Attempts:
+def read_status(folder: Path) -> RunStatus:
     """The record of a run folder; a fresh one where there is none.
 
-    >>> read_attempts(Path("no such folder")).attempts
+    >>> read_status(Path("no such folder")).attempts
     0
     """
     path = folder / FILE
     if not path.exists():
-        return Attempts()
+        return RunStatus()
     try:
-        return from_dict(Attempts, read_json(path))
+        return from_dict(RunStatus, read_json(path))
     except UsageError:  # it only helps: a run does not depend on it
-        return Attempts()
+        return RunStatus()
 
 
-def write_attempts(folder: Path, record: Attempts) -> None:
+def write_status(folder: Path, record: RunStatus) -> None:
     """Replace the record of a run folder."""
     write_json(folder / FILE, to_dict(record))

@@ -13,12 +13,12 @@ import numpy as np
 from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError
 from qkflow.experiment.answers import read_answers
-from qkflow.experiment.design import DECAY, EVALUATIONS, Arm, Design, Job, jobs, read_design
-from qkflow.experiment.run_status import read_attempts
+from qkflow.experiment.design import DECAY, EVALUATIONS, ArmDesign, Design, PlannedRun, jobs, read_design
+from qkflow.experiment.run_status import read_status
 from qkflow.experiment.stats.curves import Curve, reach
 from qkflow.experiment.stats.differences import difference, holm, spread
 from qkflow.experiment.stats.verdict import judge
-from qkflow.experiment.summary import ArmSummary, Comparison, Note, Summary
+from qkflow.experiment.summary import ArmSummary, Comparison, CorpusNote, ExperimentResult
 from qkflow.experiment.tuning import rates, tried
 from qkflow.training import Result, read_metrics
 from qkflow.training.run_dir import finished, read_json
@@ -31,14 +31,14 @@ ROUNDING = 0.02
 class _Run:
     """One run as the summary needs it; `result` is None until it is finished."""
 
-    job: Job
+    job: PlannedRun
     result: Result | None
     records: list[dict[str, Any]]
     failed: str | None
     peak_bytes: int | None
 
 
-def summarise(study: Path | str) -> Summary:
+def read_result(study: Path | str) -> ExperimentResult:
     """All that the finished runs of a study say."""
     study = Path(study)
     design = read_design(study)
@@ -53,7 +53,7 @@ def summarise(study: Path | str) -> Summary:
     loss = baseline.mean or 1.0  # of no importance before the baseline has a run: then there is nothing to judge
     margin = design.request.margin * loss
     notes, environment = _record(study / "corpus.json"), _environment(study, runs)
-    return Summary(
+    return ExperimentResult(
         folder=str(study),
         corpus=design.corpus,
         digest=design.digest,
@@ -76,7 +76,7 @@ def summarise(study: Path | str) -> Summary:
             margin=margin,
             unit=design.unit,
         ),
-        notes=tuple(from_dict(Note, note) for note in notes.get("notes", [])),
+        notes=tuple(from_dict(CorpusNote, note) for note in notes.get("notes", [])),
         remarks=_remarks(study, design, runs),
         design=to_dict(design),
         environment=environment,
@@ -106,9 +106,9 @@ def _folders(study: Path, runs: list[_Run]) -> dict[int, Path]:
     return {run.job.seed: study / run.job.folder for run in runs if run.result is not None}
 
 
-def _read(study: Path, job: Job) -> _Run:
+def _read(study: Path, job: PlannedRun) -> _Run:
     folder = study / job.folder
-    attempts = read_attempts(folder)
+    attempts = read_status(folder)
     result = finished(folder)
     return _Run(
         job=job,
@@ -121,7 +121,7 @@ def _read(study: Path, job: Job) -> _Run:
 
 def _arm(
     design: Design,
-    arm: Arm,
+    arm: ArmDesign,
     runs: list[_Run],
     chosen: Mapping[str, float],
     tuning: Mapping[float, float | None],

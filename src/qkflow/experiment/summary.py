@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from qkflow.experiment.recall import Recall
-from qkflow.experiment.stats.curves import Curve, Reach
-from qkflow.experiment.stats.differences import Difference, Spread
+from qkflow.experiment.metrics.recall import RecallSummary
+from qkflow.experiment.stats.curves import CostRatio, Curve
+from qkflow.experiment.stats.differences import Difference, SpreadRatio
 from qkflow.experiment.stats.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
-class Note:
+class CorpusNote:
     """Something measured on the corpus: context for a verdict, never a part of it."""
 
     name: str
@@ -73,12 +73,12 @@ class Comparison:
     """None where no seed has both runs."""
     p_holm: float | None
     """The p value after Holm's correction over the arms."""
-    spread: Spread | None
-    reach: Reach | None
+    spread: SpreadRatio | None
+    reach: CostRatio | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
+class ExperimentResult:
     """The whole study."""
 
     folder: str
@@ -105,7 +105,7 @@ class Summary:
     """Every arm but the baseline."""
     verdicts: tuple[Verdict, ...]
     """One for each comparison."""
-    notes: tuple[Note, ...]
+    notes: tuple[CorpusNote, ...]
     """On the corpus."""
     remarks: tuple[str, ...]
     """What a reader must know: seeds missing, one seed only, a machine that changed."""
@@ -117,7 +117,7 @@ class Summary:
     """The command that began the study."""
     unit: str = "byte"
     """What losses are per: a byte of text, or an answer token of a task."""
-    recall: Recall | None = None
+    recall: RecallSummary | None = None
     """Accuracy on a task's test instances; None for text, and before a run is finished."""
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from qkflow.data import Split
 from qkflow.experiment.design import EVALUATIONS, TUNING_EVALUATIONS
 from qkflow.experiment.matching import Shape, steps_of, whole
-from qkflow.experiment.request import Match
+from qkflow.experiment.spec import Match
 from qkflow.training.budget import Speed
 
 _DURING = 0.06

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from qkflow.errors import BusyError, DiskError, DivergenceError, Interrupted, UsageError
-from qkflow.experiment.run_status import read_attempts, write_attempts
+from qkflow.experiment.run_status import read_status, write_status
 from qkflow.io import discard, locked
 from qkflow.training import Callback, Run, TrainConfig, train
 from qkflow.training.budget import Speed, measure
@@ -20,7 +20,7 @@ from qkflow.training.run_dir import holds_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class RunSpec:
     """One run to be made."""
 
     folder: str
@@ -34,7 +34,7 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class RunOutcome:
     """How a run, or an attempt at it, ended."""
 
     kind: Literal["finished", "diverged", "refused", "disk full", "stopped", "crashed"]
@@ -45,30 +45,30 @@ class Ending:
     """The system's number for what is wrong with the disk."""
 
 
-def make_run(order: Order) -> Ending:
-    """Train to the end, from a checkpoint where there is one; whatever goes wrong comes back as an `Ending`."""
+def make_run(order: RunSpec) -> RunOutcome:
+    """Train to the end, from a checkpoint where there is one; whatever goes wrong comes back as an `RunOutcome`."""
     folder = Path(order.folder)
     try:
         _train(order, folder)
     except DivergenceError as error:
         reason = str(error).split(". ")[0]  # the rest advises the owner of a single run
-        return failed(folder, Ending(kind="diverged", reason=reason))
+        return failed(folder, RunOutcome(kind="diverged", reason=reason))
     except DiskError as error:
         cause = error.__cause__ if isinstance(error.__cause__, DiskError) else error
-        return Ending(kind="disk full", reason=str(cause.strerror), errno=cause.errno)
+        return RunOutcome(kind="disk full", reason=str(cause.strerror), errno=cause.errno)
     except Interrupted as error:
-        return Ending(kind="stopped", reason=str(error).split(":")[0])
+        return RunOutcome(kind="stopped", reason=str(error).split(":")[0])
     except UsageError as error:
-        return failed(folder, Ending(kind="refused", reason=str(error)))
+        return failed(folder, RunOutcome(kind="refused", reason=str(error)))
     except Exception as error:  # a mechanism may be anyone's code
-        return failed(folder, Ending(kind="crashed", reason=described(error)))
-    return Ending(kind="finished")
+        return failed(folder, RunOutcome(kind="crashed", reason=described(error)))
+    return RunOutcome(kind="finished")
 
 
-def failed(folder: Path, ending: Ending) -> Ending:
+def failed(folder: Path, ending: RunOutcome) -> RunOutcome:
     """Put a failure on record; the ending given."""
     for_good = ending.kind == "diverged"
-    write_attempts(folder, replace(read_attempts(folder), failed=ending.reason, failed_for_good=for_good))
+    write_status(folder, replace(read_status(folder), failed=ending.reason, failed_for_good=for_good))
     return ending
 
 
@@ -91,11 +91,11 @@ class _Begin(Callback):
     """Counts the attempt once the run's lock is held."""
 
     def on_start(self, run: Run) -> None:
-        record = read_attempts(run.folder)
-        write_attempts(run.folder, replace(record, attempts=record.attempts + 1, failed=None, failed_for_good=False))
+        record = read_status(run.folder)
+        write_status(run.folder, replace(record, attempts=record.attempts + 1, failed=None, failed_for_good=False))
 
 
-def _train(order: Order, folder: Path) -> None:
+def _train(order: RunSpec, folder: Path) -> None:
     before, deadline = _peak_bytes(), time.monotonic() + order.patience
     while True:
         try:
@@ -107,9 +107,9 @@ def _train(order: Order, folder: Path) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
-    record = read_attempts(folder)
+    record = read_status(folder)
     peak = _gpu_bytes() if order.config.device == "cuda" else _peak_bytes() - before
-    write_attempts(folder, replace(record, peak_bytes=max(peak, record.peak_bytes or 0), failed=None))
+    write_status(folder, replace(record, peak_bytes=max(peak, record.peak_bytes or 0), failed=None))
     discard(folder / "checkpoints")
 
 

@@ -7,22 +7,22 @@ from collections.abc import Callable
 from qkflow.errors import unknown
 from qkflow.recipes import coupled, kuramoto, qdelta
 from qkflow.recipes.base import Recipe, Scale, direction
-from qkflow.recipes.claims import Bits, Change, ChangeInBits, Claim, Finding, Outcome, Perplexity
+from qkflow.recipes.claims import BitsChange, BitsPerCharacter, Claim, Finding, Outcome, Perplexity, PerplexityChange
 from qkflow.recipes.differential import differential
 from qkflow.recipes.named import models
-from qkflow.recipes.ratios import MeasuredRatio, Ratio, measured
+from qkflow.recipes.ratios import MeasuredRatio, PublishedRatio, measured
 
 __all__ = [
     "RECIPES",
-    "Bits",
-    "Change",
-    "ChangeInBits",
+    "BitsChange",
+    "BitsPerCharacter",
     "Claim",
     "Finding",
     "MeasuredRatio",
     "Outcome",
     "Perplexity",
-    "Ratio",
+    "PerplexityChange",
+    "PublishedRatio",
     "Recipe",
     "Scale",
     "direction",

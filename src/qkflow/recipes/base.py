@@ -9,10 +9,10 @@ from typing import Literal
 
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
-from qkflow.experiment.request import Request
+from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.stats.verdict import Verdict
 from qkflow.recipes.claims import Bounds, Claim, Finding, Perplexity, finding, loss_change
-from qkflow.recipes.ratios import Ratio
+from qkflow.recipes.ratios import PublishedRatio
 
 Scale = Literal["laptop", "paper"]
 
@@ -33,9 +33,9 @@ class Recipe:
     """How a figure was derived where the paper does not print it."""
     unclear: str | None = None
     """What the paper leaves unclear about its own figures."""
-    ratios: tuple[Ratio, ...] = ()
+    ratios: tuple[PublishedRatio, ...] = ()
     """What was published of the arms besides their loss."""
-    studies: Mapping[Scale, Callable[[CorpusConfig], Request]]
+    studies: Mapping[Scale, Callable[[CorpusConfig], ExperimentSpec]]
     """The study at the paper's size and at a laptop's, for a corpus."""
     corpora: Mapping[Scale, CorpusConfig]
     """The corpus of each, unless the user names another."""
@@ -62,7 +62,7 @@ class Recipe:
             )
         return self.corpora[scale] if source is None else replace(self.corpora[scale], source=source)
 
-    def request(self, scale: Scale, corpus: CorpusConfig | None = None) -> Request:
+    def request(self, scale: Scale, corpus: CorpusConfig | None = None) -> ExperimentSpec:
         """The study to run."""
         return self.studies[scale](self.corpus(scale) if corpus is None else corpus)
 

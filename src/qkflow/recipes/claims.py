@@ -54,10 +54,10 @@ class Perplexity:
 
 
 @dataclass(frozen=True, init=False)
-class Bits(Perplexity):
+class BitsPerCharacter(Perplexity):
     """Bits a character: b of them are a perplexity a character of 2^b.
 
-    >>> Bits(1.637, spread=0.010).words
+    >>> BitsPerCharacter(1.637, spread=0.010).words
     '1.637 +- 0.010 bits a character'
     """
 
@@ -78,10 +78,10 @@ class Bits(Perplexity):
 
 
 @dataclass(frozen=True)
-class Change:
+class PerplexityChange:
     """A change of the perplexity a token against the baseline's.
 
-    >>> Change(-0.067).words
+    >>> PerplexityChange(-0.067).words
     'perplexity -6.7 %'
     """
 
@@ -99,10 +99,10 @@ class Change:
 
 
 @dataclass(frozen=True)
-class ChangeInBits:
+class BitsChange:
     """A change of the bits a byte against the baseline's: one figure, or a range.
 
-    >>> ChangeInBits(-0.012, -0.010).words
+    >>> BitsChange(-0.012, -0.010).words
     '-0.012 to -0.010 bits a byte'
     """
 
@@ -137,20 +137,20 @@ class Outcome:
     """What the paper says, in short."""
 
 
-Claim = Perplexity | Change | ChangeInBits | Outcome
+Claim = Perplexity | PerplexityChange | BitsChange | Outcome
 
 
 def loss_change(claim: Claim, baseline: Perplexity | None) -> Bounds | None:
     """The published change of the loss in nats a token; None where no figure was published.
 
-    >>> [round(end, 4) for end in loss_change(Change(-0.067), None)]
+    >>> [round(end, 4) for end in loss_change(PerplexityChange(-0.067), None)]
     [-0.0694, -0.0694]
     """
     if isinstance(claim, Outcome):
         return None
-    if isinstance(claim, Change):
+    if isinstance(claim, PerplexityChange):
         return math.log1p(claim.part), math.log1p(claim.part)
-    if isinstance(claim, ChangeInBits):
+    if isinstance(claim, BitsChange):
         return claim.bounds[0] * math.log(2), claim.bounds[1] * math.log(2)
     if baseline is None:
         raise ValueError(f"{claim.words} says nothing without the baseline's perplexity")

@@ -17,8 +17,8 @@ from qkflow.data import CorpusConfig
 from qkflow.mechanisms.coupling import MOST_STEPS
 from qkflow.recipes import scales
 from qkflow.recipes.base import Recipe
-from qkflow.recipes.claims import Change, Claim, Outcome, Perplexity
-from qkflow.recipes.ratios import Ratio
+from qkflow.recipes.claims import Claim, Outcome, Perplexity, PerplexityChange
+from qkflow.recipes.ratios import PublishedRatio
 from qkflow.recipes.scales import LAPTOP_TEXT, WIKITEXT, laptop, paper
 
 _PAPER = "Gahtan & Bronstein 2026, https://arxiv.org/abs/2604.01683"
@@ -27,8 +27,8 @@ _SECOND = "Gahtan & Bronstein 2026, second version, https://arxiv.org/abs/2604.0
 _COUPLED = Perplexity(22.55, 22.62)
 _UNCOUPLED = Perplexity(23.81)
 _WHICH = "22.55 and 22.62 are Hamiltonian's and Euler's, we do not know which is whose: both are shown with the range"
-_SPREADS = Ratio(quantity="variance over seeds", arm="standard+uncoupled", against="coupled", published=8.0)
-_TIMES = Ratio(quantity="seconds a token", arm="coupled", against="standard", published=2.4)
+_SPREADS = PublishedRatio(quantity="variance over seeds", arm="standard+uncoupled", against="coupled", published=8.0)
+_TIMES = PublishedRatio(quantity="seconds a token", arm="coupled", against="standard", published=2.4)
 _WHERE = "the {} may be of another size or text: we do not know of which"
 
 
@@ -87,7 +87,7 @@ def coupled_150m() -> Recipe:
     """The change of perplexity on WikiText-103 at 150M parameters."""
     return _recipe(
         title="Coupled against standard attention, 150M parameters, WikiText-103",
-        table={"standard": None, "coupled": Change(-0.067)},
+        table={"standard": None, "coupled": PerplexityChange(-0.067)},
         size="150m",
     )
 
@@ -108,12 +108,12 @@ def coupled_350m() -> Recipe:
 
 def coupled_corpora_pubmed() -> Recipe:
     """The change of perplexity on PubMed."""
-    return _of_text("PubMed", Change(-0.045))
+    return _of_text("PubMed", PerplexityChange(-0.045))
 
 
 def coupled_corpora_web() -> Recipe:
     """The change of perplexity on heterogeneous web text, where coupling harms."""
-    return _of_text("heterogeneous web text", Change(0.103))
+    return _of_text("heterogeneous web text", PerplexityChange(0.103))
 
 
 def coupled_affine() -> Recipe:
@@ -130,7 +130,7 @@ def coupled_affine() -> Recipe:
     )
 
 
-def _of_text(text: str, change: Change) -> Recipe:
+def _of_text(text: str, change: PerplexityChange) -> Recipe:
     return _recipe(
         title=f"Coupled against standard attention, {text}",
         table={"standard": None, "coupled": change},
@@ -149,7 +149,7 @@ def _recipe(
     text: str = "WikiText-103",
     derived: str | None = None,
     unclear: str | None = None,
-    ratios: tuple[Ratio, ...] = (),
+    ratios: tuple[PublishedRatio, ...] = (),
     size: str = "60m",
     seeds: int = 3,
     bring: bool = False,

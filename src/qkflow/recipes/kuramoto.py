@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from qkflow.data import CorpusConfig
 from qkflow.recipes import scales
 from qkflow.recipes.base import Recipe
-from qkflow.recipes.claims import Bits, ChangeInBits, Claim, Outcome
+from qkflow.recipes.claims import BitsChange, BitsPerCharacter, Claim, Outcome
 from qkflow.recipes.scales import LAPTOP_TEXT, laptop, paper
 
 _PAPER = "Nunley 2026, https://arxiv.org/abs/2606.11585"
@@ -40,7 +40,7 @@ def kuramoto_1m() -> Recipe:
     """Bits a character of enwik8 at 1M parameters, where Kuramoto attention is behind."""
     return _recipe(
         title="Kuramoto against standard attention, 1M parameters, enwik8",
-        table={"standard": Bits(1.616, spread=0.004), "kuramoto": Bits(1.637, spread=0.010)},
+        table={"standard": BitsPerCharacter(1.616, spread=0.004), "kuramoto": BitsPerCharacter(1.637, spread=0.010)},
         unclear=_PLUS_MINUS,
         size="1m",
     )
@@ -60,12 +60,12 @@ def kuramoto_5m() -> Recipe:
 
 def kuramoto_code_1m() -> Recipe:
     """The change in bits a byte of CodeParrot at 1M parameters."""
-    return _of_code("1m", ChangeInBits(0.013, 0.015))
+    return _of_code("1m", BitsChange(0.013, 0.015))
 
 
 def kuramoto_code_5m() -> Recipe:
     """The change in bits a byte of CodeParrot at 5M parameters."""
-    return _of_code("5m", ChangeInBits(-0.012, -0.010), "0.012 less is of validation text, 0.010 of test text; ")
+    return _of_code("5m", BitsChange(-0.012, -0.010), "0.012 less is of validation text, 0.010 of test text; ")
 
 
 def frustrated_1m() -> Recipe:
@@ -73,14 +73,17 @@ def frustrated_1m() -> Recipe:
     return _recipe(
         title="Frustrated Kuramoto against standard attention, 1M parameters, enwik8",
         source=_SUCCESSOR,
-        table={"standard": Bits(1.611), "kuramoto:frustrated=True": Bits(1.5953, spread=0.0014)},
+        table={
+            "standard": BitsPerCharacter(1.611),
+            "kuramoto:frustrated=True": BitsPerCharacter(1.5953, spread=0.0014),
+        },
         unclear=f"how many harmonics the published kernel has, and how many seeds; {_PLUS_MINUS}",
         size="1m",
         arms="harmonics (1), ",
     )
 
 
-def _of_code(size: str, change: ChangeInBits, which: str = "") -> Recipe:
+def _of_code(size: str, change: BitsChange, which: str = "") -> Recipe:
     return _recipe(
         title=f"Kuramoto against standard attention, {size.upper()} parameters, CodeParrot",
         source=_LATER,

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qkflow.experiment.stats.differences import spread
-from qkflow.experiment.summary import ArmSummary, Summary
+from qkflow.experiment.summary import ArmSummary, ExperimentResult
 
 Quantity = Literal["variance over seeds", "seconds a token"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ratio:
+class PublishedRatio:
     """A published ratio of two arms."""
 
     quantity: Quantity
@@ -36,7 +36,7 @@ class MeasuredRatio:
     """Upper end."""
 
 
-def measured(ratio: Ratio, summary: Summary) -> MeasuredRatio | None:
+def measured(ratio: PublishedRatio, summary: ExperimentResult) -> MeasuredRatio | None:
     """What a study found of a ratio; None where its runs do not tell.
 
     A variance has an interval from three seeds on, at the level of the study's own intervals. A time has none: it is

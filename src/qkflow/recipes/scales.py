@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qkflow.data import CorpusConfig
-from qkflow.experiment.request import Request
+from qkflow.experiment.spec import ExperimentSpec
 from qkflow.models import SIZES, DecoderConfig
 from qkflow.recipes.named import like_one_layer, shape
 
@@ -22,13 +22,13 @@ LAPTOP_TEXT = CorpusConfig()
 WIKITEXT = CorpusConfig(source="wikitext-103", tokens="gpt2")
 
 
-def laptop(arms: tuple[str, ...]) -> Callable[[CorpusConfig], Request]:
+def laptop(arms: tuple[str, ...]) -> Callable[[CorpusConfig], ExperimentSpec]:
     """Five minutes an arm; size, tokens and seeds are what fits.
 
     >>> laptop(("standard", "differential"))(CorpusConfig()).budget
     600.0
     """
-    return lambda corpus: Request(corpus=corpus, arms=arms, budget=SECONDS_AN_ARM * len(arms))
+    return lambda corpus: ExperimentSpec(corpus=corpus, arms=arms, budget=SECONDS_AN_ARM * len(arms))
 
 
 def paper(
@@ -41,8 +41,8 @@ def paper(
     heads: int | None = None,
     tokens: int = TOKENS,
     rate: float = RATE,
-    passes: float = Request.passes,
-) -> Callable[[CorpusConfig], Request]:
+    passes: float = ExperimentSpec.passes,
+) -> Callable[[CorpusConfig], ExperimentSpec]:
     """A named size, or one that only recipes have, with the tokens and the learning rate above unless others are given.
 
     With `heads` the arms have so many in place of the size's own, and the first has the size's parameters.
@@ -51,9 +51,9 @@ def paper(
     '60m'
     """
 
-    def request(corpus: CorpusConfig) -> Request:
+    def request(corpus: CorpusConfig) -> ExperimentSpec:
         named = size in SIZES and heads is None
-        return Request(
+        return ExperimentSpec(
             corpus=corpus,
             arms=arms,
             size=size if named else None,

@@ -1,4 +1,4 @@
-"""What a study has found, shown: one page, the terminal, CSV and JSON, all from the same `Summary`."""
+"""What a study has found, shown: one page, the terminal, CSV and JSON, all from the same `ExperimentResult`."""
 
 from qkflow.report.export import read_json, write_csv, write_json, write_recall_csv
 from qkflow.report.page import write_report

@@ -13,9 +13,9 @@ from typing import Any
 from qkflow import io as files
 from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError
-from qkflow.experiment.recall import Recall
+from qkflow.experiment.metrics.recall import RecallSummary
 from qkflow.experiment.stats.verdict import Verdict
-from qkflow.experiment.summary import ArmSummary, Comparison, Note, Summary
+from qkflow.experiment.summary import ArmSummary, Comparison, CorpusNote, ExperimentResult
 from qkflow.report.rows import verdict_of
 from qkflow.report.wording import visible
 
@@ -62,13 +62,13 @@ COMPARISONS = (
 )
 
 
-def write_json(summary: Summary, path: Path) -> Path:
+def write_json(summary: ExperimentResult, path: Path) -> Path:
     """The whole summary as JSON; a loss that is not finite is null, since JSON has no name for it."""
     files.write_json(path, finite(to_dict(summary)))
     return path
 
 
-def read_json(path: Path) -> Summary:
+def read_json(path: Path) -> ExperimentResult:
     """Read what `write_json` wrote; anything else is a `UsageError`."""
     try:
         data = json.loads(path.read_bytes())
@@ -76,17 +76,17 @@ def read_json(path: Path) -> Summary:
             "arms": tuple(from_dict(ArmSummary, _losses(arm)) for arm in data["arms"]),
             "comparisons": tuple(from_dict(Comparison, item) for item in data["comparisons"]),
             "verdicts": tuple(from_dict(Verdict, item) for item in data["verdicts"]),
-            "notes": tuple(from_dict(Note, item) for item in data["notes"]),
-            "recall": None if data.get("recall") is None else from_dict(Recall, data["recall"]),
+            "notes": tuple(from_dict(CorpusNote, item) for item in data["notes"]),
+            "recall": None if data.get("recall") is None else from_dict(RecallSummary, data["recall"]),
             "remarks": tuple(data["remarks"]),
             "command": tuple(data["command"]),
         }
-        return Summary(**{**data, **lists})
+        return ExperimentResult(**{**data, **lists})
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{path} is not the results.json of a study ({error}): run `qkflow report STUDY`") from error
 
 
-def write_csv(summary: Summary, path: Path) -> tuple[Path, Path]:
+def write_csv(summary: ExperimentResult, path: Path) -> tuple[Path, Path]:
     """A row for each finished run into `path`, and one for each comparison into a file beside it (`-comparisons`).
 
     Text that a spreadsheet would take for a formula gets an apostrophe before it.
@@ -112,7 +112,7 @@ def write_csv(summary: Summary, path: Path) -> tuple[Path, Path]:
     return path, beside
 
 
-def write_recall_csv(recall: Recall, path: Path) -> Path:
+def write_recall_csv(recall: RecallSummary, path: Path) -> Path:
     """A row for each run and cell of a task's test grid: how many questions there were, and how many it got right."""
     rows = [
         (one.arm, run.seed, *_fields(cell, ANSWERS[2:5]), *_fields(tally, ANSWERS[5:]))
@@ -136,7 +136,7 @@ def cell(value: str | int | float | None) -> str | int | float | None:
     return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@", "|", "%")) else text
 
 
-def _comparison(summary: Summary, item: Comparison) -> tuple[Any, ...]:
+def _comparison(summary: ExperimentResult, item: Comparison) -> tuple[Any, ...]:
     names = ("mean", "low", "high", "level", "seeds", "documents", "spread", "error", "p")
     more = ("p_signs", "smallest", "smallest_rests_on")
     reach = ("tokens", "tokens_low", "tokens_high", "seconds", "seconds_low", "seconds_high", "reached")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from qkflow.experiment.summary import Comparison, Summary
+from qkflow.experiment.summary import Comparison, ExperimentResult
 from qkflow.report.palette import colour, dash, ink, marker
 from qkflow.report.rows import reached, verdict_of
 from qkflow.report.series import Band, by_evaluation, differences, usual
@@ -23,7 +23,7 @@ ROW = 58
 """Pixels of one arm in a figure that has a row for each."""
 
 
-def curves(summary: Summary) -> dict[str, Figure]:
+def curves(summary: ExperimentResult) -> dict[str, Figure]:
     """Learning curves with bands over seeds: by tokens and by seconds, as losses and as differences."""
     made = {}
     for x, x_title in (("tokens", "training tokens"), ("seconds", "seconds of training")):
@@ -37,7 +37,7 @@ def curves(summary: Summary) -> dict[str, Figure]:
     return made
 
 
-def forest(summary: Summary) -> Figure:
+def forest(summary: ExperimentResult) -> Figure:
     """The difference of each arm with its interval and every seed's pair, on the margin."""
     arms = [arm.name for arm in summary.arms]
     shown = [(arms.index(item.arm), item) for item in summary.comparisons if item.difference is not None]
@@ -51,7 +51,7 @@ def forest(summary: Summary) -> Figure:
     return {"data": traces, "layout": layout}
 
 
-def strips(summary: Summary) -> Figure:
+def strips(summary: ExperimentResult) -> Figure:
     """Every run's loss, a row for each arm, the runs of a seed joined."""
     arms = [
         Runs(arm=index, name=arm.name, values=dict(zip(arm.seeds, arm.bits_per_byte, strict=True)), mean=arm.mean)
@@ -98,7 +98,7 @@ def seed_strips(arms: Sequence[Runs], title: str) -> Figure:
     return {"data": traces, "layout": layout}
 
 
-def reach(summary: Summary) -> Figure:
+def reach(summary: ExperimentResult) -> Figure:
     """Tokens and seconds to the same loss, as ratios to the baseline's."""
     arms = [arm.name for arm in summary.arms]
     shown = [item for item in summary.comparisons if item.reach is not None and item.reach.tokens is not None]
@@ -132,7 +132,7 @@ def label(text: str, most: int = 40) -> str:
     return escape(short(text, most), quote=False)
 
 
-def _lines(summary: Summary, bands: Sequence[Band], x_title: str, y_title: str, *, unit: str) -> Figure:
+def _lines(summary: ExperimentResult, bands: Sequence[Band], x_title: str, y_title: str, *, unit: str) -> Figure:
     shades, means = [], []
     for index, (arm, band) in enumerate(zip(summary.arms, bands, strict=True)):
         if not band.x:
@@ -222,7 +222,7 @@ def _rows(labels: Sequence[str], title: str) -> dict[str, Any]:
     }
 
 
-def _margin(summary: Summary, axis: str) -> dict[str, Any]:
+def _margin(summary: ExperimentResult, axis: str) -> dict[str, Any]:
     other = "y" if axis == "x" else "x"
     ends = {f"{axis}0": -summary.margin, f"{axis}1": summary.margin, f"{other}0": 0, f"{other}1": 1}
     look = {"fillcolor": ink("band"), "line": {"width": 0}, "layer": "below"}

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qkflow.experiment.recall import Recall
-from qkflow.experiment.summary import Comparison, Summary
+from qkflow.experiment.metrics.recall import RecallSummary
+from qkflow.experiment.summary import Comparison, ExperimentResult
 from qkflow.io import write_file
 from qkflow.report import figures, recall_figures, recall_rows, rows
 from qkflow.report.exhibits import Group, exhibit_groups
@@ -20,7 +20,7 @@ OWN = "its own spread"
 """What the smallest effect rests on unless said."""
 
 
-def write_report(summary: Summary, folder: Path, out: Path, *, runs: Mapping[str, Path]) -> Path:
+def write_report(summary: ExperimentResult, folder: Path, out: Path, *, runs: Mapping[str, Path]) -> Path:
     """Write the page of the study in `folder` to `out`; `runs` has a finished run of each arm, for its attention maps.
 
     What is missing (weights, excerpts, whole arms) is said on the page, and the rest is shown.
@@ -30,7 +30,7 @@ def write_report(summary: Summary, folder: Path, out: Path, *, runs: Mapping[str
     return out
 
 
-def page(summary: Summary, gallery: Gallery) -> str:
+def page(summary: ExperimentResult, gallery: Gallery) -> str:
     """The page as text."""
     tokens = gallery.excerpts[0]["tokens"] if gallery.excerpts else ()
     groups = exhibit_groups(gallery.exhibits, [arm.name for arm in summary.arms], tokens)
@@ -40,7 +40,7 @@ def page(summary: Summary, gallery: Gallery) -> str:
     return render("page.html", content, drawn)
 
 
-def _content(summary: Summary, gallery: Gallery, groups: list[Group]) -> dict[str, Any]:
+def _content(summary: ExperimentResult, gallery: Gallery, groups: list[Group]) -> dict[str, Any]:
     """What the template writes into the page as text."""
     names = [arm.name for arm in summary.arms]
     shown = names[1] if len(names) == 2 else f"{len(names) - 1} arms"
@@ -74,7 +74,7 @@ def _content(summary: Summary, gallery: Gallery, groups: list[Group]) -> dict[st
     }
 
 
-def _facts(summary: Summary) -> list[tuple[str, str]]:
+def _facts(summary: ExperimentResult) -> list[tuple[str, str]]:
     first = summary.arms[0] if summary.arms else None
     seeds = {len(arm.seeds) for arm in summary.arms}
     told = f"{min(seeds)}" if len(seeds) == 1 else f"{min(seeds, default=0)} to {max(seeds, default=0)}"
@@ -90,7 +90,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     ]
 
 
-def _verdict(summary: Summary, item: Comparison) -> dict[str, Any]:
+def _verdict(summary: ExperimentResult, item: Comparison) -> dict[str, Any]:
     """A row of the verdict table, with its interval as positions on a strip 200 wide."""
     verdict, found = rows.verdict_of(summary, item.arm), item.difference
     strip: dict[str, Any] | None = None
@@ -118,7 +118,7 @@ def _verdict(summary: Summary, item: Comparison) -> dict[str, Any]:
     }
 
 
-def _recall(recall: Recall) -> dict[str, Any]:
+def _recall(recall: RecallSummary) -> dict[str, Any]:
     """What is said of a task's accuracies."""
     return {
         "chance": recall_rows.chance(recall),
@@ -131,14 +131,14 @@ def _recall(recall: Recall) -> dict[str, Any]:
     }
 
 
-def _records(summary: Summary, gallery: Gallery) -> list[tuple[str, str]]:
+def _records(summary: ExperimentResult, gallery: Gallery) -> list[tuple[str, str]]:
     """Everything on record, as JSON to read."""
     kept = [("Design (design.json)", summary.design), ("Environment (environment.json)", summary.environment)]
     kept += [(f"Config of {short(name, 60)} (config.json)", config) for name, config in gallery.configs.items()]
     return [record(title, value) for title, value in kept]
 
 
-def _data(summary: Summary, gallery: Gallery, groups: list[Group]) -> dict[str, Any]:
+def _data(summary: ExperimentResult, gallery: Gallery, groups: list[Group]) -> dict[str, Any]:
     """What the script draws."""
     drawn = {"forest": figures.forest(summary), "strips": figures.strips(summary), "reach": figures.reach(summary)}
     if summary.recall is not None:

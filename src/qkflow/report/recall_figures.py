@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from qkflow.experiment.recall import Reading, Recall, places
+from qkflow.experiment.metrics.recall import AccuracySummary, RecallSummary, places
 from qkflow.report.figures import Figure, label, quiet, rule, trace
 from qkflow.report.palette import colour, dash, ink, marker
 from qkflow.report.recall_rows import AXES, known, percent, place
@@ -15,7 +15,7 @@ FAINTEST, FULLEST = 0.04, 0.52
 """How much colour a cell has at 0 and at 100 %: the number in it can be read on either."""
 
 
-def lines(recall: Recall) -> Figure:
+def lines(recall: RecallSummary) -> Figure:
     """Accuracy along the first axis, a line for each arm with the interval over seeds as a band."""
     axis, x = recall.axes[0], list(recall.places)
     shades, means = [], []
@@ -46,7 +46,7 @@ def lines(recall: Recall) -> Figure:
     return {"data": [*shades, *means], "layout": layout}
 
 
-def heat(recall: Recall, arm: int) -> Figure:
+def heat(recall: RecallSummary, arm: int) -> Figure:
     """Accuracy of one arm in every cell of a grid of two axes: the first across, the second down."""
     across, down = (places(recall.cells, axis) for axis in recall.axes)
     readings = {
@@ -85,7 +85,7 @@ def heat(recall: Recall, arm: int) -> Figure:
     return {"data": [heated], "layout": layout}
 
 
-def figures(recall: Recall) -> dict[str, Figure]:
+def figures(recall: RecallSummary) -> dict[str, Figure]:
     """Every figure by its name on the page."""
     made = {"recall": lines(recall)}
     if len(recall.axes) == 2:
@@ -93,7 +93,7 @@ def figures(recall: Recall) -> dict[str, Figure]:
     return made
 
 
-def _band(arm: int, at: Sequence[tuple[int, Reading]]) -> list[dict[str, Any]]:
+def _band(arm: int, at: Sequence[tuple[int, AccuracySummary]]) -> list[dict[str, Any]]:
     """The intervals as a filled shape; none where a seed stands alone."""
     ends = [
         (value, 100 * found.accuracy.low, 100 * found.accuracy.high)
@@ -107,11 +107,11 @@ def _band(arm: int, at: Sequence[tuple[int, Reading]]) -> list[dict[str, Any]]:
     return [{**quiet("lines"), "x": [*x, *reversed(x)], "y": [*high, *reversed(low)], **fill, "meta": {"arm": arm}}]
 
 
-def _mean(found: Reading) -> float:
+def _mean(found: AccuracySummary) -> float:
     return round(100 * found.accuracy.mean, 3) if found.accuracy is not None else 0.0
 
 
-def _told(found: Reading) -> str:
+def _told(found: AccuracySummary) -> str:
     if (accuracy := found.accuracy) is None:
         return "not measured"
     low, high = (None if end is None else 100 * end for end in (accuracy.low, accuracy.high))
@@ -119,7 +119,7 @@ def _told(found: Reading) -> str:
     return f"{percent(accuracy.mean)} % ({ends})"
 
 
-def _where(recall: Recall, x: int, y: int, found: Reading | None) -> str:
+def _where(recall: RecallSummary, x: int, y: int, found: AccuracySummary | None) -> str:
     here = ", ".join(place(axis, value) for axis, value in zip(recall.axes, (x, y), strict=True))
     return f"{here}: {'not measured' if found is None else _told(found)}"
 

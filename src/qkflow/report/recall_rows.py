@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkflow.experiment.recall import ArmRecall, Reading, Recall, Seeded
+from qkflow.experiment.metrics.recall import AccuracySummary, ArmRecall, RecallSummary, SeedMean
 from qkflow.report.rows import Table
 from qkflow.report.wording import MISSING, fixed, interval, signed
 
@@ -25,20 +25,20 @@ def place(axis: str, value: int) -> str:
     return told.removesuffix("s") if value == 1 else told
 
 
-def accuracies(recall: Recall) -> Table:
+def accuracies(recall: RecallSummary) -> Table:
     """Each arm over all cells, and along the first axis."""
     rows = [(one.arm, *(_share(item.accuracy) for item in (one.overall, *one.along))) for one in recall.arms]
     return Table(caption=f"Accuracy on the test instances, % ({how(recall)})", columns=_columns(recall), rows=(*rows,))
 
 
-def differences(recall: Recall) -> Table:
+def differences(recall: RecallSummary) -> Table:
     """Each arm minus the baseline, over all cells and along the first axis."""
     rows = [(one.arm, *(_apart(item.difference) for item in (one.overall, *one.along))) for one in recall.arms[1:]]
     caption = f"Accuracy minus the baseline's of the same seed, percentage points ({how(recall)})"
     return Table(caption=caption, columns=_columns(recall), rows=(*rows,))
 
 
-def every_cell(recall: Recall) -> Table:
+def every_cell(recall: RecallSummary) -> Table:
     """Each arm in each cell, seed by seed."""
     rows = []
     for one in recall.arms:
@@ -51,7 +51,7 @@ def every_cell(recall: Recall) -> Table:
     return Table(caption=f"Every cell of the test grid ({how(recall)})", columns=columns, rows=(*rows,))
 
 
-def told(recall: Recall, arm: str) -> str:
+def told(recall: RecallSummary, arm: str) -> str:
     """How often an arm is right, beside the baseline, in a sentence; empty where nothing is known of it."""
     one = next((found for found in recall.arms if found.arm == arm), None)
     if one is None or one.overall.accuracy is None:
@@ -70,7 +70,7 @@ def told(recall: Recall, arm: str) -> str:
     return f"{text} ({ends})."
 
 
-def chance(recall: Recall) -> str:
+def chance(recall: RecallSummary) -> str:
     """What guessing comes to, in a sentence."""
     part = f"{100 * recall.chance:.2g} %" if recall.chance >= _RARE else f"less than {100 * _RARE:.2g} %"
     return f"A guess among the possible answers is right {part} of the time."
@@ -85,13 +85,13 @@ def percent(part: float, digits: int = 1) -> str:
     return fixed(100 * part, digits)
 
 
-def with_half(reading: Reading) -> str:
+def with_half(reading: AccuracySummary) -> str:
     """An accuracy in per cent with half its interval's width, as short as can be; `=` where all seeds are alike.
 
-    >>> from qkflow.experiment.recall import seeded
-    >>> with_half(Reading(accuracy=seeded({0: 0.9, 1: 0.91}, least=0.0), difference=None))
+    >>> from qkflow.experiment.metrics.recall import seed_mean
+    >>> with_half(AccuracySummary(accuracy=seed_mean({0: 0.9, 1: 0.91}, least=0.0), difference=None))
     '90.5±6.4'
-    >>> with_half(Reading(accuracy=seeded({0: 0.0, 1: 0.0}, least=0.0), difference=None))
+    >>> with_half(AccuracySummary(accuracy=seed_mean({0: 0.0, 1: 0.0}, least=0.0), difference=None))
     '0.0 ='
     """
     found = reading.accuracy
@@ -108,33 +108,33 @@ def known(one: ArmRecall) -> bool:
     return one.overall.accuracy is not None
 
 
-def _columns(recall: Recall) -> tuple[str, ...]:
+def _columns(recall: RecallSummary) -> tuple[str, ...]:
     return ("arm", "mean of all cells", *(place(recall.axes[0], value) for value in recall.places))
 
 
-def how(recall: Recall) -> str:
+def how(recall: RecallSummary) -> str:
     """What the intervals are."""
     return f"{100 * recall.level:.4g} % interval"
 
 
-def _share(found: Seeded | None) -> str:
+def _share(found: SeedMean | None) -> str:
     return MISSING if found is None else percent(found.mean) + _around(found, sign=False)
 
 
-def _apart(found: Seeded | None) -> str:
+def _apart(found: SeedMean | None) -> str:
     return MISSING if found is None else signed(100 * found.mean, 1) + _around(found, sign=True)
 
 
-def _around(found: Seeded, *, sign: bool) -> str:
+def _around(found: SeedMean, *, sign: bool) -> str:
     if found.low is None:
         return ""
     return " (all alike)" if _alike(found) else f" ({_ends(found, sign=sign)})"
 
 
-def _alike(found: Seeded) -> bool:
+def _alike(found: SeedMean) -> bool:
     return found.half is not None and found.half < 1e-9
 
 
-def _ends(found: Seeded, *, sign: bool) -> str:
+def _ends(found: SeedMean, *, sign: bool) -> str:
     low, high = (None if end is None else 100 * end for end in (found.low, found.high))
     return interval(low, high, 1, sign=sign)

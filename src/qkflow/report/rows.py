@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qkflow.experiment.stats.curves import Reach
+from qkflow.experiment.stats.curves import CostRatio
 from qkflow.experiment.stats.verdict import Verdict
-from qkflow.experiment.summary import Comparison, Summary
+from qkflow.experiment.summary import Comparison, ExperimentResult
 from qkflow.report.series import by_evaluation
 from qkflow.report.wording import (
     MISSING,
@@ -38,7 +38,7 @@ class Table:
             raise ValueError(f"{self.caption!r} has rows that are not {len(self.columns)} cells long")
 
 
-def answer(summary: Summary) -> str:
+def answer(summary: ExperimentResult) -> str:
     """The whole study in a line."""
     if not summary.verdicts:
         return "There is no verdict yet."
@@ -58,13 +58,13 @@ def answer(summary: Summary) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def verdict_of(summary: Summary, arm: str) -> Verdict:
+def verdict_of(summary: ExperimentResult, arm: str) -> Verdict:
     """The verdict on an arm; undecided where none was given."""
     found = [verdict for verdict in summary.verdicts if verdict.arm == arm]
     return found[0] if found else Verdict(arm=arm, kind="undecided", sentence="No verdict was given.", advice=None)
 
 
-def verdicts(summary: Summary) -> Table:
+def verdicts(summary: ExperimentResult) -> Table:
     """Each arm's answer, with the figures it rests on."""
     rows = []
     for comparison in summary.comparisons:
@@ -83,7 +83,7 @@ def verdicts(summary: Summary) -> Table:
     return Table(caption="Verdicts", columns=columns, rows=tuple(rows), words=(0, 1))
 
 
-def losses(summary: Summary) -> Table:
+def losses(summary: ExperimentResult) -> Table:
     """The held-out loss of every run."""
     seeds = sorted({seed for arm in summary.arms for seed in arm.seeds})
     rows = []
@@ -95,7 +95,7 @@ def losses(summary: Summary) -> Table:
     return Table(caption=f"Held-out {summary.bits} of every run", columns=columns, rows=tuple(rows))
 
 
-def learning(summary: Summary) -> Table:
+def learning(summary: ExperimentResult) -> Table:
     """The mean learning curve of each arm, by the tokens it has seen."""
     bands = [by_evaluation(arm.curves, "tokens") for arm in summary.arms]
     places = sorted({x for band in bands for x in band.x})
@@ -105,7 +105,7 @@ def learning(summary: Summary) -> Table:
     return Table(caption=caption, columns=("tokens", *(arm.name for arm in summary.arms)), rows=tuple(rows), words=())
 
 
-def differences(summary: Summary) -> Table:
+def differences(summary: ExperimentResult) -> Table:
     """The paired difference of every seed."""
     rows = []
     for comparison in summary.comparisons:
@@ -129,7 +129,7 @@ def differences(summary: Summary) -> Table:
     return Table(caption=f"Differences to the baseline, {summary.bits}", columns=columns, rows=tuple(rows))
 
 
-def spreads(summary: Summary) -> Table:
+def spreads(summary: ExperimentResult) -> Table:
     """Whether an arm is steadier over seeds than the baseline."""
     rows = []
     for comparison in summary.comparisons:
@@ -153,7 +153,7 @@ def spreads(summary: Summary) -> Table:
     return Table(caption=caption, columns=columns, rows=tuple(rows))
 
 
-def readings(summary: Summary) -> Table:
+def readings(summary: ExperimentResult) -> Table:
     """Both readings: at equal tokens, and at equal compute."""
     rows = []
     for comparison in summary.comparisons:
@@ -189,7 +189,7 @@ def reached(value: float | None, low: float | None, high: float | None) -> str:
     return ratio(value) if low is None or high is None else f"{ratio(value)} ({ratio(low)} to {ratio(high)})"
 
 
-def costs(summary: Summary) -> Table:
+def costs(summary: ExperimentResult) -> Table:
     """What each arm takes, and what matching left."""
     rows = []
     for arm in summary.arms:
@@ -220,7 +220,7 @@ def costs(summary: Summary) -> Table:
     return Table(caption="What each arm takes", columns=columns, rows=tuple(rows))
 
 
-def tuning(summary: Summary) -> Table | None:
+def tuning(summary: ExperimentResult) -> Table | None:
     """What each learning rate came to; None where there was nothing to choose."""
     rates = sorted({rate for arm in summary.arms for rate, _ in arm.tuning})
     if not rates:
@@ -238,7 +238,7 @@ def tuning(summary: Summary) -> Table | None:
     )
 
 
-def _relative(summary: Summary, comparison: Comparison) -> float | None:
+def _relative(summary: ExperimentResult, comparison: Comparison) -> float | None:
     base = summary.arms[0].mean if summary.arms else None
     return None if comparison.difference is None or not base else comparison.difference.mean / base
 
@@ -250,5 +250,5 @@ def _spread_over(point: tuple[float, float, float] | None) -> str:
     return fixed(mean) if low == high else f"{fixed(mean)} ({fixed(low)} to {fixed(high)})"
 
 
-def _came(reach: Reach) -> str:
+def _came(reach: CostRatio) -> str:
     return f"{reach.reached} of {reach.seeds}"

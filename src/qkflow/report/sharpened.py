@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from qkflow.experiment.sharpen.summary import Example, Metric, Sharpened, SharpenedArm
+from qkflow.experiment.metrics.rationale import AttentionExample, RationaleArm, RationaleMetric, RationaleSummary
 from qkflow.io import write_file
 from qkflow.report import sharpened_figures as figures
 from qkflow.report import sharpened_rows as rows
@@ -19,13 +19,13 @@ MOST_EXAMPLES = 6
 _DIRECTIONS = {"higher": "higher is better", "lower": "lower is better", "neither": ""}
 
 
-def write_sharpened(found: Sharpened, out: Path) -> Path:
+def write_sharpened(found: RationaleSummary, out: Path) -> Path:
     """Write the page of a study of sharper attention; what is missing is said on it, and the rest is shown."""
     write_file(out, sharpened_page(found))
     return out
 
 
-def sharpened_page(found: Sharpened) -> str:
+def sharpened_page(found: RationaleSummary) -> str:
     """The page as text."""
     drawn = {
         "path": figures.path(found),
@@ -38,7 +38,7 @@ def sharpened_page(found: Sharpened) -> str:
     return render("sharpened.html", content, {"figures": drawn, "maps": []})
 
 
-def _content(found: Sharpened) -> dict[str, Any]:
+def _content(found: RationaleSummary) -> dict[str, Any]:
     names = [arm.name for arm in found.arms]
     shown = names[1] if len(names) == 2 else f"{max(0, len(names) - 1)} arms"
     return {
@@ -70,7 +70,7 @@ def _content(found: Sharpened) -> dict[str, Any]:
     }
 
 
-def _facts(found: Sharpened) -> list[tuple[str, str]]:
+def _facts(found: RationaleSummary) -> list[tuple[str, str]]:
     seeds = {len(arm.seeds) for arm in found.arms}
     told = f"{min(seeds)}" if len(seeds) == 1 else f"{min(seeds, default=0)} to {max(seeds, default=0)}"
     return [
@@ -85,12 +85,12 @@ def _facts(found: Sharpened) -> list[tuple[str, str]]:
     ]
 
 
-def _row(found: Sharpened, arm: SharpenedArm) -> dict[str, Any]:
+def _row(found: RationaleSummary, arm: RationaleArm) -> dict[str, Any]:
     """A row of the first table: each metric, and under it how far it lies from the baseline's."""
     return {"arm": arm.name, "told": arm.told, "cells": [_cell(found, arm, metric) for metric in found.metrics]}
 
 
-def _cell(found: Sharpened, arm: SharpenedArm, metric: Metric) -> dict[str, str]:
+def _cell(found: RationaleSummary, arm: RationaleArm, metric: RationaleMetric) -> dict[str, str]:
     reading, change = arm.readings.get(metric.name), found.change(arm.name, metric.name)
     cell = {"label": rows.head(metric), "value": rows.written(metric, None if reading is None else reading.mean)}
     if change is None:
@@ -103,8 +103,8 @@ def _cell(found: Sharpened, arm: SharpenedArm, metric: Metric) -> dict[str, str]
     }
 
 
-def _example(found: Sharpened, number: int) -> dict[str, Any]:
-    one: Example = found.examples[number]
+def _example(found: RationaleSummary, number: int) -> dict[str, Any]:
+    one: AttentionExample = found.examples[number]
     names = rows.models(found, one)
     whole = [name for name in names if len(one.attention[name]) == len(one.words)]
     shares = {name: one.attention[name] for name in whole}

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from qkflow import io
-from qkflow.experiment.sharpen.summary import Sharpened
+from qkflow.experiment.metrics.rationale import RationaleSummary
 from qkflow.report.export import csv_text, finite
 from qkflow.report.sharpened_rows import decided
 
 CHANGES = ("arm", "baseline", "metric", "mean", "low", "high", "level", "p", "p_holm", "decided")
 
 
-def sharpened_json(found: Sharpened, path: Path) -> Path:
+def sharpened_json(found: RationaleSummary, path: Path) -> Path:
     """Everything found as JSON; a number that is not finite is null, and a learning rate is a key as text."""
     io.write_json(path, finite(_plain(found)))
     return path
 
 
-def sharpened_csv(found: Sharpened, path: Path) -> tuple[Path, Path]:
+def sharpened_csv(found: RationaleSummary, path: Path) -> tuple[Path, Path]:
     """A row for each finished run into `path`, and one for each difference into a file beside it (`-changes`).
 
     Text that a spreadsheet would take for a formula gets an apostrophe before it.
@@ -39,7 +39,7 @@ def sharpened_csv(found: Sharpened, path: Path) -> tuple[Path, Path]:
     return path, beside
 
 
-def _changes(found: Sharpened) -> list[tuple[Any, ...]]:
+def _changes(found: RationaleSummary) -> list[tuple[Any, ...]]:
     metrics = {metric.name: metric for metric in found.metrics}
     baseline = found.arms[0].name if found.arms else None
     return [

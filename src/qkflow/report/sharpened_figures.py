@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from qkflow.experiment.sharpen.summary import MetricName, Sharpened, SharpenedArm
+from qkflow.experiment.metrics.rationale import MetricName, RationaleArm, RationaleSummary
 from qkflow.report.figures import Figure, Runs, label, quiet, rule, seed_strips, trace
 from qkflow.report.palette import colour, dash, ink, marker
 from qkflow.report.sharpened_rows import drawable, head, mean_path, metric_named, scale, written
 
 
-def path(found: Sharpened) -> Figure:
+def path(found: RationaleSummary) -> Figure:
     """Attention on the rationale against the loss, along training: a thin line a seed, a bold one for their mean."""
     mass = metric_named(found, "mass")
     times, thin, bold = scale(mass), [], []
@@ -35,7 +35,7 @@ def path(found: Sharpened) -> Figure:
     return {"data": [*thin, *bold], "layout": layout}
 
 
-def curve(found: Sharpened) -> Figure:
+def curve(found: RationaleSummary) -> Figure:
     """AC(tau) of each arm."""
     traces = []
     for index, arm in enumerate(found.arms):
@@ -52,7 +52,7 @@ def curve(found: Sharpened) -> Figure:
     return {"data": traces, "layout": layout}
 
 
-def strips(found: Sharpened, name: MetricName) -> Figure:
+def strips(found: RationaleSummary, name: MetricName) -> Figure:
     """A metric of every run."""
     metric = metric_named(found, name)
     times = scale(metric)
@@ -73,7 +73,7 @@ def _ticks(traces: Sequence[Figure]) -> Figure:
     return {"dtick": 1} if span > 1000 else {"dtick": "D2"} if span > 4 else {"nticks": 5}
 
 
-def _line(index: int, arm: SharpenedArm) -> Figure:
+def _line(index: int, arm: RationaleArm) -> Figure:
     line = {"color": ink(colour(index)), "width": 3, "dash": dash(index)}
     points = {"symbol": marker(index), "size": 6, "color": ink(colour(index))}
     return {**trace(index, "lines+markers"), "name": label(arm.name, 28), "line": line, "marker": points}

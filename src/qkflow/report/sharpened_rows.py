@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from qkflow.experiment.sharpen.summary import (
-    Change,
-    Example,
-    Metric,
+from qkflow.experiment.metrics.rationale import (
+    AttentionExample,
+    MetricChange,
     MetricName,
-    Point,
-    Reading,
-    Sharpened,
-    SharpenedArm,
+    MetricSummary,
+    RationaleArm,
+    RationaleMetric,
+    RationaleSummary,
+    TrainingPoint,
 )
 from qkflow.report.rows import Table
 from qkflow.report.wording import MISSING, count, fixed, interval, probability, signed
@@ -24,57 +24,57 @@ MOST_POINTS = 60
 """Moments of training in the table beside the figure; more are thinned evenly."""
 
 
-def written(metric: Metric, value: float | None) -> str:
+def written(metric: RationaleMetric, value: float | None) -> str:
     """A metric's value in its unit, which the column's head names.
 
-    >>> mass = Metric(name="mass", title="mass", unit="percent", better="higher", told="")
+    >>> mass = RationaleMetric(name="mass", title="mass", unit="percent", better="higher", told="")
     >>> written(mass, 0.4167), written(mass, None)
     ('41.67', '–')
     """
     return fixed(None if value is None else value * scale(metric), _digits(metric))
 
 
-def differing(metric: Metric, value: float | None) -> str:
+def differing(metric: RationaleMetric, value: float | None) -> str:
     """A difference of a metric, with its sign, in the same unit."""
     return signed(None if value is None else value * scale(metric), _digits(metric))
 
 
-def within(metric: Metric, change: Change) -> str:
+def within(metric: RationaleMetric, change: MetricChange) -> str:
     """The interval of a difference."""
     if change.low is None or change.high is None:
         return "no interval"
     return interval(change.low * scale(metric), change.high * scale(metric), _digits(metric))
 
 
-def head(metric: Metric) -> str:
+def head(metric: RationaleMetric) -> str:
     """A metric's title with its unit.
 
-    >>> head(Metric(name="mass", title="mass", unit="percent", better="higher", told=""))
+    >>> head(RationaleMetric(name="mass", title="mass", unit="percent", better="higher", told=""))
     'mass, %'
     """
     return f"{metric.title}, %" if metric.unit == "percent" else metric.title
 
 
-def metric_named(found: Sharpened, name: MetricName) -> Metric:
+def metric_named(found: RationaleSummary, name: MetricName) -> RationaleMetric:
     """A metric of the study; one that it does not report is a plain number of that name."""
-    plain = Metric(name=name, title=name, unit="", better="neither", told="")
+    plain = RationaleMetric(name=name, title=name, unit="", better="neither", told="")
     return next((metric for metric in found.metrics if metric.name == name), plain)
 
 
-def decided(metric: Metric, change: Change, level: float) -> str:
+def decided(metric: RationaleMetric, change: MetricChange, level: float) -> str:
     """Whether a change is `better` or `worse` at the study's level after Holm's correction; else nothing."""
     if metric.better == "neither" or change.p_holm is None or change.p_holm >= 1 - level:
         return ""
     return "better" if (change.mean > 0) == (metric.better == "higher") else "worse"
 
 
-def readings(found: Sharpened) -> Table:
+def readings(found: RationaleSummary) -> Table:
     """Each arm's metrics."""
     rows = [(arm.name, *(written(metric, _mean(arm, metric)) for metric in found.metrics)) for arm in found.arms]
     return Table(caption="What each arm comes to", columns=("arm", *map(head, found.metrics)), rows=tuple(rows))
 
 
-def changes(found: Sharpened) -> Table:
+def changes(found: RationaleSummary) -> Table:
     """Every paired difference with its interval and both p values."""
     rows = [
         (
@@ -98,7 +98,7 @@ def changes(found: Sharpened) -> Table:
     )
 
 
-def seeds(found: Sharpened) -> Table:
+def seeds(found: RationaleSummary) -> Table:
     """Every finished run."""
     rows = []
     for arm in found.arms:
@@ -109,7 +109,7 @@ def seeds(found: Sharpened) -> Table:
     return Table(caption="Every run: means over test instances", columns=columns, rows=tuple(rows))
 
 
-def equal_loss(found: Sharpened) -> Table | None:
+def equal_loss(found: RationaleSummary) -> Table | None:
     """The mass where every run has the same loss; None where there is no such loss."""
     if found.equal_loss is None or not any(arm.at_equal_loss for arm in found.arms):
         return None
@@ -122,7 +122,7 @@ def equal_loss(found: Sharpened) -> Table | None:
     return Table(caption=caption, columns=("arm", head(mass), "each seed"), rows=tuple(rows), words=(0, 2))
 
 
-def paths(found: Sharpened) -> Table:
+def paths(found: RationaleSummary) -> Table:
     """Training as the figure draws it: means over seeds at each evaluation."""
     mass, performance = metric_named(found, "mass"), metric_named(found, "performance")
     rows = [
@@ -141,14 +141,14 @@ def paths(found: Sharpened) -> Table:
     return Table(caption="Along training: means over seeds", columns=columns, rows=tuple(rows))
 
 
-def mean_path(arm: SharpenedArm) -> list[Point]:
+def mean_path(arm: RationaleArm) -> list[TrainingPoint]:
     """The n-th evaluations of all seeds as one point: losses by their geometric mean, as a log axis shows them."""
     made = []
     for number in range(max((len(path) for path in arm.paths), default=0)):
         at = [path[number] for path in arm.paths if number < len(path) and drawable(path[number])]
         if at:
             made.append(
-                Point(
+                TrainingPoint(
                     step=round(_average([point.step for point in at])),
                     loss=math.exp(_average([math.log(point.loss) for point in at])),
                     mass=_average([point.mass for point in at]),
@@ -158,18 +158,18 @@ def mean_path(arm: SharpenedArm) -> list[Point]:
     return made
 
 
-def drawable(point: Point) -> bool:
+def drawable(point: TrainingPoint) -> bool:
     """Whether a point has a place on a log axis of losses."""
     return math.isfinite(point.loss) and point.loss > 0 and math.isfinite(point.mass)
 
 
-def thinned(points: Sequence[Point]) -> list[Point]:
+def thinned(points: Sequence[TrainingPoint]) -> list[TrainingPoint]:
     """At most `MOST_POINTS` of them, evenly, the last among them."""
     step = -(-len(points) // MOST_POINTS) or 1
     return [point for number, point in enumerate(points) if (len(points) - 1 - number) % step == 0]
 
 
-def curve(found: Sharpened) -> Table:
+def curve(found: RationaleSummary) -> Table:
     """AC at every tau."""
     taus = sorted({tau for arm in found.arms for tau, _ in arm.curve})
     known = [dict(arm.curve) for arm in found.arms]
@@ -178,7 +178,7 @@ def curve(found: Sharpened) -> Table:
     return Table(caption=caption, columns=("tau", *(arm.name for arm in found.arms)), rows=tuple(rows), words=())
 
 
-def example(found: Sharpened, number: int) -> Table:
+def example(found: RationaleSummary, number: int) -> Table:
     """The shares of one example's words under every model."""
     one = found.examples[number]
     names = models(found, one)
@@ -190,13 +190,13 @@ def example(found: Sharpened, number: int) -> Table:
     return Table(caption=caption, columns=("word", "rationale", *names), rows=tuple(rows), words=(0, 1))
 
 
-def models(found: Sharpened, one: Example) -> list[str]:
+def models(found: RationaleSummary, one: AttentionExample) -> list[str]:
     """The models that read an example: as they began, the arms in their order, then whoever else did."""
     order = [BEFORE, *(arm.name for arm in found.arms)]
     return [name for name in order if name in one.attention] + [name for name in one.attention if name not in order]
 
 
-def published(found: Sharpened) -> Table | None:
+def published(found: RationaleSummary) -> Table | None:
     """The paper's rows, and ours beside them; None where it has none for the task."""
     if not found.published:
         return None
@@ -212,7 +212,7 @@ def published(found: Sharpened) -> Table | None:
     return Table(caption="The paper's table for this task, and ours", columns=columns, rows=tuple(rows), words=(0, 1))
 
 
-def kinds(found: Sharpened) -> Table | None:
+def kinds(found: RationaleSummary) -> Table | None:
     """Each arm's metrics by kind of instance; None where the task has no kinds."""
     names = list(dict.fromkeys(kind for arm in found.arms for kind in arm.by_kind))
     shown = [
@@ -228,7 +228,7 @@ def kinds(found: Sharpened) -> Table | None:
     return Table(caption="By kind of instance", columns=columns, rows=tuple(rows), words=(0, 1)) if rows else None
 
 
-def tuning(found: Sharpened) -> Table | None:
+def tuning(found: RationaleSummary) -> Table | None:
     """What each learning rate came to; None where there was nothing to choose."""
     rates = sorted({rate for arm in found.arms for rate in arm.tried})
     if not rates:
@@ -246,24 +246,24 @@ def _loss(value: float | None) -> str:
     return "failed" if value is None or not math.isfinite(value) else fixed(value)
 
 
-def _share(one: Example, name: str, place: int) -> str:
+def _share(one: AttentionExample, name: str, place: int) -> str:
     shares = one.attention[name]
     return fixed(shares[place] if place < len(shares) else None, 3)
 
 
-def _baseline(found: Sharpened) -> str:
+def _baseline(found: RationaleSummary) -> str:
     return found.arms[0].name if found.arms else "the baseline"
 
 
-def _mean(arm: SharpenedArm, metric: Metric) -> float | None:
+def _mean(arm: RationaleArm, metric: RationaleMetric) -> float | None:
     return _of(arm.readings.get(metric.name))
 
 
-def _of(reading: Reading | None) -> float | None:
+def _of(reading: MetricSummary | None) -> float | None:
     return None if reading is None else reading.mean
 
 
-def _at(reading: Reading | None, place: int) -> float | None:
+def _at(reading: MetricSummary | None, place: int) -> float | None:
     return None if reading is None or place >= len(reading.by_seed) else reading.by_seed[place]
 
 
@@ -275,10 +275,10 @@ def _average(values: Sequence[int] | Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def scale(metric: Metric) -> float:
+def scale(metric: RationaleMetric) -> float:
     """What a metric's numbers are shown times."""
     return 100.0 if metric.unit == "percent" else 1.0
 
 
-def _digits(metric: Metric) -> int:
+def _digits(metric: RationaleMetric) -> int:
     return {"percent": 2, "tokens": 2, "": 3}[metric.unit]

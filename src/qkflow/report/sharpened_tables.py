@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from qkflow.experiment.sharpen.summary import MetricName, Sharpened
+from qkflow.experiment.metrics.rationale import MetricName, RationaleSummary
 from qkflow.report import sharpened_rows as rows
 from qkflow.report.tables import columned, lined, named
 from qkflow.report.wording import MISSING, count, probability
@@ -21,7 +21,7 @@ _SHORT: dict[MetricName, str] = {
 _LEFT_TO_THE_PAGE: MetricName = "gradient"
 
 
-def sharpened_terminal(found: Sharpened) -> RenderableType:
+def sharpened_terminal(found: RationaleSummary) -> RenderableType:
     """The answer, each arm's metrics, the differences that the answer rests on, and what a reader must know."""
     parts: list[RenderableType] = [Text()]
     if found.finished < found.runs:
@@ -41,7 +41,7 @@ def sharpened_terminal(found: Sharpened) -> RenderableType:
     return Group(*parts)
 
 
-def _readings(found: Sharpened) -> RenderableType:
+def _readings(found: RationaleSummary) -> RenderableType:
     metrics = [metric for metric in found.metrics if metric.name != _LEFT_TO_THE_PAGE]
     heads = [_SHORT.get(metric.name, rows.head(metric)) for metric in metrics]
     table = columned("arm", *heads, wrap=heads)
@@ -52,7 +52,7 @@ def _readings(found: Sharpened) -> RenderableType:
     return table
 
 
-def _changes(found: Sharpened) -> RenderableType:
+def _changes(found: RationaleSummary) -> RenderableType:
     """The differences; yardsticks, which are better in neither direction, are left to the page."""
     table = columned("arm", "metric", "difference (interval)", "p (Holm)", "", words=("metric", ""))
     for arm in found.arms[1:]:

@@ -9,8 +9,8 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from qkflow.experiment.recall import Recall
-from qkflow.experiment.summary import Summary
+from qkflow.experiment.metrics.recall import RecallSummary
+from qkflow.experiment.summary import ExperimentResult
 from qkflow.report import recall_rows, rows
 from qkflow.report.rows import Table
 from qkflow.report.wording import brief, count, fixed, interval, percent, probability, short, signed, size, visible
@@ -21,7 +21,7 @@ _NAME = 24
 """Characters of an arm's name beside many figures."""
 
 
-def terminal(summary: Summary) -> RenderableType:
+def terminal(summary: ExperimentResult) -> RenderableType:
     """The answer, the verdicts with their figures, the costs, and what a reader must know."""
     parts: list[RenderableType] = [Text()]
     if summary.finished < summary.runs:
@@ -39,7 +39,7 @@ def terminal(summary: Summary) -> RenderableType:
     return Group(*parts)
 
 
-def _verdicts(summary: Summary) -> RichTable:
+def _verdicts(summary: ExperimentResult) -> RichTable:
     table = _table("arm", "verdict", f"bits/{summary.unit.split()[0]}", "difference (interval)", "p (Holm)")
     baseline = summary.arms[0] if summary.arms else None
     if baseline is not None:
@@ -61,7 +61,7 @@ def _verdicts(summary: Summary) -> RichTable:
     return table
 
 
-def _recall(recall: Recall) -> list[RenderableType]:
+def _recall(recall: RecallSummary) -> list[RenderableType]:
     """Accuracies over all cells and along the first axis, in as many tables as they need."""
     axis = recall_rows.AXES[recall.axes[0]]
     columns = [("all", [one.overall for one in recall.arms])]
@@ -94,7 +94,7 @@ def _fitting(columns: Sequence[tuple[str, list[str]]], room: int) -> list[list[t
     return blocks
 
 
-def _costs(summary: Summary) -> RichTable:
+def _costs(summary: ExperimentResult) -> RichTable:
     table = _table("arm", "parameters", "off by", "FLOPs/token", "tokens/s", "peak", "state")
     for arm in summary.arms:
         table.add_row(

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from qkflow.data import CorpusConfig
-from qkflow.experiment.design import Design, Job
-from qkflow.experiment.executors.base import Done, Need
+from qkflow.experiment.design import Design, PlannedRun
+from qkflow.experiment.executors.base import CallResult, Resources
 from qkflow.experiment.observer import Observer
 from qkflow.experiment.progress import Progress
-from qkflow.experiment.request import Request
+from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.worker import described
 from qkflow.mechanisms import registry
 from qkflow.models import DecoderConfig
@@ -47,8 +47,8 @@ class Inline:
         return (2,)
 
     def work(
-        self, function: Callable[[Any], Any], arguments: Sequence[Any], *, at_once: int, need: Need
-    ) -> Iterator[Done | None]:
+        self, function: Callable[[Any], Any], arguments: Sequence[Any], *, at_once: int, need: Resources
+    ) -> Iterator[CallResult | None]:
         for index, argument in enumerate(arguments):
             if self.stopped:
                 return
@@ -56,9 +56,9 @@ class Inline:
             yield None
             try:
                 self.before(argument)
-                yield Done(index=index, value=function(argument))
+                yield CallResult(index=index, value=function(argument))
             except Exception as error:
-                yield Done(index=index, crash=described(error))
+                yield CallResult(index=index, crash=described(error))
 
     def stop(self) -> None:
         self.stopped = True
@@ -82,7 +82,7 @@ class Watcher(Observer):
     def on_progress(self, progress: Progress) -> None:
         self.progress.append(progress)
 
-    def on_failure(self, job: Job, reason: str) -> None:
+    def on_failure(self, job: PlannedRun, reason: str) -> None:
         self.failures.append((job.name, reason))
 
 
@@ -108,10 +108,10 @@ def _alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def ask(texts: Path) -> Callable[..., Request]:
+def ask(texts: Path) -> Callable[..., ExperimentSpec]:
     """Makes a request for a study of two arms, two seeds and twenty steps; what is not said is small."""
 
-    def make(**changes: Any) -> Request:
+    def make(**changes: Any) -> ExperimentSpec:
         small: dict[str, Any] = {
             "corpus": CorpusConfig(source=str(texts)),
             "arms": ("standard", "differential"),
@@ -123,7 +123,7 @@ def ask(texts: Path) -> Callable[..., Request]:
             "device": "cpu",
             "threads": 1,
         }
-        return Request(**{**small, **changes})
+        return ExperimentSpec(**{**small, **changes})
 
     return make
 

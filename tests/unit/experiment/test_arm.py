@@ -15,9 +15,9 @@ from qkflow.experiment.arm import parse_arm
 from qkflow.experiment.design import Design, jobs, read_design, write_design
 from qkflow.experiment.matching import refuse_twins, shape
 from qkflow.experiment.plan import plan
-from qkflow.experiment.request import Request
+from qkflow.experiment.spec import ExperimentSpec
 
-Ask = Callable[..., Request]
+Ask = Callable[..., ExperimentSpec]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_ratio_costs_neither_parameters_nor_flops(ask: Ask) -> None:
     assert made.arms[0].model.mechanism == "standard"
 
 
-def designed(request: Request, engine: Any) -> Design:
+def designed(request: ExperimentSpec, engine: Any) -> Design:
     return plan(request, engine, notice=lambda text: None, command=("qkflow", "compare"))
 
 

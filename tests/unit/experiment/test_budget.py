@@ -18,14 +18,14 @@ from qkflow.data import Corpus, CorpusConfig, Split, open_corpus, windows
 from qkflow.errors import UsageError
 from qkflow.experiment import budget as module
 from qkflow.experiment import plan as planning
-from qkflow.experiment.budget import PREFERENCES, Choice, choose, options, predicted
+from qkflow.experiment.budget import PREFERENCES, BudgetChoice, choose, options, predicted
 from qkflow.experiment.matching import Shape, shape
-from qkflow.experiment.request import Request
+from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.timing import Workload, evaluated, makespan, tuning_steps
 from qkflow.formatting import format_duration
 from qkflow.training.budget import Speed
 
-Ask = Callable[..., Request]
+Ask = Callable[..., ExperimentSpec]
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -45,7 +45,7 @@ class Machine:
         costs[1:] = [cost * self.slower for cost in costs[1:]]
         return tuple(Speed(step=cost * made.step_tokens, token=cost / 3, answer=cost) for cost in costs)
 
-    def choose(self, request: Request, corpus: Corpus, jobs: int = 2) -> Choice:
+    def choose(self, request: ExperimentSpec, corpus: Corpus, jobs: int = 2) -> BudgetChoice:
         return choose(
             request, corpus, jobs=jobs, measure=self.measure, notice=self.notices.append, clock=lambda: self.now
         )
@@ -58,15 +58,15 @@ def _shapes_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def remembered(request: Request, name: str, vocabulary: int, instance: int | None) -> Shape:
+def remembered(request: ExperimentSpec, name: str, vocabulary: int, instance: int | None) -> Shape:
     if plain(request) != request:
         return remembered(plain(request), name, vocabulary, instance)
     return shape(request, name, vocabulary, instance)
 
 
-def plain(request: Request) -> Request:
+def plain(request: ExperimentSpec) -> ExperimentSpec:
     """The request without what its shape does not depend on."""
-    return Request(
+    return ExperimentSpec(
         corpus=CorpusConfig(), arms=request.arms, model=request.model, context=request.context, batch=request.batch
     )
 
@@ -80,7 +80,7 @@ def corpus(ask: Ask) -> Corpus:
 def open_ask(ask: Ask) -> Ask:
     """A request that leaves everything to the budget, for a text without an end."""
 
-    def make(**changes: Any) -> Request:
+    def make(**changes: Any) -> ExperimentSpec:
         free = {"model": None, "tokens": None, "seeds": None, "context": None, "batch": None, "passes": 1e9}
         return ask(**{**free, **changes})
 

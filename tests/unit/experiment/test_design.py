@@ -22,16 +22,16 @@ from qkflow.errors import UsageError
 from qkflow.experiment.design import Design, folder_names, jobs, read_design, write_design
 from qkflow.experiment.matching import shape, steps_of, whole
 from qkflow.experiment.plan import plan, shared_out
-from qkflow.experiment.request import Request
+from qkflow.experiment.spec import ExperimentSpec
 from qkflow.mechanisms import StandardAttention, StandardConfig, register
 from qkflow.models import Decoder, DecoderConfig, parameters
 from qkflow.training.schedule import multiplier
 
-Ask = Callable[..., Request]
+Ask = Callable[..., ExperimentSpec]
 ARMS = ("standard", "differential", "standard:key_heads=1", "standard:window=16")
 
 
-def designed(request: Request, engine: Any) -> Design:
+def designed(request: ExperimentSpec, engine: Any) -> Design:
     return plan(request, engine, notice=lambda text: None, command=("qkflow", "compare"))
 
 

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from qkflow.errors import UsageError
-from qkflow.experiment.executors.base import Done, Engine, Need, make_engine
-from qkflow.experiment.executors.local import LocalEngine
+from qkflow.experiment.executors.base import CallResult, Executor, Resources, make_executor
+from qkflow.experiment.executors.local import LocalExecutor
 from qkflow.experiment.plan import plan
-from qkflow.experiment.request import Request
-from qkflow.experiment.run import run_experiment
-from qkflow.experiment.run_status import read_attempts
+from qkflow.experiment.run_status import read_status
+from qkflow.experiment.runner import run_experiment
+from qkflow.experiment.spec import ExperimentSpec
 from qkflow.training.run_dir import finished
 
-NEED = Need()
+NEED = Resources()
 CALLED = """
 import os, signal, threading
 def double(x):
@@ -87,8 +87,8 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(place)
 
 
-def work(function: Callable[[Any], Any], *arguments: Any, at_once: int = 2) -> list[Done]:
-    with LocalEngine() as engine:
+def work(function: Callable[[Any], Any], *arguments: Any, at_once: int = 2) -> list[CallResult]:
+    with LocalExecutor() as engine:
         found = [done for done in engine.work(function, arguments, at_once=at_once, need=NEED) if done is not None]
     return sorted(found, key=lambda done: done.index)
 
@@ -119,7 +119,7 @@ def test_calls_see_the_environment_of_their_caller(called: Any, monkeypatch: pyt
 def test_stopping_sends_a_signal_and_begins_nothing_more(called: Any, tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in "abc"]
     found = []
-    with LocalEngine() as engine:
+    with LocalExecutor() as engine:
         for done in engine.work(called.wait_for_term, files, at_once=2, need=NEED):
             if all(Path(file).exists() for file in files[:2]):
                 engine.stop()
@@ -129,7 +129,7 @@ def test_stopping_sends_a_signal_and_begins_nothing_more(called: Any, tmp_path: 
 
 
 def test_leaving_the_engine_ends_its_processes(called: Any, tmp_path: Path) -> None:
-    with LocalEngine() as engine:
+    with LocalExecutor() as engine:
         calls = engine.work(called.wait_for_term, [str(tmp_path / "a")], at_once=1, need=NEED)
         assert next(calls) is None
         process = engine._running[0].process
@@ -141,25 +141,25 @@ def test_leaving_the_engine_ends_its_processes(called: Any, tmp_path: Path) -> N
 
 def test_an_unknown_engine_is_answered_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match="unknown engine 'locale': did you mean 'local'"):
-        make_engine("locale")
+        make_executor("locale")
     with pytest.raises(UsageError, match="choose the engine ray"):
-        make_engine("local", address="10.0.0.1:6379")
+        make_executor("local", address="10.0.0.1:6379")
 
 
 def test_ray_that_is_absent_is_answered_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UsageError, match=r"pip install 'qkflow\[ray\]'"), make_engine("ray"):
+    with pytest.raises(UsageError, match=r"pip install 'qkflow\[ray\]'"), make_executor("ray"):
         pass
 
 
 def test_engines_keep_the_protocol(inline: Any) -> None:
-    assert isinstance(LocalEngine(), Engine)
-    assert isinstance(inline(), Engine)
+    assert isinstance(LocalExecutor(), Executor)
+    assert isinstance(inline(), Executor)
 
 
 @pytest.mark.usefixtures("plugin")
 def test_an_arm_that_breaks_is_on_record_and_the_others_finish(
-    ask: Callable[..., Request], watcher: Any, tmp_path: Path
+    ask: Callable[..., ExperimentSpec], watcher: Any, tmp_path: Path
 ) -> None:
     study = tmp_path / "study"
     arms = ("standard", "broken:kind=raises", "broken:kind=exits", "broken:kind=diverges")
@@ -169,16 +169,16 @@ def test_an_arm_that_breaks_is_on_record_and_the_others_finish(
     assert reasons["broken:kind=exits seed 0"] == "its process left with code 7"
     assert reasons["broken:kind=diverges seed 0"].startswith("the loss of step 1 is not finite")
     assert finished(study / "runs" / "standard" / "seed-0") is not None
-    records = {kind: read_attempts(study / "runs" / f"broken_kind={kind}" / "seed-0") for kind in ("exits", "diverges")}
+    records = {kind: read_status(study / "runs" / f"broken_kind={kind}" / "seed-0") for kind in ("exits", "diverges")}
     assert (records["exits"].attempts, records["exits"].failed_for_good) == (3, False)
     assert (records["diverges"].attempts, records["diverges"].failed_for_good) == (1, True)
 
 
 @pytest.mark.usefixtures("plugin")
-def test_an_arm_that_cannot_be_measured_does_not_stop_the_planning(ask: Callable[..., Request]) -> None:
+def test_an_arm_that_cannot_be_measured_does_not_stop_the_planning(ask: Callable[..., ExperimentSpec]) -> None:
     notices: list[str] = []
     request = ask(arms=("broken", "standard"), tokens=None, budget=60.0, passes=1000.0)
-    with LocalEngine() as engine:
+    with LocalExecutor() as engine:
         design = plan(request, engine, notice=notices.append)
     assert "the speed of broken could not be measured: RuntimeError: a mechanism of mine" in notices
     assert all(arm.seconds_per_step is not None for arm in design.arms)

@@ -14,12 +14,12 @@ from qkflow.errors import DivergenceError, UsageError
 from qkflow.experiment import worker
 from qkflow.experiment.design import jobs, read_design
 from qkflow.experiment.extension import extend
-from qkflow.experiment.request import Request
-from qkflow.experiment.run import run_experiment
-from qkflow.experiment.run_status import read_attempts
+from qkflow.experiment.run_status import read_status
+from qkflow.experiment.runner import run_experiment
+from qkflow.experiment.spec import ExperimentSpec
 from qkflow.io import checksum
 
-Ask = Callable[..., Request]
+Ask = Callable[..., ExperimentSpec]
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_run_that_failed_for_good_stays_so_in_the_extension(
     engine = inline()
     run_experiment(extend(tmp_path / "old", seeds=2), tmp_path / "new", engine=engine, observer=watcher)
     assert len(engine.calls) == 2
-    assert read_attempts(tmp_path / "new" / "runs" / "differential" / "seed-0").failed_for_good
+    assert read_status(tmp_path / "new" / "runs" / "differential" / "seed-0").failed_for_good
     assert watcher.failures == [("differential seed 0", "too fast")]
 
 

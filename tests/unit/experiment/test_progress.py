@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from qkflow.experiment.design import Design, Job, jobs
+from qkflow.experiment.design import Design, PlannedRun, jobs
 from qkflow.experiment.plan import plan
-from qkflow.experiment.progress import Meter, tail
-from qkflow.experiment.request import Request
+from qkflow.experiment.progress import ProgressMeter, tail
+from qkflow.experiment.spec import ExperimentSpec
 
 
 @pytest.fixture
-def design(ask: Callable[..., Request], inline: Any) -> Design:
+def design(ask: Callable[..., ExperimentSpec], inline: Any) -> Design:
     """Four runs of a hundred steps, two at a time."""
     return plan(ask(tokens=100 * 64), inline(), notice=lambda text: None)
 
@@ -28,7 +28,7 @@ class Clock:
         return self.now
 
 
-def write(study: Path, job: Job, step: int) -> None:
+def write(study: Path, job: PlannedRun, step: int) -> None:
     (study / job.folder).mkdir(parents=True, exist_ok=True)
     with open(study / job.folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"kind": "train", "step": step}) + "\n")
@@ -49,7 +49,7 @@ def test_the_last_whole_line_tells_the_step(tmp_path: Path) -> None:
 def test_speed_and_time_left_follow_from_what_was_done_in_this_session(design: Design, tmp_path: Path) -> None:
     clock, made = Clock(), jobs(design)
     write(tmp_path, made[0], 50)  # from an earlier session
-    meter = Meter(tmp_path, design, made, clock)
+    meter = ProgressMeter(tmp_path, design, made, clock)
     first = meter.read()
     assert (first.tokens, first.tokens_per_second, first.seconds_left, first.running) == (50 * 64, None, None, ())
     clock.now = 10.0
@@ -67,7 +67,7 @@ def test_speed_and_time_left_follow_from_what_was_done_in_this_session(design: D
 
 def test_finished_runs_count_whole_and_failed_ones_not_at_all(design: Design, tmp_path: Path) -> None:
     clock, made = Clock(), jobs(design)
-    meter = Meter(tmp_path, design, made, clock)
+    meter = ProgressMeter(tmp_path, design, made, clock)
     clock.now = 10.0
     write(tmp_path, made[1], 30)
     meter.finish(made[0])
@@ -80,7 +80,7 @@ def test_finished_runs_count_whole_and_failed_ones_not_at_all(design: Design, tm
 
 def test_what_was_finished_before_says_nothing_about_speed(design: Design, tmp_path: Path) -> None:
     clock, made = Clock(), jobs(design)
-    meter = Meter(tmp_path, design, made, clock)
+    meter = ProgressMeter(tmp_path, design, made, clock)
     for job in made[:2]:
         meter.count_as_old(job)
     clock.now = 10.0
@@ -94,7 +94,7 @@ def test_what_was_finished_before_says_nothing_about_speed(design: Design, tmp_p
 def test_a_run_that_went_back_to_its_checkpoint_does_not_count_twice(design: Design, tmp_path: Path) -> None:
     clock, made = Clock(), jobs(design)
     write(tmp_path, made[0], 60)
-    meter = Meter(tmp_path, design, made, clock)
+    meter = ProgressMeter(tmp_path, design, made, clock)
     (tmp_path / made[0].folder / "metrics.jsonl").write_text('{"step": 40}\n')
     clock.now = 10.0
     seen = meter.read()

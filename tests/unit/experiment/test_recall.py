@@ -14,23 +14,23 @@ from scipy.stats import t
 
 from qkflow.errors import UsageError
 from qkflow.experiment.answers import read_answers
-from qkflow.experiment.recall import LEVEL, Answered, Cell, Grid, Tally, recall, seeded
+from qkflow.experiment.metrics.recall import LEVEL, GridCell, RecallGrid, RunAnswers, Tally, recall, seed_mean
 
-NEEDLES = Grid(
+NEEDLES = RecallGrid(
     task="s-niah-1",
     chance=0.01,
     axes=("length", "depth"),
     context=32,
-    cells=tuple(Cell(length=length, depth=depth) for length in (32, 64) for depth in (0, 100)),
+    cells=tuple(GridCell(length=length, depth=depth) for length in (32, 64) for depth in (0, 100)),
 )
 
 
-def answered(seed: int, *right: int, questions: int = 10) -> Answered:
-    return Answered(seed=seed, tallies=tuple(Tally(instances=questions, questions=questions, right=n) for n in right))
+def answered(seed: int, *right: int, questions: int = 10) -> RunAnswers:
+    return RunAnswers(seed=seed, tallies=tuple(Tally(instances=questions, questions=questions, right=n) for n in right))
 
 
 def test_a_cell_counts_alike_in_every_mean_however_many_questions_it_has() -> None:
-    run = Answered(
+    run = RunAnswers(
         seed=0,
         tallies=(
             Tally(instances=1, questions=1, right=1),
@@ -69,7 +69,7 @@ def test_differences_are_those_of_the_seeds_that_both_arms_have() -> None:
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=25)
 def test_the_interval_is_students_and_never_leaves_what_an_accuracy_can_be(values: list[float]) -> None:
-    found = seeded(dict(enumerate(values)), least=0.0)
+    found = seed_mean(dict(enumerate(values)), least=0.0)
     assert found.mean == pytest.approx(statistics.fmean(values))
     if len(values) == 1:
         assert found.half is found.low is found.high is None
@@ -89,7 +89,7 @@ def test_an_arm_without_a_run_or_without_a_pair_is_there_and_says_nothing() -> N
 
 
 @pytest.mark.parametrize("run", [answered(0, 1, 2, 3), answered(0, 0, 0, 0, 0, questions=0)])
-def test_answers_that_do_not_fit_the_grid_are_refused(run: Answered) -> None:
+def test_answers_that_do_not_fit_the_grid_are_refused(run: RunAnswers) -> None:
     with pytest.raises(UsageError, match="altered"):
         recall(NEEDLES, {"standard": [run]})
 
@@ -125,7 +125,7 @@ def test_the_files_of_runs_are_put_together_and_missing_ones_left_out(tmp_path: 
     )
     assert found is not None
     assert (found.task, found.chance, found.axes, found.context) == ("mqar", 0.125, ("pairs",), 16)
-    assert found.cells == (Cell(pairs=1, length=16), Cell(pairs=2, length=16))
+    assert found.cells == (GridCell(pairs=1, length=16), GridCell(pairs=2, length=16))
     assert [run.seed for run in found.arms[1].runs] == [0]
     assert found.arms[1].overall.difference is not None
     assert found.arms[1].overall.difference.values == (-0.5,)

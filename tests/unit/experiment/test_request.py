@@ -11,10 +11,10 @@ import pytest
 from qkflow.config import from_dict, to_dict
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
-from qkflow.experiment.request import Request, differences
+from qkflow.experiment.spec import ExperimentSpec, differences
 from qkflow.models import DecoderConfig
 
-Ask = Callable[..., Request]
+Ask = Callable[..., ExperimentSpec]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_what_makes_no_sense_is_refused_in_one_line(ask: Ask, changes: dict[str,
 
 def test_a_request_comes_back_from_json_as_it_was(ask: Ask) -> None:
     for request in (ask(), ask(model=None, size="1m", learning_rates=(1e-3, 3e-3), budget=90.0, extends="there")):
-        assert from_dict(Request, json.loads(json.dumps(to_dict(request)))) == request
+        assert from_dict(ExperimentSpec, json.loads(json.dumps(to_dict(request)))) == request
 
 
 def test_equal_requests_do_not_differ(ask: Ask) -> None:

@@ -16,17 +16,17 @@ import pytest
 
 from qkflow.data import CorpusConfig
 from qkflow.errors import BusyError, DiskError, DivergenceError, Interrupted, UsageError
-from qkflow.experiment import run as run_module
+from qkflow.experiment import runner as run_module
 from qkflow.experiment import worker
 from qkflow.experiment.design import jobs, read_design
-from qkflow.experiment.request import Request
-from qkflow.experiment.run import run_experiment
-from qkflow.experiment.run_status import read_attempts
+from qkflow.experiment.run_status import read_status
+from qkflow.experiment.runner import run_experiment
+from qkflow.experiment.spec import ExperimentSpec
 from qkflow.io import checksum, locked
 from qkflow.training import read_metrics
 from qkflow.training.run_dir import finished
 
-Ask = Callable[..., Request]
+Ask = Callable[..., ExperimentSpec]
 
 
 def losses(study: Path) -> dict[str, float]:
@@ -75,7 +75,7 @@ def test_a_study_is_a_folder_of_finished_runs_and_its_design(
         "tokenizer.json",
         "weights.safetensors",
     }
-    record = read_attempts(study / "runs" / "standard" / "seed-0")
+    record = read_status(study / "runs" / "standard" / "seed-0")
     assert (record.attempts, record.failed, record.failed_for_good) == (1, None, False)
     assert record.peak_bytes is not None
     assert set(json.loads((study / "corpus.json").read_text())) == {"notes", "excerpts"}
@@ -179,13 +179,13 @@ def test_a_run_that_crashes_is_tried_three_times_and_does_not_stop_the_others(
         f"differential seed 0 crashed (RuntimeError: no memory): attempt {number} of 3 follows" for number in (2, 3)
     ]
     assert len(losses(study)) == 3
-    record = read_attempts(study / "runs" / "differential" / "seed-0")
+    record = read_status(study / "runs" / "differential" / "seed-0")
     assert (record.failed, record.failed_for_good) == ("RuntimeError: no memory", False)
     assert watcher.progress[-1].failed == 1
 
     run_experiment(None, study, engine=inline())  # now nothing is broken
     assert len(losses(study)) == 4
-    assert read_attempts(study / "runs" / "differential" / "seed-0").failed is None
+    assert read_status(study / "runs" / "differential" / "seed-0").failed is None
 
 
 def test_a_run_that_crashes_once_is_made_in_the_same_session(
@@ -205,7 +205,7 @@ def test_a_run_that_diverges_is_tried_once_and_never_again(
     run_experiment(ask(), study, engine=inline(), observer=watcher)
     assert sum("differential" in path for path in begun) == 2
     assert watcher.failures == [(f"differential seed {n}", "the loss of step 3 is not finite: all") for n in (0, 1)]
-    assert read_attempts(study / "runs" / "differential" / "seed-0").failed_for_good
+    assert read_status(study / "runs" / "differential" / "seed-0").failed_for_good
     run_experiment(None, study, engine=inline(), observer=watcher)
     assert sum("differential" in path for path in begun) == 2
     assert len(watcher.failures) == 4  # told again
@@ -334,7 +334,7 @@ def test_a_run_is_given_up_when_its_lock_stays_held(ask: Ask, inline: Any, watch
         run_experiment(None, study, engine=inline(), observer=watcher)
     assert [name for name, _ in watcher.failures] == ["standard seed 0"]
     assert "in use by another process" in watcher.failures[0][1]
-    assert not read_attempts(study / "runs" / "standard" / "seed-0").failed_for_good
+    assert not read_status(study / "runs" / "standard" / "seed-0").failed_for_good
     run_experiment(None, study, engine=inline())
     assert len(losses(study)) == 2
     assert replace(design, command=()) == read_design(study)

@@ -10,10 +10,10 @@ import pytest
 
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
-from qkflow.experiment.request import Request
-from qkflow.experiment.run import run_experiment
-from qkflow.experiment.run_status import Attempts, write_attempts
-from qkflow.experiment.summarise import run_folders, summarise
+from qkflow.experiment.run_status import RunStatus, write_status
+from qkflow.experiment.runner import run_experiment
+from qkflow.experiment.spec import ExperimentSpec
+from qkflow.experiment.summarise import read_result, run_folders
 from qkflow.models import DecoderConfig
 from qkflow.report import read_json, write_json
 
@@ -27,7 +27,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QKFLOW_CACHE", str(place / "cache"))
         run_experiment(
-            Request(
+            ExperimentSpec(
                 corpus=CorpusConfig(source=str(text)),
                 arms=("standard", "differential"),
                 model=DecoderConfig(width=16, layers=1, heads=2, hidden=600),
@@ -53,7 +53,7 @@ def documents(study: Path, arm: str, seed: int) -> np.ndarray:
 
 
 def test_the_difference_is_that_of_the_documents_files(study: Path) -> None:
-    found = summarise(study)
+    found = read_result(study)
     difference = found.comparisons[0].difference
     assert difference is not None
 
@@ -72,7 +72,7 @@ def test_the_difference_is_that_of_the_documents_files(study: Path) -> None:
 
 
 def test_every_arm_comes_with_its_cost_its_curves_and_its_tuning(study: Path) -> None:
-    found = summarise(study)
+    found = read_result(study)
     assert (found.finished, found.runs) == (8, 8)
     for arm in found.arms:
         assert abs(arm.parameters_off) <= 0.005
@@ -90,7 +90,7 @@ def test_every_arm_comes_with_its_cost_its_curves_and_its_tuning(study: Path) ->
 
 
 def test_a_summary_survives_the_way_through_its_file(study: Path, tmp_path: Path) -> None:
-    found = summarise(study)
+    found = read_result(study)
     assert read_json(write_json(found, tmp_path / "results.json")) == found
 
 
@@ -98,8 +98,8 @@ def test_a_run_that_failed_leaves_the_pairs_of_the_others(study: Path) -> None:
     lost = study / "runs" / "differential" / "seed-1"
     shutil.rmtree(lost)
     lost.mkdir()
-    write_attempts(lost, Attempts(attempts=1, failed="the loss went away", failed_for_good=True))
-    found = summarise(study)
+    write_status(lost, RunStatus(attempts=1, failed="the loss went away", failed_for_good=True))
+    found = read_result(study)
     difference = found.comparisons[0].difference
     assert difference is not None
     assert (difference.seeds, difference.low) == (1, None)
@@ -110,7 +110,7 @@ def test_a_run_that_failed_leaves_the_pairs_of_the_others(study: Path) -> None:
 
 def test_an_arm_without_any_run_is_undecided_and_not_an_error(study: Path) -> None:
     shutil.rmtree(study / "runs" / "differential")
-    found = summarise(study)
+    found = read_result(study)
     assert found.comparisons[0].difference is None
     assert found.verdicts[0].kind == "undecided"
     assert found.arms[1].mean is None
@@ -120,7 +120,7 @@ def test_a_study_without_any_run_is_summarised_too(study: Path) -> None:
     shutil.rmtree(study / "runs")
     shutil.rmtree(study / "tuning")
     (study / "corpus.json").unlink()
-    found = summarise(study)
+    found = read_result(study)
     assert found.finished == 0
     assert found.arms[0].learning_rate is None
 
@@ -131,13 +131,13 @@ def test_runs_that_scored_other_documents_are_not_compared(study: Path) -> None:
     rows["bytes"][0] += 1
     np.save(path, rows)
     with pytest.raises(UsageError, match="different documents"):
-        summarise(study)
+        read_result(study)
 
 
 def test_runs_from_different_machines_are_remarked_on(study: Path) -> None:
     path = study / "runs" / "standard" / "seed-0" / "environment.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "cpu": "another"}))
-    assert any("different machines" in remark for remark in summarise(study).remarks)
+    assert any("different machines" in remark for remark in read_result(study).remarks)
 
 
 def test_maps_are_drawn_from_the_first_finished_run_of_each_arm(study: Path) -> None:
@@ -153,4 +153,4 @@ def test_runs_too_short_to_match_what_they_should_are_remarked_on(study: Path) -
     design["request"]["match"] = "flops"
     design["arms"][1]["flops_per_token"] = round(1.1 * design["arms"][0]["flops_per_token"])
     path.write_text(json.dumps(design))
-    assert any("off by up to 10% from the baseline's" in remark for remark in summarise(study).remarks)
+    assert any("off by up to 10% from the baseline's" in remark for remark in read_result(study).remarks)

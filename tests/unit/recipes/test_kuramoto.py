@@ -13,7 +13,7 @@ from qkflow.errors import UsageError
 from qkflow.experiment.matching import shape
 from qkflow.experiment.stats.verdict import Verdict
 from qkflow.models import parameters
-from qkflow.recipes import Bits, ChangeInBits, Finding, direction, models, recipe
+from qkflow.recipes import BitsChange, BitsPerCharacter, Finding, direction, models, recipe
 
 OURS = ("kuramoto-1m", "kuramoto-5m", "kuramoto-code-1m", "kuramoto-code-5m", "frustrated-1m")
 BROUGHT = ("kuramoto-code-1m", "kuramoto-code-5m")
@@ -81,19 +81,19 @@ def test_figures_are_told_in_bits_with_the_digits_of_the_paper() -> None:
     told = about(recipe("frustrated-1m"), "enwik8")
     assert {"  standard: 1.611 bits a character", f"  {FRUSTRATED}: 1.5953 +- 0.0014 bits a character"} <= set(told)
     assert "  kuramoto: -0.012 to -0.010 bits a byte" in about(recipe("kuramoto-code-5m"), "my.py")
-    assert ChangeInBits(0.01).words == "+0.010 bits a byte"
+    assert BitsChange(0.01).words == "+0.010 bits a byte"
 
 
 @pytest.mark.parametrize("bits", [0.0, -1.0, 33.0, math.nan, math.inf])
 def test_what_is_no_number_of_bits_is_refused(bits: float) -> None:
     with pytest.raises(ValueError, match="above 0 and at most 32"):
-        Bits(bits)
+        BitsPerCharacter(bits)
 
 
 @pytest.mark.parametrize("bounds", [(0.0, None), (-0.1, 0.1), (0.2, 0.1), (math.nan, None), (0.1, math.inf)])
 def test_what_is_no_change_in_bits_is_refused(bounds: tuple[float, float | None]) -> None:
     with pytest.raises(ValueError, match="goes one way"):
-        ChangeInBits(*bounds)
+        BitsChange(*bounds)
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -13,7 +13,18 @@ from qkflow.errors import UsageError
 from qkflow.experiment.matching import shape
 from qkflow.experiment.stats.verdict import Verdict
 from qkflow.models import SIZES, Decoder, parameters
-from qkflow.recipes import RECIPES, Bits, Change, ChangeInBits, Finding, Outcome, Perplexity, Ratio, direction, recipe
+from qkflow.recipes import (
+    RECIPES,
+    BitsChange,
+    BitsPerCharacter,
+    Finding,
+    Outcome,
+    Perplexity,
+    PerplexityChange,
+    PublishedRatio,
+    direction,
+    recipe,
+)
 
 BROUGHT = {
     "coupled-corpora-pubmed": "gpt2",
@@ -77,11 +88,11 @@ def test_only_figures_of_the_paper_are_shown_as_published(name: str) -> None:
             assert found.derived is not None
             assert f"{claim.low}" in found.derived
             assert "derived" in claim.words
-        elif isinstance(claim, Bits):
+        elif isinstance(claim, BitsPerCharacter):
             assert {round(math.log2(claim.low), 9), claim.spread} - {None} <= PUBLISHED
-        elif isinstance(claim, Perplexity | ChangeInBits):
+        elif isinstance(claim, Perplexity | BitsChange):
             assert set(claim.bounds) <= PUBLISHED
-        elif isinstance(claim, Change):
+        elif isinstance(claim, PerplexityChange):
             assert claim.part in PUBLISHED
     assert {(ratio.quantity, ratio.published) for ratio in found.ratios} <= {
         ("variance over seeds", 8.0),
@@ -176,14 +187,14 @@ def test_accuracies_are_told_to_be_no_losses(name: str) -> None:
 def test_a_table_that_contradicts_itself_is_refused() -> None:
     found = recipe("coupled-60m")
     with pytest.raises(ValueError, match="one perplexity or nothing"):
-        replace(found, table={"a": Change(-0.1), "b": Perplexity(3.0)}, ratios=())
+        replace(found, table={"a": PerplexityChange(-0.1), "b": Perplexity(3.0)}, ratios=())
     with pytest.raises(ValueError, match="without the baseline's perplexity"):
         replace(found, table={"a": None, "b": Perplexity(3.0)}, ratios=())
     with pytest.raises(ValueError, match="neither way"):
         replace(found, table={"a": Perplexity(3.0), "b": Perplexity(2.9, 3.1)}, ratios=())
     with pytest.raises(ValueError, match="nothing was published of 'b'"):
         replace(found, table={"a": None, "b": None}, ratios=())
-    elsewhere = Ratio(quantity="seconds a token", arm="a", against="c", published=2.0)
+    elsewhere = PublishedRatio(quantity="seconds a token", arm="a", against="c", published=2.0)
     with pytest.raises(ValueError, match="arms in the table"):
         replace(found, table={"a": None, "b": Outcome("worse", "")}, ratios=(elsewhere,))
 
@@ -197,7 +208,7 @@ def test_what_is_no_perplexity_is_refused(bounds: tuple[float, float | None]) ->
 @pytest.mark.parametrize("part", [0.0, -1.0, math.nan, math.inf])
 def test_what_is_no_change_is_refused(part: float) -> None:
     with pytest.raises(ValueError, match="perplexity changes by"):
-        Change(part)
+        PerplexityChange(part)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from qkflow.cli import main, reproduce
 from qkflow.cli.reproduce import about, beside, ratios_beside
-from qkflow.recipes import RECIPES, Ratio, measured, recipe
+from qkflow.recipes import RECIPES, PublishedRatio, measured, recipe
 
-SPREADS = Ratio(quantity="variance over seeds", arm="standard+uncoupled", against="coupled", published=8.0)
-TIMES = Ratio(quantity="seconds a token", arm="coupled", against="standard", published=2.4)
+SPREADS = PublishedRatio(quantity="variance over seeds", arm="standard+uncoupled", against="coupled", published=8.0)
+TIMES = PublishedRatio(quantity="seconds a token", arm="coupled", against="standard", published=2.4)
 
 
 def shown(table: object) -> str:

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from qkflow.data import ByteTokenizer, CorpusConfig
-from qkflow.experiment.recall import Answered, Cell, Grid, Tally, recall
-from qkflow.experiment.stats.curves import Curve, Reach
-from qkflow.experiment.stats.differences import Difference, Spread
+from qkflow.experiment.metrics.recall import GridCell, RecallGrid, RunAnswers, Tally, recall
+from qkflow.experiment.stats.curves import CostRatio, Curve
+from qkflow.experiment.stats.differences import Difference, SpreadRatio
 from qkflow.experiment.stats.verdict import Verdict
-from qkflow.experiment.summary import ArmSummary, Comparison, Note, Summary
+from qkflow.experiment.summary import ArmSummary, Comparison, CorpusNote, ExperimentResult
 from qkflow.models import Decoder, DecoderConfig
 from qkflow.training import TrainConfig
 from qkflow.training.run_dir import begin, finish
@@ -50,7 +50,7 @@ def study(
     failed: Sequence[tuple[str, int]] = (),
     unfinished: bool = False,
     noise: float = 0.006,
-) -> Summary:
+) -> ExperimentResult:
     """A study's summary; `failed` names runs by arm and seed."""
     generator = np.random.default_rng(7)
     common = generator.normal(0, 0.02, seeds)
@@ -68,7 +68,7 @@ def study(
     margin = 0.005 * 2.31
     comparisons = tuple(_comparison(name, losses[name], losses[arms[0]]) for name in arms[1:])
     planned = len(arms) * seeds
-    return Summary(
+    return ExperimentResult(
         folder="runs/study",
         corpus="python-stdlib",
         digest="9f2c4e1ab7d05563" * 4,
@@ -87,11 +87,13 @@ def study(
         comparisons=comparisons,
         verdicts=tuple(_verdict(item, arms[0], margin) for item in comparisons),
         notes=(
-            Note(
+            CorpusNote(
                 name="compressibility", value="1.72 bits per byte", meaning="what LZMA needs; less means more repeats"
             ),
-            Note(name="vocabulary growth", value="0.63", meaning="exponent of distinct words over words (Heaps)"),
-            Note(name="document similarity", value="0.041", meaning="mean cosine of two documents' tf-idf vectors"),
+            CorpusNote(name="vocabulary growth", value="0.63", meaning="exponent of distinct words over words (Heaps)"),
+            CorpusNote(
+                name="document similarity", value="0.041", meaning="mean cosine of two documents' tf-idf vectors"
+            ),
         ),
         remarks=("One seed only: no interval can be given.",) if seeds == 1 else (),
         design={"arms": [{"name": name, "steps": 800} for name in arms], "seeds": seeds, "date": "2026-01-01"},
@@ -101,19 +103,19 @@ def study(
 
 
 GRIDS = {
-    "mqar": Grid(
+    "mqar": RecallGrid(
         task="mqar",
         chance=1 / 64,
         axes=("pairs",),
         context=64,
-        cells=tuple(Cell(pairs=pairs, length=64) for pairs in (4, 8, 16, 32)),
+        cells=tuple(GridCell(pairs=pairs, length=64) for pairs in (4, 8, 16, 32)),
     ),
-    "s-niah-2": Grid(
+    "s-niah-2": RecallGrid(
         task="s-niah-2",
         chance=0.001,
         axes=("length", "depth"),
         context=256,
-        cells=tuple(Cell(length=n, depth=d) for n in (256, 512, 1024, 2048) for d in (0, 25, 50, 75, 100)),
+        cells=tuple(GridCell(length=n, depth=d) for n in (256, 512, 1024, 2048) for d in (0, 25, 50, 75, 100)),
     ),
 }
 """Grids of tasks that nobody ran."""
@@ -121,7 +123,7 @@ GRIDS = {
 
 def task(
     arms: Sequence[str] = ("standard", "differential"), *, name: str = "mqar", seeds: int = 3, **options: Any
-) -> Summary:
+) -> ExperimentResult:
     """A study on a task: later arms remember less, and all less of more."""
     summary = replace(study(arms, seeds=seeds, **options), corpus=name, unit="answer token", notes=())
     told = [replace(item, sentence=item.sentence.replace("per byte", "per answer token")) for item in summary.verdicts]
@@ -129,9 +131,9 @@ def task(
     grid, generator = GRIDS[name], np.random.default_rng(3)
     harder = np.array([_hardness(cell) for cell in grid.cells])
 
-    def answered(index: int, seed: int) -> Answered:
+    def answered(index: int, seed: int) -> RunAnswers:
         chances = np.clip(1.02 - harder * (0.3 + 0.25 * index) + generator.normal(0, 0.02), grid.chance, 1)
-        return Answered(seed=seed, tallies=tallies(dict(enumerate(generator.binomial(50, chances)))))
+        return RunAnswers(seed=seed, tallies=tallies(dict(enumerate(generator.binomial(50, chances)))))
 
     runs = {arm.name: [answered(n, seed) for seed in arm.seeds] for n, arm in enumerate(summary.arms)}
     return replace(summary, recall=recall(grid, runs) if any(runs.values()) else None)
@@ -142,7 +144,7 @@ def tallies(right: Mapping[int, int], questions: int = 50) -> tuple[Tally, ...]:
     return tuple(Tally(instances=questions, questions=questions, right=int(found)) for found in right.values())
 
 
-def _hardness(cell: Cell) -> float:
+def _hardness(cell: GridCell) -> float:
     if cell.pairs is not None:
         return math.log2(cell.pairs / 4) / 2.5
     return math.log2((cell.length or 256) / 128) / 4 * (1.3 - (cell.depth or 0) / 100)
@@ -214,7 +216,7 @@ def _comparison(name: str, arm: dict[int, float], baseline: dict[int, float]) ->
     )
     own, other = (statistics.stdev(x.values()) if len(x) > 2 else None for x in (arm, baseline))
     ratio = math.exp(mean * 8)
-    reach = Reach(
+    reach = CostRatio(
         tokens=ratio,
         tokens_low=ratio * 0.9 if n > 1 else None,
         tokens_high=ratio * 1.1 if n > 1 else None,
@@ -226,7 +228,7 @@ def _comparison(name: str, arm: dict[int, float], baseline: dict[int, float]) ->
     )
     steady = None
     if own is not None and other is not None:
-        steady = Spread(arm=own, baseline=other, ratio=own / other, low=0.6, high=1.7, p=0.41)
+        steady = SpreadRatio(arm=own, baseline=other, ratio=own / other, low=0.6, high=1.7, p=0.41)
     return Comparison(
         arm=name, difference=difference, p_holm=None if p is None else min(1.0, 2 * p), spread=steady, reach=reach
     )

@@ -8,27 +8,33 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qkflow.experiment.sharpen.summary import (
-    Change,
-    Example,
-    Metric,
+from qkflow.experiment.metrics.rationale import (
+    AttentionExample,
+    MetricChange,
     MetricName,
-    Point,
-    Reading,
-    Sharpened,
-    SharpenedArm,
+    MetricSummary,
+    RationaleArm,
+    RationaleMetric,
+    RationaleSummary,
+    TrainingPoint,
 )
 
 ARMS = ("r = 1", "r = 5", "r = 20", "r = 1 to 40")
 METRICS = (
-    Metric(name="performance", title="accuracy", unit="percent", better="higher", told="The part answered rightly."),
-    Metric(name="mass", title="mass", unit="percent", better="higher", told="Attention on the rationale."),
-    Metric(name="confident", title="AC(0.5)", unit="percent", better="higher", told="Instances with a mass of 0.5."),
-    Metric(name="comprehensiveness", title="comprehensiveness", unit="", better="higher", told="Lost without them."),
-    Metric(name="sufficiency", title="sufficiency", unit="", better="lower", told="Lost with them alone."),
-    Metric(name="random", title="random words", unit="", better="neither", told="The floor."),
-    Metric(name="gradient", title="gradient's words", unit="", better="neither", told="A yardstick."),
-    Metric(name="effective", title="effective tokens", unit="tokens", better="neither", told="exp(entropy)."),
+    RationaleMetric(
+        name="performance", title="accuracy", unit="percent", better="higher", told="The part answered rightly."
+    ),
+    RationaleMetric(name="mass", title="mass", unit="percent", better="higher", told="Attention on the rationale."),
+    RationaleMetric(
+        name="confident", title="AC(0.5)", unit="percent", better="higher", told="Instances with a mass of 0.5."
+    ),
+    RationaleMetric(
+        name="comprehensiveness", title="comprehensiveness", unit="", better="higher", told="Lost without them."
+    ),
+    RationaleMetric(name="sufficiency", title="sufficiency", unit="", better="lower", told="Lost with them alone."),
+    RationaleMetric(name="random", title="random words", unit="", better="neither", told="The floor."),
+    RationaleMetric(name="gradient", title="gradient's words", unit="", better="neither", told="A yardstick."),
+    RationaleMetric(name="effective", title="effective tokens", unit="tokens", better="neither", told="exp(entropy)."),
 )
 START: dict[MetricName, float] = {
     "performance": 0.924,
@@ -53,13 +59,15 @@ GAIN: dict[MetricName, float] = {
 TEXT = ("the", "author", "that", "the", "guards", "next", "to", "the", "old", "house", "like")
 
 
-def study(arms: Sequence[str] = ARMS, *, seeds: int = 5, examples: int = 2, words: Sequence[str] = TEXT) -> Sharpened:
+def study(
+    arms: Sequence[str] = ARMS, *, seeds: int = 5, examples: int = 2, words: Sequence[str] = TEXT
+) -> RationaleSummary:
     """A study's findings; without seeds, nothing has finished yet."""
     made = tuple(_arm(index, name, seeds) for index, name in enumerate(arms))
     changes = tuple(
         _change(arm, made[0], metric) for metric in METRICS for arm in made[1:] if arm.readings[metric.name].by_seed
     )
-    return Sharpened(
+    return RationaleSummary(
         task="agreement (built-in grammar)",
         digest="9f2c4e1ab7d05563" * 4,
         kind="classification",
@@ -89,17 +97,17 @@ def study(arms: Sequence[str] = ARMS, *, seeds: int = 5, examples: int = 2, word
     )
 
 
-def _arm(index: int, name: str, seeds: int) -> SharpenedArm:
+def _arm(index: int, name: str, seeds: int) -> RationaleArm:
     generator = np.random.default_rng(index)
-    readings: dict[MetricName, Reading] = {}
+    readings: dict[MetricName, MetricSummary] = {}
     for metric in METRICS:
         middle = START[metric.name] + index * GAIN[metric.name]
         top = 1.0 if metric.unit == "percent" else math.inf
         each = [min(top, float(middle + 0.01 * generator.normal())) for _ in range(seeds)]
-        readings[metric.name] = Reading(mean=statistics.fmean(each) if each else None, by_seed=tuple(each))
+        readings[metric.name] = MetricSummary(mean=statistics.fmean(each) if each else None, by_seed=tuple(each))
     taus = np.linspace(0, 1, 21)
     curve = [(float(tau), float(1 / (1 + math.exp(12 * (tau - 0.42 - 0.12 * index))))) for tau in taus] if seeds else []
-    return SharpenedArm(
+    return RationaleArm(
         name=name,
         told="only the queries and keys learn at this speed" if index else "everything learns at one speed",
         lr=0.01 if seeds else None,
@@ -108,17 +116,17 @@ def _arm(index: int, name: str, seeds: int) -> SharpenedArm:
         readings=readings,
         curve=tuple(curve),
         paths=tuple(_path(index, seed) for seed in range(seeds)),
-        at_equal_loss=Reading(mean=0.3 + 0.15 * index, by_seed=(0.3 + 0.15 * index,) * seeds) if seeds else None,
+        at_equal_loss=MetricSummary(mean=0.3 + 0.15 * index, by_seed=(0.3 + 0.15 * index,) * seeds) if seeds else None,
         by_kind={"simple": {"performance": 0.99, "mass": 0.6}, "across a clause": {"performance": 0.8, "mass": 0.2}},
         failures=() if seeds else ("seed 0: the loss was not finite at step 12",),
     )
 
 
-def _path(index: int, seed: int) -> tuple[Point, ...]:
+def _path(index: int, seed: int) -> tuple[TrainingPoint, ...]:
     generator = np.random.default_rng([index, seed])
     losses = [0.69 * math.exp(-0.25 * n) + 0.002 for n in range(17)]
     return tuple(
-        Point(
+        TrainingPoint(
             step=40 * n,
             loss=float(loss * math.exp(0.05 * generator.normal())),
             mass=float((0.38 + 0.15 * index) * (1 - math.exp(-0.3 * n)) + 0.1 + 0.01 * generator.normal()),
@@ -128,20 +136,20 @@ def _path(index: int, seed: int) -> tuple[Point, ...]:
     )
 
 
-def _change(arm: SharpenedArm, baseline: SharpenedArm, metric: Metric) -> Change:
+def _change(arm: RationaleArm, baseline: RationaleArm, metric: RationaleMetric) -> MetricChange:
     ours, theirs = arm.readings[metric.name].by_seed, baseline.readings[metric.name].by_seed
     apart = [a - b for a, b in zip(ours, theirs, strict=True)]
     mean = statistics.fmean(apart)
     if len(apart) == 1:
-        return Change(arm=arm.name, metric=metric.name, mean=mean, low=None, high=None, p=None, p_holm=None)
+        return MetricChange(arm=arm.name, metric=metric.name, mean=mean, low=None, high=None, p=None, p_holm=None)
     half = 2.8 * statistics.stdev(apart) / math.sqrt(len(apart))
     p = min(1.0, math.exp(-3 * abs(mean) / half))
-    return Change(
+    return MetricChange(
         arm=arm.name, metric=metric.name, mean=mean, low=mean - half, high=mean + half, p=p, p_holm=min(1.0, 3 * p)
     )
 
 
-def _example(number: int, arms: Sequence[str], words: Sequence[str]) -> Example:
+def _example(number: int, arms: Sequence[str], words: Sequence[str]) -> AttentionExample:
     generator = np.random.default_rng(number)
     rationale = min(1 + number, len(words) - 1)
     attention = {}
@@ -151,6 +159,6 @@ def _example(number: int, arms: Sequence[str], words: Sequence[str]) -> Example:
         shares = np.exp(scores) / np.exp(scores).sum()
         attention[name] = tuple(map(float, shares))
     predicted = {name: f"singular (0.{70 + 5 * index})" for index, name in enumerate(arms)}
-    return Example(
+    return AttentionExample(
         words=tuple(words), rationale=(rationale,), answer="singular", attention=attention, predicted=predicted
     )

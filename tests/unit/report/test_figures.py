@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from qkflow.experiment.summary import Summary
+from qkflow.experiment.summary import ExperimentResult
 from qkflow.mechanisms.base import Diagnostic
 from qkflow.report import figures
 from qkflow.report.exhibits import exhibit_groups
@@ -29,7 +29,7 @@ def inks(value: Any) -> list[dict[str, Any]]:
     return [found for item in value for found in inks(item)] if isinstance(value, list | tuple) else []
 
 
-def drawings(summary: Summary) -> list[dict[str, Any]]:
+def drawings(summary: ExperimentResult) -> list[dict[str, Any]]:
     curves = figures.curves(summary).values()
     return [*curves, figures.forest(summary), figures.strips(summary), figures.reach(summary)]
 

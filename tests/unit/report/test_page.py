@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from qkflow.experiment.summary import Summary
+from qkflow.experiment.summary import ExperimentResult
 from qkflow.report import write_report
 from qkflow.report.gallery import Gallery
 from qkflow.report.page import page
@@ -60,13 +60,13 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "window.Plotly = {};")
 
 
-def read(summary: Summary, gallery: Gallery | None = None) -> Document:
+def read(summary: ExperimentResult, gallery: Gallery | None = None) -> Document:
     return Document(page(summary, gallery or Gallery()))
 
 
 @pytest.fixture
-def shown(synthetic: ModuleType, tmp_path: Path) -> Callable[[Summary], Document]:
-    def make(summary: Summary) -> Document:
+def shown(synthetic: ModuleType, tmp_path: Path) -> Callable[[ExperimentResult], Document]:
+    def make(summary: ExperimentResult) -> Document:
         names = [arm.name for arm in summary.arms]
         runs = synthetic.folder(tmp_path, names, layers=1, excerpts=1, width=32)
         return Document(write_report(summary, tmp_path, tmp_path / "out" / "report.html", runs=runs).read_text())
@@ -74,7 +74,9 @@ def shown(synthetic: ModuleType, tmp_path: Path) -> Callable[[Summary], Document
     return make
 
 
-def test_the_page_tells_the_study_in_its_order(synthetic: ModuleType, shown: Callable[[Summary], Document]) -> None:
+def test_the_page_tells_the_study_in_its_order(
+    synthetic: ModuleType, shown: Callable[[ExperimentResult], Document]
+) -> None:
     document = shown(synthetic.study(ARMS, tuned=True, failed=[("coupled", 1)]))
     assert document.headings == [
         "2 arms against standard on python-stdlib",
@@ -131,7 +133,7 @@ def test_scripts_are_named_by_their_hash_and_nothing_may_be_loaded(synthetic: Mo
 
 
 def test_hostile_text_is_text_wherever_it_comes_from(
-    synthetic: ModuleType, shown: Callable[[Summary], Document]
+    synthetic: ModuleType, shown: Callable[[ExperimentResult], Document]
 ) -> None:
     names = ("standard", *synthetic.HOSTILE)
     summary = synthetic.study(names, seeds=3, failed=[(names[1], 0)])
@@ -161,7 +163,7 @@ def test_hostile_text_is_text_wherever_it_comes_from(
 
 
 def test_data_for_the_script_cannot_end_its_element(
-    synthetic: ModuleType, shown: Callable[[Summary], Document]
+    synthetic: ModuleType, shown: Callable[[ExperimentResult], Document]
 ) -> None:
     document = shown(synthetic.study(("standard", *synthetic.HOSTILE), seeds=2))
     assert len(document.scripts) == 3
@@ -198,7 +200,7 @@ def test_what_is_missing_is_said(synthetic: ModuleType) -> None:
 
 
 def test_everything_that_is_referred_to_is_there_once(
-    synthetic: ModuleType, shown: Callable[[Summary], Document]
+    synthetic: ModuleType, shown: Callable[[ExperimentResult], Document]
 ) -> None:
     document = shown(synthetic.study(ARMS, tuned=True))
     ids = [attributes["id"] for _, attributes in document.elements if "id" in attributes]

@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from qkflow.experiment.recall import Recall, recall
-from qkflow.experiment.summary import Summary
+from qkflow.experiment.metrics.recall import RecallSummary, recall
+from qkflow.experiment.summary import ExperimentResult
 from qkflow.report import read_json, recall_rows, terminal, write_json, write_recall_csv
 from qkflow.report.gallery import Gallery
 from qkflow.report.page import page
@@ -27,13 +27,13 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "window.Plotly = {};")
 
 
-def printed(summary: Summary, width: int = 80) -> str:
+def printed(summary: ExperimentResult, width: int = 80) -> str:
     out = io.StringIO()
     Console(file=out, width=width, color_system=None).print(terminal(summary))
     return out.getvalue()
 
 
-def of(summary: Summary) -> Recall:
+def of(summary: ExperimentResult) -> RecallSummary:
     assert summary.recall is not None
     return summary.recall
 
@@ -59,7 +59,7 @@ def test_seeds_that_are_alike_get_no_interval_of_no_width(synthetic: ModuleType)
     grid = synthetic.GRIDS["mqar"]
     tallies = synthetic.tallies(dict.fromkeys(range(len(grid.cells)), 0))
     runs = {
-        name: [synthetic.Answered(seed=seed, tallies=tallies) for seed in (0, 1)] for name in ("standard", "qdelta")
+        name: [synthetic.RunAnswers(seed=seed, tallies=tallies) for seed in (0, 1)] for name in ("standard", "qdelta")
     }
     text = printed(replace(found, recall=recall(grid, runs)))
     assert "0.0 =" in text
@@ -85,7 +85,7 @@ def test_many_places_are_shown_in_several_tables(synthetic: ModuleType) -> None:
     cells = tuple(replace(grid.cells[0], pairs=10_000 + n) for n in range(17))
     runs = {
         name: [
-            synthetic.Answered(seed=seed, tallies=synthetic.tallies(dict.fromkeys(range(17), 20 + n + seed)))
+            synthetic.RunAnswers(seed=seed, tallies=synthetic.tallies(dict.fromkeys(range(17), 20 + n + seed)))
             for seed in (0, 1)
         ]
         for n, name in enumerate(ARMS)
@@ -99,7 +99,7 @@ def test_many_places_are_shown_in_several_tables(synthetic: ModuleType) -> None:
 def test_a_text_study_says_nothing_of_recall(synthetic: ModuleType) -> None:
     summary = synthetic.study(ARMS)
     text = page(summary, Gallery())
-    assert "Recall" not in text
+    assert "RecallSummary" not in text
     assert "bits per byte" in text
     assert "answer token" not in text + printed(summary)
     assert "accuracy" not in printed(summary).lower()
@@ -194,7 +194,7 @@ def test_the_sentence_says_which_way_and_how_sure(synthetic: ModuleType) -> None
     def told(*pairs: tuple[int, int]) -> str:
         runs = {
             name: [
-                synthetic.Answered(seed=seed, tallies=synthetic.tallies({0: pair[n]}))
+                synthetic.RunAnswers(seed=seed, tallies=synthetic.tallies({0: pair[n]}))
                 for seed, pair in enumerate(pairs)
             ]
             for n, name in enumerate(("standard", "arm"))

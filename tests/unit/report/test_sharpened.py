@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qkflow.experiment.sharpen.summary import Reading, Sharpened
+from qkflow.experiment.metrics.rationale import MetricSummary, RationaleSummary
 from qkflow.report import write_sharpened
 from qkflow.report.sharpened import MOST_EXAMPLES, sharpened_page
 from qkflow.report.shell import typeset
@@ -129,7 +129,7 @@ def test_hostile_text_is_text_wherever_it_comes_from(synthetic: ModuleType, made
 def test_a_study_with_little_in_it_has_a_page(
     made: ModuleType, document: Any, seeds: int, arms: tuple[str, ...]
 ) -> None:
-    found: Sharpened = made.study(("r = 1",), seeds=seeds, examples=0)
+    found: RationaleSummary = made.study(("r = 1",), seeds=seeds, examples=0)
     found = made.study(arms, seeds=seeds, examples=0) if arms else replace(found, arms=(), changes=(), finished=0)
     text = document(sharpened_page(found)).text
     assert ("There is no answer yet." in text) == (seeds == 0)
@@ -142,7 +142,7 @@ def test_a_study_with_little_in_it_has_a_page(
 
 def test_what_is_not_known_is_a_dash_and_not_a_zero(made: ModuleType, document: Any) -> None:
     found = made.study(("r = 1", "r = 20"), seeds=3)
-    unknown = Reading(mean=None, by_seed=())
+    unknown = MetricSummary(mean=None, by_seed=())
     arms = tuple(
         replace(arm, readings={**arm.readings, "mass": unknown}, curve=(), at_equal_loss=None) for arm in found.arms
     )

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from qkflow.experiment.sharpen.summary import Change, Point, Sharpened
+from qkflow.experiment.metrics.rationale import MetricChange, RationaleSummary, TrainingPoint
 from qkflow.report import sharpened_csv, sharpened_figures, sharpened_json, sharpened_rows, sharpened_terminal
 
 
@@ -20,7 +20,7 @@ def made(synthetic: ModuleType) -> ModuleType:
     return synthetic.beside("synthetic_sharpened")
 
 
-def printed(found: Sharpened, *, colours: bool = False) -> str:
+def printed(found: RationaleSummary, *, colours: bool = False) -> str:
     out = io.StringIO()
     system = "standard" if colours else None
     Console(file=out, width=80, force_terminal=colours, color_system=system).print(sharpened_terminal(found))
@@ -70,7 +70,7 @@ def test_a_change_is_decided_by_its_corrected_p_and_the_metrics_direction(
     made: ModuleType, name: str, mean: float, p_holm: float | None, expected: str
 ) -> None:
     metric = next(one for one in made.METRICS if one.name == name)
-    change = Change(arm="r = 20", metric=metric.name, mean=mean, low=None, high=None, p=0.001, p_holm=p_holm)
+    change = MetricChange(arm="r = 20", metric=metric.name, mean=mean, low=None, high=None, p=0.001, p_holm=p_holm)
     assert sharpened_rows.decided(metric, change, 0.95) == expected
 
 
@@ -90,7 +90,7 @@ def test_the_path_has_a_thin_line_a_seed_and_a_bold_mean_on_the_log_scale(made: 
 def test_points_without_a_place_on_the_axis_are_left_out(made: ModuleType) -> None:
     found = made.study(("r = 1",), seeds=1)
     path = tuple(
-        Point(step=n, loss=loss, mass=0.5, performance=1.0) for n, loss in enumerate((1.0, 0.0, math.nan, 0.5))
+        TrainingPoint(step=n, loss=loss, mass=0.5, performance=1.0) for n, loss in enumerate((1.0, 0.0, math.nan, 0.5))
     )
     figure = sharpened_figures.path(replace(found, arms=(replace(found.arms[0], paths=(path,)),)))
     assert [trace["x"] for trace in figure["data"]] == [[1.0, 0.5], [1.0, 0.5]]
@@ -99,7 +99,7 @@ def test_points_without_a_place_on_the_axis_are_left_out(made: ModuleType) -> No
 @pytest.mark.parametrize(("lowest", "expected"), [(0.9, ("nticks", 5)), (0.05, ("dtick", "D2")), (1e-6, ("dtick", 1))])
 def test_ticks_follow_the_span_of_losses(made: ModuleType, lowest: float, expected: tuple[str, str | int]) -> None:
     found = made.study(("r = 1",), seeds=1)
-    path = tuple(Point(step=n, loss=loss, mass=0.5, performance=1.0) for n, loss in enumerate((1.0, lowest)))
+    path = tuple(TrainingPoint(step=n, loss=loss, mass=0.5, performance=1.0) for n, loss in enumerate((1.0, lowest)))
     figure = sharpened_figures.path(replace(found, arms=(replace(found.arms[0], paths=(path,)),)))
     assert expected in figure["layout"]["xaxis"].items()
 
@@ -114,7 +114,7 @@ def test_strips_join_the_runs_of_a_seed(made: ModuleType) -> None:
 
 
 def test_long_training_is_thinned_to_its_end(made: ModuleType) -> None:
-    points = [Point(step=n, loss=1.0, mass=0.5, performance=1.0) for n in range(1000)]
+    points = [TrainingPoint(step=n, loss=1.0, mass=0.5, performance=1.0) for n in range(1000)]
     kept = sharpened_rows.thinned(points)
     assert len(kept) <= sharpened_rows.MOST_POINTS
     assert kept[-1].step == 999
@@ -124,7 +124,7 @@ def test_json_holds_everything_and_nothing_json_has_not(
     synthetic: ModuleType, made: ModuleType, tmp_path: Path
 ) -> None:
     found = made.study(("r = 1", *synthetic.HOSTILE), seeds=2)
-    point = Point(step=1, loss=math.inf, mass=math.nan, performance=1.0)
+    point = TrainingPoint(step=1, loss=math.inf, mass=math.nan, performance=1.0)
     arms = (replace(found.arms[0], paths=((point,),)), *found.arms[1:])
     path = sharpened_json(replace(found, arms=arms), tmp_path / "results.json")
     plain = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))

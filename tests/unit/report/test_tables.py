@@ -4,7 +4,7 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from qkflow.experiment.summary import Summary
+from qkflow.experiment.summary import ExperimentResult
 from qkflow.report import rows, terminal
 
 EIGHT = (
@@ -19,7 +19,7 @@ EIGHT = (
 )
 
 
-def printed(summary: Summary, width: int = 80, *, colours: bool = False) -> str:
+def printed(summary: ExperimentResult, width: int = 80, *, colours: bool = False) -> str:
     out = io.StringIO()
     Console(file=out, width=width, force_terminal=colours, color_system="standard" if colours else None).print(
         terminal(summary)

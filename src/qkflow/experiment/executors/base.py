@@ -10,13 +10,13 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from qkflow.errors import UsageError, unknown
 
-EngineName = Literal["local", "ray"]
+ExecutorName = Literal["local", "ray"]
 
 _PASSED_ON = ("QKFLOW_", "HF_", "XDG_CACHE_HOME")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
+class Resources:
     """What one call takes of a machine."""
 
     threads: int = 1
@@ -26,7 +26,7 @@ class Need:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done:
+class CallResult:
     """A call that has come to its end."""
 
     index: int
@@ -38,13 +38,13 @@ class Done:
 
 
 @runtime_checkable
-class Engine(Protocol):
+class Executor(Protocol):
     """Calls a function in processes of their own, some at a time. Used in a `with` block."""
 
     patience: float
     """Seconds after which a process that was lost is surely dead, and its locks are free."""
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Executor:
         """Make ready."""
         ...
 
@@ -59,11 +59,11 @@ class Engine(Protocol):
         ...
 
     def work(
-        self, function: Callable[[Any], Any], arguments: Sequence[Any], *, at_once: int, need: Need
-    ) -> Iterator[Done | None]:
+        self, function: Callable[[Any], Any], arguments: Sequence[Any], *, at_once: int, need: Resources
+    ) -> Iterator[CallResult | None]:
         """Call `function` (of a module) with each argument, each in a fresh process, `at_once` of them at a time.
 
-        Yields a `Done` for each call, and `None` about twice a second, so that the caller can look around.
+        Yields a `CallResult` for each call, and `None` about twice a second, so that the caller can look around.
         """
         ...
 
@@ -72,23 +72,23 @@ class Engine(Protocol):
         ...
 
 
-def make_engine(name: str, *, address: str | None = None) -> Engine:
+def make_executor(name: str, *, address: str | None = None) -> Executor:
     """The engine of that name; `address` is that of a Ray cluster.
 
-    >>> len(make_engine("local").cores())
+    >>> len(make_executor("local").cores())
     1
     """
-    if name not in get_args(EngineName):
-        raise unknown("engine", name, get_args(EngineName))
+    if name not in get_args(ExecutorName):
+        raise unknown("engine", name, get_args(ExecutorName))
     if name == "ray":
-        from qkflow.experiment.executors.ray import RayEngine  # here: ray may be absent
+        from qkflow.experiment.executors.ray import RayExecutor  # here: ray may be absent
 
-        return RayEngine(address)
+        return RayExecutor(address)
     if address is not None:
         raise UsageError(f"the address {address!r} is one of a Ray cluster: choose the engine ray with it")
-    from qkflow.experiment.executors.local import LocalEngine
+    from qkflow.experiment.executors.local import LocalExecutor
 
-    return LocalEngine()
+    return LocalExecutor()
 
 
 def surroundings() -> dict[str, str]:

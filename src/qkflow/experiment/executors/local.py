@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, cast
 
-from qkflow.experiment.executors.base import Done, Need, surroundings
+from qkflow.experiment.executors.base import CallResult, Resources, surroundings
 from qkflow.experiment.worker import described
 
 Context = ForkServerContext | SpawnContext
@@ -31,7 +31,7 @@ class _Call:
     answer: Connection
 
 
-class LocalEngine:
+class LocalExecutor:
     """Runs calls on this machine's cores."""
 
     patience = 10.0
@@ -40,7 +40,7 @@ class LocalEngine:
         self._running: list[_Call] = []
         self._stopped = False
 
-    def __enter__(self) -> LocalEngine:
+    def __enter__(self) -> LocalExecutor:
         """Nothing to make ready."""
         return self
 
@@ -55,9 +55,9 @@ class LocalEngine:
         return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,)
 
     def work(
-        self, function: Callable[[Any], Any], arguments: Sequence[Any], *, at_once: int, need: Need
-    ) -> Iterator[Done | None]:
-        """See `Engine.work`. Threads are set by what is called, and the GPU is shared."""
+        self, function: Callable[[Any], Any], arguments: Sequence[Any], *, at_once: int, need: Resources
+    ) -> Iterator[CallResult | None]:
+        """See `Executor.work`. Threads are set by what is called, and the GPU is shared."""
         context, waiting = _context(), list(enumerate(arguments))
         try:
             while waiting or self._running:
@@ -66,7 +66,7 @@ class LocalEngine:
                     try:
                         self._running.append(_start(context, index, argument, function))
                     except (EOFError, OSError) as error:  # the server was killed; the next start brings up another
-                        yield Done(index=index, crash=f"its process could not be started ({described(error)})")
+                        yield CallResult(index=index, crash=f"its process could not be started ({described(error)})")
                 if not self._running:
                     return
                 ready = connection.wait([call.answer for call in self._running], _TICK)
@@ -101,7 +101,7 @@ def _start(context: Context, index: int, argument: Any, function: Callable[[Any]
     return _Call(index, process, cast(Connection, ours))
 
 
-def _collect(call: _Call) -> Done:
+def _collect(call: _Call) -> CallResult:
     """The answer of a call whose process has answered or died."""
     try:
         value, crash = call.answer.recv()
@@ -113,7 +113,7 @@ def _collect(call: _Call) -> Done:
     call.process.close()
     if crash == "":
         crash = f"its process left with code {code}" if (code or 0) >= 0 else _signalled(-(code or 0))
-    return Done(index=call.index, value=value, crash=crash)
+    return CallResult(index=call.index, value=value, crash=crash)
 
 
 def _signalled(number: int) -> str:

@@ -12,14 +12,14 @@ from types import TracebackType
 from typing import Any
 
 from qkflow.errors import UsageError
-from qkflow.experiment.executors.base import Done, Need, surroundings
+from qkflow.experiment.executors.base import CallResult, Resources, surroundings
 from qkflow.experiment.worker import described
 
 _TICK = 0.5
 _RETRIES = 3
 
 
-class RayEngine:
+class RayExecutor:
     """Runs calls on a Ray cluster: the one at `address` or in RAY_ADDRESS, or else one of its own on this machine."""
 
     patience = 60.0
@@ -29,7 +29,7 @@ class RayEngine:
         self._ours = self._stopped = False
         self._running: dict[Any, int] = {}
 
-    def __enter__(self) -> RayEngine:
+    def __enter__(self) -> RayExecutor:
         """Connect, or start a cluster."""
         if self._address == "local":  # read when ray is imported: a cluster of our own listens on loopback only
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -68,9 +68,9 @@ class RayEngine:
         return tuple(int(node["Resources"].get("CPU", 0)) for node in self._nodes())
 
     def work(
-        self, function: Callable[[Any], Any], arguments: Sequence[Any], *, at_once: int, need: Need
-    ) -> Iterator[Done | None]:
-        """See `Engine.work`. A task whose worker or node dies is begun again by Ray."""
+        self, function: Callable[[Any], Any], arguments: Sequence[Any], *, at_once: int, need: Resources
+    ) -> Iterator[CallResult | None]:
+        """See `Executor.work`. A task whose worker or node dies is begun again by Ray."""
         ray = self._ray
         self._refuse_unmet(need)
         # A process serves one call only: what memory a run takes is told by its process.
@@ -91,7 +91,7 @@ class RayEngine:
     def _nodes(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
-    def _refuse_unmet(self, need: Need) -> None:
+    def _refuse_unmet(self, need: Resources) -> None:
         """Refuse what no node could ever run: Ray would wait for such a node to come."""
         wanted = {"CPU": need.threads, "GPU": need.gpus}
         resources = [node["Resources"] for node in self._nodes()]
@@ -108,14 +108,14 @@ class RayEngine:
             for reference in self._running:
                 self._ray.cancel(reference, force=False)
 
-    def _collect(self, reference: Any) -> Done:
+    def _collect(self, reference: Any) -> CallResult:
         index = self._running.pop(reference)
         try:
-            return Done(index=index, value=self._ray.get(reference))
+            return CallResult(index=index, value=self._ray.get(reference))
         except self._ray.exceptions.RayTaskError as error:
-            return Done(index=index, crash=described(error.cause))
+            return CallResult(index=index, crash=described(error.cause))
         except self._ray.exceptions.RayError as error:
-            return Done(index=index, crash=described(error))
+            return CallResult(index=index, crash=described(error))
 
 
 def _call(environment: Mapping[str, str], function: Callable[[Any], Any], argument: Any) -> Any:

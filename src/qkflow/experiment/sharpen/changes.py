@@ -1,10 +1,7 @@
 r"""How far an arm lies from the baseline in a number that each test instance has, paired by seed and by instance.
 
-The equations are those of `qkflow.experiment.stats.paired`, an instance being a document of size one, but for seeds
-that agree to the last digit (s = 0): two that each gain one right answer, not the same one, do so by luck. V_int is what
-different instances under different seeds do to s^2 / n, is there to be seen, and takes its place. Where answers are right or
-wrong and nothing differs, 3 % of studies of two seeds and 60 instances come to an interval of no width without it; with
-it, simulated studies err in 6 % at most.
+The equations are those of `qkflow.experiment.stats.paired`, with documents of size one. Only seeds that agree to the
+last digit (s = 0) are treated differently: V_int then takes the place of s^2 / n.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-from qkflow.experiment.sharpen.summary import Change, MetricName
+from qkflow.experiment.metrics.rationale import MetricChange, MetricName
 from qkflow.experiment.stats.differences import holm
 from qkflow.experiment.stats.paired import crossed
 from qkflow.experiment.stats.t_dist import combined, half_width, tail
@@ -66,12 +63,12 @@ def changes(
     others: Mapping[str, Mapping[int, Mapping[str, np.ndarray]]],
     *,
     level: float,
-) -> tuple[Change, ...]:
+) -> tuple[MetricChange, ...]:
     """Every arm's runs (by seed) against the baseline's, in every metric; Holm's correction over arms, within a metric.
 
     Seeds that one of the two lacks, and instances without the number in any run of them, are left out.
     """
-    found: list[Change] = []
+    found: list[MetricChange] = []
     for metric in metrics:
         gaps: dict[str, Gap] = {}
         for arm, runs in others.items():
@@ -85,6 +82,6 @@ def changes(
         corrected = holm([one.p for one in gaps.values()])
         for (arm, one), p_holm in zip(gaps.items(), corrected, strict=True):
             found.append(
-                Change(arm=arm, metric=metric, mean=one.mean, low=one.low, high=one.high, p=one.p, p_holm=p_holm)
+                MetricChange(arm=arm, metric=metric, mean=one.mean, low=one.low, high=one.high, p=one.p, p_holm=p_holm)
             )
     return tuple(found)

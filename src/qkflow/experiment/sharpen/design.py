@@ -13,7 +13,7 @@ from qkflow.config import to_dict
 from qkflow.data.tasks import Task
 from qkflow.errors import UsageError
 from qkflow.experiment.sharpen.presets import Preset, model_for, preset_for
-from qkflow.experiment.sharpen.request import Arm, SharpenRequest, arms
+from qkflow.experiment.sharpen.request import ArmDesign, RationaleRequest, arms
 from qkflow.io import write_json
 from qkflow.training.tasks import TaskRunConfig
 
@@ -25,7 +25,7 @@ _POINTS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PlannedRun:
     """A run to be made."""
 
     arm: str
@@ -39,13 +39,13 @@ class Job:
 class SharpenDesign:
     """Everything a study is a function of, besides the task's content."""
 
-    request: SharpenRequest
+    request: RationaleRequest
     preset: Preset
     task: str
     digest: str
     base: TaskRunConfig
     """The baseline's config at its first learning rate; arms differ from it in how fast what learns."""
-    arms: tuple[Arm, ...]
+    arms: tuple[ArmDesign, ...]
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
     moments: tuple[int, ...]
@@ -57,12 +57,12 @@ class SharpenDesign:
         """The design as plain data."""
         return to_dict(self)
 
-    def tuning_jobs(self) -> list[Job]:
+    def tuning_jobs(self) -> list[PlannedRun]:
         """Every arm with every learning rate, where there are several."""
         if len(self.rates) < 2:
             return []
         return [
-            Job(
+            PlannedRun(
                 arm=arm.name,
                 folder=Path("tuning") / f"{_slug(arm.name)}-lr{rate:g}",
                 config=self._config(arm, rate, _TUNING_SEED),
@@ -72,10 +72,10 @@ class SharpenDesign:
             for arm in self.arms
         ]
 
-    def main_jobs(self, chosen: Mapping[str, float]) -> list[Job]:
+    def main_jobs(self, chosen: Mapping[str, float]) -> list[PlannedRun]:
         """Every arm that found a learning rate with every seed; all arms of a seed, then the next."""
         return [
-            Job(
+            PlannedRun(
                 arm=arm.name,
                 folder=Path("runs") / f"{_slug(arm.name)}-seed{seed}",
                 config=self._config(arm, chosen[arm.name], seed),
@@ -86,7 +86,7 @@ class SharpenDesign:
             if arm.name in chosen
         ]
 
-    def _config(self, arm: Arm, rate: float, seed: int) -> TaskRunConfig:
+    def _config(self, arm: ArmDesign, rate: float, seed: int) -> TaskRunConfig:
         return replace(
             self.base,
             lr=rate,
@@ -98,7 +98,7 @@ class SharpenDesign:
         )
 
 
-def design(request: SharpenRequest, task: Task) -> SharpenDesign:
+def design(request: RationaleRequest, task: Task) -> SharpenDesign:
     """The design that follows from a request and its task."""
     preset = preset_for(request.task)
     rates = preset.rates if request.rates is None else request.rates

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from qkflow.data.tasks import Task
-from qkflow.experiment.sharpen.summary import Metric
+from qkflow.experiment.metrics.rationale import RationaleMetric
 
 
-def metrics_of(task: Task, tau: float) -> tuple[Metric, ...]:
+def metrics_of(task: Task, tau: float) -> tuple[RationaleMetric, ...]:
     """The metrics of a task, in the order of a table's columns."""
     writes = task.kind == "generation"
     return (
-        Metric(
+        RationaleMetric(
             name="performance",
             title="F1" if writes else "accuracy",
             unit="percent",
@@ -19,49 +19,49 @@ def metrics_of(task: Task, tau: float) -> tuple[Metric, ...]:
             if writes
             else "The part of test instances answered rightly.",
         ),
-        Metric(
+        RationaleMetric(
             name="mass",
             title="mass",
             unit="percent",
             better="higher",
             told="Attention of the last token on the words that the answer rests on.",
         ),
-        Metric(
+        RationaleMetric(
             name="confident",
             title=f"AC({tau:g})",
             unit="percent",
             better="higher",
             told=f"The part of test instances with a mass of at least {tau:g} on those words.",
         ),
-        Metric(
+        RationaleMetric(
             name="comprehensiveness",
             title="comprehensiveness",
             unit="",
             better="higher",
             told="What the answer's probability loses when the words attended to most are deleted.",
         ),
-        Metric(
+        RationaleMetric(
             name="sufficiency",
             title="sufficiency",
             unit="",
             better="lower",
             told="What it loses when all other words are deleted.",
         ),
-        Metric(
+        RationaleMetric(
             name="random",
             title="random words",
             unit="",
             better="neither",
             told="Comprehensiveness of words drawn at random: the floor.",
         ),
-        Metric(
+        RationaleMetric(
             name="gradient",
             title="gradient's words",
             unit="",
             better="neither",
             told="Comprehensiveness of the words that the gradient names: a yardstick.",
         ),
-        Metric(
+        RationaleMetric(
             name="effective",
             title="effective tokens",
             unit="tokens",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from qkflow.data.tasks import Task, TaskConfig
-from qkflow.experiment.sharpen.request import SharpenRequest
+from qkflow.experiment.sharpen.request import RationaleRequest
 from qkflow.models import ClassifierConfig, DecoderConfig
 from qkflow.models.one_layer import OneLayerConfig
 from qkflow.training.tasks import ModelConfig
@@ -84,7 +84,7 @@ def _built_in(task: TaskConfig) -> bool:
     return task.name == "agreement" and task.data is None
 
 
-def model_for(request: SharpenRequest, task: Task) -> ModelConfig:
+def model_for(request: RationaleRequest, task: Task) -> ModelConfig:
     """The model that a task is studied with."""
     words, mechanism = len(task.words), request.mechanism
     match request.task.name:

@@ -14,7 +14,7 @@ from qkflow.probes.pooling import Pooling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arm:
+class ArmDesign:
     """One way to train: how many times as fast as the rest the QK circuit learns."""
 
     name: str
@@ -30,10 +30,10 @@ class Arm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharpenRequest:
+class RationaleRequest:
     """A question: does faster query-key learning sharpen attention on this task?
 
-    >>> [arm.name for arm in arms(SharpenRequest(ratios=(1.0, 20.0), growths=(40.0,)), published=None)]
+    >>> [arm.name for arm in arms(RationaleRequest(ratios=(1.0, 20.0), growths=(40.0,)), published=None)]
     ['r = 1', 'r = 20', 'r = 1 to 40']
     """
 
@@ -105,14 +105,14 @@ class SharpenRequest:
             raise UsageError(f"the mechanism {self.mechanism!r} has a ratio: give it as --ratios 1,20 or --growth 40")
 
 
-def arms(request: SharpenRequest, *, published: tuple[float, float] | None) -> tuple[Arm, ...]:
+def arms(request: RationaleRequest, *, published: tuple[float, float] | None) -> tuple[ArmDesign, ...]:
     """The arms of a request; `published` has the factors of the QK circuit and of the embeddings in the task's code."""
     found = [
-        Arm(name=f"r = {r:g}", told="all at one rate" if r == 1 else f"W_Q and W_K {r:g} times as fast", ratio=r)
+        ArmDesign(name=f"r = {r:g}", told="all at one rate" if r == 1 else f"W_Q and W_K {r:g} times as fast", ratio=r)
         for r in request.ratios
     ]
     found += [
-        Arm(name=f"r = 1 to {r:g}", told=f"W_Q and W_K up to {r:g} times as fast, growing", growth=r)
+        ArmDesign(name=f"r = 1 to {r:g}", told=f"W_Q and W_K up to {r:g} times as fast, growing", growth=r)
         for r in request.growths
     ]
     if request.published:
@@ -123,5 +123,5 @@ def arms(request: SharpenRequest, *, published: tuple[float, float] | None) -> t
             )
         qk, embeddings = published
         told = f"W_Q and W_K {qk:g} times as fast, and embeddings {embeddings:g} times"
-        found.append(Arm(name="published", told=told, ratio=qk, embeddings=embeddings))
+        found.append(ArmDesign(name="published", told=told, ratio=qk, embeddings=embeddings))
     return tuple(found)

@@ -14,12 +14,12 @@ import torch
 
 from qkflow.data.tasks import Task
 from qkflow.errors import DiskError, Interrupted
-from qkflow.experiment.executors.base import Engine, Need
-from qkflow.experiment.executors.local import LocalEngine
-from qkflow.experiment.sharpen.design import Job, SharpenDesign, design, refuse_foreign, write_design
-from qkflow.experiment.sharpen.request import SharpenRequest
+from qkflow.experiment.executors.base import Executor, Resources
+from qkflow.experiment.executors.local import LocalExecutor
+from qkflow.experiment.sharpen.design import PlannedRun, SharpenDesign, design, refuse_foreign, write_design
+from qkflow.experiment.sharpen.request import RationaleRequest
 from qkflow.experiment.sharpen.stored import read_path
-from qkflow.experiment.sharpen.worker import Ending, Order, make_run, record_failure
+from qkflow.experiment.sharpen.worker import RunOutcome, RunSpec, make_run, record_failure
 from qkflow.io import discard, locked, write_json
 from qkflow.training.environment import platform_record
 from qkflow.training.reproducibility import own_randomness
@@ -34,11 +34,11 @@ Progress = Callable[[int, int], None]
 
 
 def run_sharpen(
-    request: SharpenRequest,
+    request: RationaleRequest,
     task: Task,
     out: Path,
     *,
-    engine: Engine | None = None,
+    engine: Executor | None = None,
     notice: Notice = lambda _: None,
     progress: Progress = lambda _done, _all: None,
 ) -> SharpenDesign:
@@ -46,7 +46,7 @@ def run_sharpen(
     made = design(request, task)
     refuse_foreign(out, made)
     _refuse_what_cannot_learn(made, task)
-    with engine or LocalEngine() as where, locked(out / "lock"):
+    with engine or LocalExecutor() as where, locked(out / "lock"):
         for pattern in (".*.tmp", "*/.*.tmp"):
             for leftover in out.glob(pattern):
                 discard(leftover)
@@ -98,7 +98,7 @@ class _Session:
         study: Path,
         made: SharpenDesign,
         task: Task,
-        engine: Engine,
+        engine: Executor,
         stop: StopRequest,
         notice: Notice,
         progress: Progress,
@@ -108,7 +108,7 @@ class _Session:
         self.all = len(made.tuning_jobs()) + len(made.arms) * len(made.seeds)
         self.done = 0
 
-    def stage(self, jobs: Sequence[Job]) -> None:
+    def stage(self, jobs: Sequence[PlannedRun]) -> None:
         """Make these runs, those that are there already apart; what crashes is tried again after the others."""
         todo = [job for job in jobs if not (self.study / job.folder).exists()]
         self.done += len(jobs) - len(todo)
@@ -116,15 +116,15 @@ class _Session:
         tries: Counter[Path] = Counter()
         at_once = self.made.request.jobs or sum(self.engine.cores())
         while todo:
-            again: list[Job] = []
+            again: list[PlannedRun] = []
             orders = [self._order(job) for job in todo]
-            for done in self.engine.work(make_run, orders, at_once=at_once, need=Need(threads=1)):
+            for done in self.engine.work(make_run, orders, at_once=at_once, need=Resources(threads=1)):
                 if self.stop():
                     self.engine.stop()
                 if done is None:
                     continue
                 job = todo[done.index]
-                ending = done.value if done.crash is None else Ending(kind="crashed", reason=done.crash)
+                ending = done.value if done.crash is None else RunOutcome(kind="crashed", reason=done.crash)
                 tries[job.folder] += 1
                 if self._again(job, ending, tries[job.folder]):
                     again.append(job)
@@ -133,7 +133,7 @@ class _Session:
                 self._interrupt()
             todo = again
 
-    def _again(self, job: Job, ending: Ending, tries: int) -> bool:
+    def _again(self, job: PlannedRun, ending: RunOutcome, tries: int) -> bool:
         """Note how a run ended; whether it is tried again."""
         if ending.kind == "disk full":
             raise DiskError(28, f"{ending.reason}: free some space, then run the same command again")
@@ -156,9 +156,9 @@ class _Session:
         stopped.signal = self.stop.signal or stopped.signal
         raise stopped
 
-    def _order(self, job: Job) -> Order:
+    def _order(self, job: PlannedRun) -> RunSpec:
         request = self.made.request
-        return Order(
+        return RunSpec(
             folder=str((self.study / job.folder).absolute()),
             config=job.config,
             task=self.task,

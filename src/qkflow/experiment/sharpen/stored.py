@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qkflow.errors import CheckpointError
-from qkflow.experiment.sharpen.summary import Point
+from qkflow.experiment.metrics.rationale import TrainingPoint
 
 
 def read_json(path: Path, *, whole: bool = False) -> Any:
@@ -18,10 +18,10 @@ def read_json(path: Path, *, whole: bool = False) -> Any:
         raise damaged(path if whole else path.parent, error) from error
 
 
-def read_path(folder: Path) -> tuple[Point, ...]:
+def read_path(folder: Path) -> tuple[TrainingPoint, ...]:
     """A run along its training."""
     try:
-        found = tuple(Point(**point) for point in read_json(folder / "path.json"))
+        found = tuple(TrainingPoint(**point) for point in read_json(folder / "path.json"))
     except TypeError as error:
         raise damaged(folder, error) from error
     if not found:

@@ -13,20 +13,20 @@ import numpy as np
 from qkflow.config import to_dict
 from qkflow.data.tasks import Task
 from qkflow.errors import CheckpointError
+from qkflow.experiment.metrics.rationale import (
+    AttentionExample,
+    MetricName,
+    MetricSummary,
+    RationaleArm,
+    RationaleMetric,
+    RationaleSummary,
+    TrainingPoint,
+)
 from qkflow.experiment.sharpen.changes import changes
-from qkflow.experiment.sharpen.design import LEVEL, Job, SharpenDesign
+from qkflow.experiment.sharpen.design import LEVEL, PlannedRun, SharpenDesign
 from qkflow.experiment.sharpen.metrics import metrics_of
 from qkflow.experiment.sharpen.run import chosen_rates, tried
 from qkflow.experiment.sharpen.stored import damaged, read_json, read_path
-from qkflow.experiment.sharpen.summary import (
-    Example,
-    Metric,
-    MetricName,
-    Point,
-    Reading,
-    Sharpened,
-    SharpenedArm,
-)
 from qkflow.experiment.sharpen.words import answer
 from qkflow.probes.confidence import reached
 from qkflow.training.tensors import load_tensors
@@ -38,7 +38,7 @@ _LEARNED = 0.95
 _TAUS = tuple(round(0.02 * n, 2) for n in range(51))
 
 
-def summarise(study: Path, made: SharpenDesign, task: Task, *, command: Sequence[str] = ()) -> Sharpened:
+def read_result(study: Path, made: SharpenDesign, task: Task, *, command: Sequence[str] = ()) -> RationaleSummary:
     """Everything that the finished runs of a study say."""
     runs = _read(study, made)
     metrics = metrics_of(task, made.request.tau)
@@ -46,7 +46,7 @@ def summarise(study: Path, made: SharpenDesign, task: Task, *, command: Sequence
     equal = equal_loss([path for some in paths.values() for path in some])
     rates, trials = chosen_rates(study, made), tried(study, made)
     arms = tuple(
-        SharpenedArm(
+        RationaleArm(
             name=arm.name,
             told=arm.told,
             lr=rates.get(arm.name),
@@ -66,7 +66,7 @@ def summarise(study: Path, made: SharpenDesign, task: Task, *, command: Sequence
     found = changes([metric.name for metric in metrics], baseline, values, level=LEVEL)
     whole = len(made.arms) * len(made.seeds)
     finished = sum(len(by_seed) for by_seed in runs.values())
-    return Sharpened(
+    return RationaleSummary(
         task=task.name,
         digest=task.digest,
         kind=task.kind,
@@ -97,7 +97,7 @@ def summarise(study: Path, made: SharpenDesign, task: Task, *, command: Sequence
 class _Run:
     """A finished run, read back."""
 
-    def __init__(self, folder: Path, job: Job, tau: float) -> None:
+    def __init__(self, folder: Path, job: PlannedRun, tau: float) -> None:
         self.folder = folder
         self.path = read_path(folder)
         if read_json(folder / "config.json") != json.loads(json.dumps(to_dict(job.config))):
@@ -121,7 +121,7 @@ def _read(study: Path, made: SharpenDesign) -> dict[str, dict[int, _Run]]:
     return found
 
 
-def equal_loss(paths: Sequence[Sequence[Point]]) -> float | None:
+def equal_loss(paths: Sequence[Sequence[TrainingPoint]]) -> float | None:
     """The lowest loss that every path has come down to."""
     if not paths or any(not path for path in paths):
         return None
@@ -129,7 +129,7 @@ def equal_loss(paths: Sequence[Sequence[Point]]) -> float | None:
     return level if all(path[0].loss > level for path in paths) else None
 
 
-def mass_at(path: Sequence[Point], loss: float) -> float:
+def mass_at(path: Sequence[TrainingPoint], loss: float) -> float:
     """The mass where a path first comes down to a loss, between two looks in proportion to the loss's logarithm."""
     before = path[0]
     for point in path:
@@ -143,13 +143,13 @@ def mass_at(path: Sequence[Point], loss: float) -> float:
     return math.nan
 
 
-def _reading(metric: Metric, runs: Any) -> Reading:
+def _reading(metric: RationaleMetric, runs: Any) -> MetricSummary:
     means = [_finite_mean(run.values[metric.name]) for run in runs]
     return _mean([mean for mean in means if mean is not None])
 
 
-def _mean(by_seed: Sequence[float]) -> Reading:
-    return Reading(mean=float(np.mean(by_seed)) if len(by_seed) else None, by_seed=tuple(map(float, by_seed)))
+def _mean(by_seed: Sequence[float]) -> MetricSummary:
+    return MetricSummary(mean=float(np.mean(by_seed)) if len(by_seed) else None, by_seed=tuple(map(float, by_seed)))
 
 
 def _finite_mean(values: np.ndarray) -> float | None:
@@ -162,7 +162,9 @@ def _curve(masses: Sequence[np.ndarray]) -> tuple[tuple[float, float], ...]:
     return tuple((tau, float(reached(known, tau).mean())) for tau in _TAUS) if len(known) else ()
 
 
-def _by_kind(task: Task, metrics: Sequence[Metric], runs: Sequence[_Run]) -> dict[str, dict[MetricName, float]]:
+def _by_kind(
+    task: Task, metrics: Sequence[RationaleMetric], runs: Sequence[_Run]
+) -> dict[str, dict[MetricName, float]]:
     kinds = [one.kind for one in task.test]
     if len(set(kinds)) < 2 or not runs:
         return {}
@@ -177,7 +179,9 @@ def _by_kind(task: Task, metrics: Sequence[Metric], runs: Sequence[_Run]) -> dic
     return found
 
 
-def _example_rows(made: SharpenDesign, task: Task, runs: Mapping[str, Mapping[int, _Run]]) -> tuple[Example, ...]:
+def _example_rows(
+    made: SharpenDesign, task: Task, runs: Mapping[str, Mapping[int, _Run]]
+) -> tuple[AttentionExample, ...]:
     """The examples as models of one seed read them: the first that every arm has which finished any run."""
     runs = {name: by_seed for name, by_seed in runs.items() if by_seed}
     seeds = [seed for seed in made.seeds if runs and all(seed in by_seed for by_seed in runs.values())]
@@ -189,7 +193,7 @@ def _example_rows(made: SharpenDesign, task: Task, runs: Mapping[str, Mapping[in
     }
     first = next(iter(runs))  # the baseline, if it has runs: all arms of a seed begin alike
     return tuple(
-        Example(
+        AttentionExample(
             words=tuple(task.words[token] for token in task.test[place].tokens),
             rationale=task.test[place].rationale,
             answer=task.classes[task.test[place].label],
@@ -209,7 +213,7 @@ def _failures(study: Path, made: SharpenDesign, arm: str) -> tuple[str, ...]:
     return tuple(f"{name}: {read_json(path)['reason']}" for name, path in found if path.exists())
 
 
-def _remarks(arms: Sequence[SharpenedArm], made: SharpenDesign) -> tuple[str, ...]:
+def _remarks(arms: Sequence[RationaleArm], made: SharpenDesign) -> tuple[str, ...]:
     found = []
     for arm in arms:
         if arm.lr is None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qkflow.experiment.sharpen.summary import Change, SharpenedArm
+from qkflow.experiment.metrics.rationale import MetricChange, RationaleArm
 
 
-def answer(task: str, arms: Sequence[SharpenedArm], changes: Sequence[Change], level: float) -> str:
+def answer(task: str, arms: Sequence[RationaleArm], changes: Sequence[MetricChange], level: float) -> str:
     """A sentence for each arm but the first: what it does to attention, and what that costs."""
     told = [_told(arm, changes, level) for arm in arms[1:]]
     return f"On {task}, against {arms[0].name}: " + "; ".join(told) + "."
 
 
-def _told(arm: SharpenedArm, changes: Sequence[Change], level: float) -> str:
+def _told(arm: RationaleArm, changes: Sequence[MetricChange], level: float) -> str:
     found = {change.metric: change for change in changes if change.arm == arm.name}
     if "performance" not in found:
         return f"{arm.name} has no finished pair of runs"
@@ -28,7 +28,7 @@ def _told(arm: SharpenedArm, changes: Sequence[Change], level: float) -> str:
     return ", ".join(parts)
 
 
-def _effect(change: Change, level: float, words: tuple[str, str, str]) -> str:
+def _effect(change: MetricChange, level: float, words: tuple[str, str, str]) -> str:
     """What a difference comes to, with its interval in points of a hundred."""
     points = f"{100 * change.mean:+.1f} points"
     if change.low is None or change.high is None:

@@ -25,7 +25,7 @@ from qkflow.config import to_dict
 from qkflow.data.tasks import Task
 from qkflow.data.tasks.vocab import subsample
 from qkflow.errors import DiskError, DivergenceError, Interrupted
-from qkflow.experiment.sharpen.summary import Point
+from qkflow.experiment.metrics.rationale import TrainingPoint
 from qkflow.experiment.worker import described
 from qkflow.io import write_folder
 from qkflow.models import Decoder
@@ -42,7 +42,7 @@ _WATCHED = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class RunSpec:
     """A run to be made."""
 
     folder: str
@@ -57,29 +57,29 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class RunOutcome:
     """How a run ended."""
 
     kind: Literal["finished", "diverged", "disk full", "stopped", "crashed"]
     reason: str = ""
 
 
-def make_run(order: Order) -> Ending:
-    """Make a run; whatever goes wrong comes back as an `Ending`, and a loss that is not finite is put on record."""
+def make_run(order: RunSpec) -> RunOutcome:
+    """Make a run; whatever goes wrong comes back as an `RunOutcome`, and a loss that is not finite is put on record."""
     folder = Path(order.folder)
     try:
         with stop_on_signals() as stop, threads(order.config.threads), flushed_denormals():
             _make(order, folder, stop)
     except DivergenceError as error:
         record_failure(folder, str(error))
-        return Ending(kind="diverged", reason=str(error))
+        return RunOutcome(kind="diverged", reason=str(error))
     except DiskError as error:
-        return Ending(kind="disk full", reason=str(error.strerror))
+        return RunOutcome(kind="disk full", reason=str(error.strerror))
     except Interrupted as error:
-        return Ending(kind="stopped", reason=str(error))
+        return RunOutcome(kind="stopped", reason=str(error))
     except Exception as error:  # a mechanism may be anyone's code
-        return Ending(kind="crashed", reason=described(error))
-    return Ending(kind="finished")
+        return RunOutcome(kind="crashed", reason=described(error))
+    return RunOutcome(kind="finished")
 
 
 def record_failure(folder: Path, reason: str) -> None:
@@ -91,9 +91,9 @@ def record_failure(folder: Path, reason: str) -> None:
     write_folder(folder, fill)
 
 
-def _make(order: Order, folder: Path, should_stop: Any) -> None:
+def _make(order: RunSpec, folder: Path, should_stop: Any) -> None:
     task, config = order.task, order.config
-    path: list[Point] = []
+    path: list[TrainingPoint] = []
     before: dict[str, Any] = {}
     watched = subsample(task.validation, _WATCHED, seed=0)
 
@@ -123,8 +123,8 @@ def _make(order: Order, folder: Path, should_stop: Any) -> None:
     write_folder(folder, fill)
 
 
-def _point(step: int, seen: Looked) -> Point:
-    return Point(
+def _point(step: int, seen: Looked) -> TrainingPoint:
+    return TrainingPoint(
         step=step,
         loss=float(seen.loss.mean()),
         mass=float(np.nanmean(seen.mass)) if np.isfinite(seen.mass).any() else 0.0,
@@ -132,7 +132,7 @@ def _point(step: int, seen: Looked) -> Point:
     )
 
 
-def _looked(model: nn.Module, order: Order, before: Sequence[Any]) -> tuple[dict[str, torch.Tensor], list[Any]]:
+def _looked(model: nn.Module, order: RunSpec, before: Sequence[Any]) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """What was seen of every test instance, and of the examples."""
     task = order.task
     seen = examine(
@@ -167,7 +167,7 @@ def _looked(model: nn.Module, order: Order, before: Sequence[Any]) -> tuple[dict
     return {name: torch.from_numpy(value.copy()) for name, value in values.items()}, examples
 
 
-def _attention(model: nn.Module, order: Order) -> list[list[float]]:
+def _attention(model: nn.Module, order: RunSpec) -> list[list[float]]:
     if not order.examples:
         return []
     some = [order.task.test[place] for place in order.examples]

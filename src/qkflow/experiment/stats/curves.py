@@ -33,7 +33,7 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reach:
+class CostRatio:
     """Tokens and seconds to a loss that both arms reached, as a part of the baseline's; below one, the arm is faster.
 
     Read on the plateau of the learning rate, where both runs stand at the same rate; never inside a decay.
@@ -56,7 +56,7 @@ class Reach:
 
 def reach(
     arm: Sequence[Curve], baseline: Sequence[Curve], plateau: float = 0.8, *, level: float = 0.95
-) -> Reach | None:
+) -> CostRatio | None:
     """Read the curves of two arms against each other, seed by seed; None if no seed has two curves to read.
 
     The plateau ends with the last evaluation at or before `plateau` times a run's tokens.
@@ -83,7 +83,7 @@ def reach(
         return None
     tokens, seconds = np.array(logs).T
     tokens_read, seconds_read = _interval(tokens, level), _interval(seconds, level)
-    return Reach(
+    return CostRatio(
         tokens=tokens_read[0],
         tokens_low=tokens_read[1],
         tokens_high=tokens_read[2],

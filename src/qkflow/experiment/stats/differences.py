@@ -52,7 +52,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class SpreadRatio:
     """How much an arm's runs differ from seed to seed, beside the baseline's."""
 
     arm: float
@@ -169,7 +169,7 @@ def holm(p_values: Sequence[float | None]) -> tuple[float | None, ...]:
     return tuple(adjusted)
 
 
-def spread(arm: Sequence[float], baseline: Sequence[float], *, level: float = 0.95) -> Spread | None:
+def spread(arm: Sequence[float], baseline: Sequence[float], *, level: float = 0.95) -> SpreadRatio | None:
     r"""Compare how much two arms vary from seed to seed: paired variances, by Pitman and Morgan, and more widely.
 
     Variances are equal if sums and differences of the pairs do not correlate. With r the correlation of the pairs and l
@@ -202,7 +202,7 @@ def spread(arm: Sequence[float], baseline: Sequence[float], *, level: float = 0.
         p = 2 * max(float(tail(math.sinh(log), normal)), float(tail(log, heavy)))
         width = max(math.asinh(half_width(level, normal)), float(half_width(level, heavy)))
         low, high = ratio * math.exp(-width), ratio * math.exp(width)
-    return Spread(arm=ours, baseline=theirs, ratio=ratio, low=low, high=high, p=p)
+    return SpreadRatio(arm=ours, baseline=theirs, ratio=ratio, low=low, high=high, p=p)
 
 
 def _check(arm: np.ndarray, baseline: np.ndarray, sizes: np.ndarray, level: float) -> None:

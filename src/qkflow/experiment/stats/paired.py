@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Real
 
-from qkflow.experiment.stats.t_dist import Yardstick, combined, tail
+from qkflow.experiment.stats.t_dist import StdErr, combined, tail
 
 Numbers = np.ndarray | np.floating
 """An array, or the scalar that numpy makes of one without dimensions."""
@@ -44,7 +44,7 @@ class Paired(NamedTuple):
     """V_int."""
 
     @property
-    def yardsticks(self) -> tuple[Yardstick, Yardstick]:
+    def yardsticks(self) -> tuple[StdErr, StdErr]:
         """Seeds alone, and seeds with documents: an interval is the wider of theirs, a p value the larger."""
         seeds = self.by_seed.shape[-1]
         return (self.spread / math.sqrt(seeds), seeds - 1), (self.error, self.freedom)

@@ -22,7 +22,7 @@ import math
 
 import numpy as np
 
-from qkflow.experiment.stats.t_dist import Yardstick, combined, half_width, quantile, tail
+from qkflow.experiment.stats.t_dist import StdErr, combined, half_width, quantile, tail
 
 FOUND = 0.8
 """The power that `smallest` speaks of: four studies in five."""
@@ -117,7 +117,7 @@ def seeds_needed(
     return many
 
 
-def announced_power(effect: float, *yardsticks: Yardstick, alpha: float) -> float:
+def announced_power(effect: float, *yardsticks: StdErr, alpha: float) -> float:
     """The chance that a study with these errors finds a true difference: equation (2), the least over its yardsticks.
 
     >>> round(announced_power(0.02, (0.005, 4), alpha=0.05), 3)
@@ -126,7 +126,7 @@ def announced_power(effect: float, *yardsticks: Yardstick, alpha: float) -> floa
     return min(float(tail(half_width(1 - alpha, one) - effect, one)) for one in yardsticks)
 
 
-def announced_smallest(*yardsticks: Yardstick, alpha: float) -> float:
+def announced_smallest(*yardsticks: StdErr, alpha: float) -> float:
     """The true difference that a study with these errors finds four times in five: equation (3).
 
     >>> round(announced_smallest((0.005, 4), alpha=0.05), 4)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-Yardstick = tuple[Any, Any]
+StdErr = tuple[Any, Any]
 """A standard error and its degrees of freedom."""
 
 
@@ -25,7 +25,7 @@ def quantile(probability: Any, freedom: Any) -> Any:
     return stdtrit(freedom, probability)
 
 
-def tail(distance: Any, yardstick: Yardstick) -> Any:
+def tail(distance: Any, yardstick: StdErr) -> Any:
     """P(T > distance / error); an error of zero leaves nothing to chance (0, and 1/2 at a distance of zero).
 
     >>> round(float(tail(2.776, (1.0, 4))), 3), float(tail(0.1, (0.0, 4)))
@@ -39,7 +39,7 @@ def tail(distance: Any, yardstick: Yardstick) -> Any:
     return stdtr(freedom, -t)
 
 
-def half_width(level: float, yardstick: Yardstick) -> Any:
+def half_width(level: float, yardstick: StdErr) -> Any:
     """Half the width of the interval of this confidence.
 
     >>> round(float(half_width(0.95, (0.01, 4))), 4)
@@ -49,7 +49,7 @@ def half_width(level: float, yardstick: Yardstick) -> Any:
     return quantile((1 + level) / 2, freedom) * error
 
 
-def combined(variance: Any, freedom: Any, other: Any, other_freedom: Any) -> Yardstick:
+def combined(variance: Any, freedom: Any, other: Any, other_freedom: Any) -> StdErr:
     """The yardstick of a sum of two independent variances, by Welch and Satterthwaite.
 
         freedom = (v + w)^2 / (v^2 / f_v + w^2 / f_w)

@@ -12,7 +12,7 @@ import pytest
 
 from qkflow.data.tasks import Instance, Task, TaskConfig
 from qkflow.experiment.sharpen.design import SharpenDesign, design
-from qkflow.experiment.sharpen.request import SharpenRequest
+from qkflow.experiment.sharpen.request import RationaleRequest
 from qkflow.experiment.sharpen.run import run_sharpen
 
 SENTINEL = "xyzzyword"
@@ -47,10 +47,10 @@ def task() -> Task:
 
 
 @pytest.fixture
-def ask() -> Callable[..., SharpenRequest]:
+def ask() -> Callable[..., RationaleRequest]:
     """Makes a request for a study of two arms, two seeds and three steps; what is not said is small."""
 
-    def make(**changes: Any) -> SharpenRequest:
+    def make(**changes: Any) -> RationaleRequest:
         small: dict[str, Any] = {
             "task": TaskConfig(data="pairs.jsonl"),  # no file: the task is made already
             "ratios": (1.0, 20.0),
@@ -60,14 +60,14 @@ def ask() -> Callable[..., SharpenRequest]:
             "batch": 8,
             "jobs": 1,
         }
-        return SharpenRequest(**{**small, **changes})
+        return RationaleRequest(**{**small, **changes})
 
     return make
 
 
 @pytest.fixture
 def finished(
-    ask: Callable[..., SharpenRequest], task: Task, inline: Any, tmp_path_factory: pytest.TempPathFactory
+    ask: Callable[..., RationaleRequest], task: Task, inline: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Path], SharpenDesign]:
     """Puts a study of two arms, two seeds and two learning rates, which is made once, into a folder."""
 

@@ -10,17 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qkflow.experiment.metrics.rationale import MetricChange, RationaleArm, TrainingPoint
 from qkflow.experiment.sharpen.changes import changes, gap
 from qkflow.experiment.sharpen.summarise import equal_loss, mass_at
-from qkflow.experiment.sharpen.summary import Change, Point, SharpenedArm
 from qkflow.experiment.sharpen.words import answer
 from qkflow.experiment.stats.paired import paired
 from qkflow.experiment.stats.t_dist import half_width
 
 
-def path(*looks: tuple[float, float]) -> list[Point]:
+def path(*looks: tuple[float, float]) -> list[TrainingPoint]:
     """(loss, mass) at steps 0, 1, 2, ..."""
-    return [Point(step=step, loss=loss, mass=float(mass), performance=0.0) for step, (loss, mass) in enumerate(looks)]
+    return [
+        TrainingPoint(step=step, loss=loss, mass=float(mass), performance=0.0)
+        for step, (loss, mass) in enumerate(looks)
+    ]
 
 
 def numbers(seeds: int, instances: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -148,8 +151,8 @@ def test_a_loss_that_is_never_reached_has_no_mass() -> None:
     assert math.isnan(mass_at(path((1.0, 0.1), (0.5, 0.2)), 0.4))
 
 
-def arm(name: str) -> SharpenedArm:
-    return SharpenedArm(
+def arm(name: str) -> RationaleArm:
+    return RationaleArm(
         name=name,
         told="",
         lr=0.1,
@@ -163,9 +166,9 @@ def arm(name: str) -> SharpenedArm:
     )
 
 
-def change(metric: Any, mean: float, p: float | None) -> Change:
+def change(metric: Any, mean: float, p: float | None) -> MetricChange:
     low, high = (None, None) if p is None else (mean - 0.01, mean + 0.01)
-    return Change(arm="r = 20", metric=metric, mean=mean, low=low, high=high, p=p, p_holm=p)
+    return MetricChange(arm="r = 20", metric=metric, mean=mean, low=low, high=high, p=p, p_holm=p)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +190,7 @@ def change(metric: Any, mean: float, p: float | None) -> Change:
         ([], "r = 20 has no finished pair of runs"),
     ],
 )
-def test_the_answer_says_what_was_found(found: list[Change], says: str) -> None:
+def test_the_answer_says_what_was_found(found: list[MetricChange], says: str) -> None:
     told = answer("signs", [arm("r = 1"), arm("r = 20")], found, 0.95)
     assert told.startswith("On signs, against r = 1: ")
     assert says in told

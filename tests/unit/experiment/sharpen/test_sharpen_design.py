@@ -15,9 +15,9 @@ from qkflow.config import from_dict
 from qkflow.data.tasks import Task, TaskConfig
 from qkflow.errors import UsageError
 from qkflow.experiment.sharpen.design import design, refuse_foreign, write_design
-from qkflow.experiment.sharpen.request import SharpenRequest, arms
+from qkflow.experiment.sharpen.request import RationaleRequest, arms
 
-Ask = Callable[..., SharpenRequest]
+Ask = Callable[..., RationaleRequest]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_requests_that_cannot_be_are_refused_on_one_line(ask: Ask, changes: dict
 def test_names_that_do_not_exist_are_refused_with_the_nearest_that_do() -> None:
     for name, wrong, near in (("form", "FAF0", "FAFO"), ("pooling", "averag", "average")):
         with pytest.raises(UsageError, match=f"did you mean '{near}'"):
-            from_dict(SharpenRequest, {name: wrong})
+            from_dict(RationaleRequest, {name: wrong})
 
 
 def test_arms_differ_in_what_is_asked_for_and_the_published_one_in_embeddings_too(ask: Ask) -> None:

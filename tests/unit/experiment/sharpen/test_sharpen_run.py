@@ -20,15 +20,15 @@ from qkflow.data.tasks import Instance, Task, TaskConfig
 from qkflow.errors import CheckpointError, DiskError, DivergenceError, Interrupted, UsageError
 from qkflow.experiment.sharpen import worker
 from qkflow.experiment.sharpen.design import SharpenDesign
-from qkflow.experiment.sharpen.request import SharpenRequest
+from qkflow.experiment.sharpen.request import RationaleRequest
 from qkflow.experiment.sharpen.run import chosen_rates, run_sharpen
-from qkflow.experiment.sharpen.summarise import summarise
-from qkflow.experiment.sharpen.worker import Ending
+from qkflow.experiment.sharpen.summarise import read_result
+from qkflow.experiment.sharpen.worker import RunOutcome
 from qkflow.probes.confidence import confidence, confidence_curve
 from qkflow.probes.faithfulness import examine
 from qkflow.training.tensors import load_tensors
 
-Ask = Callable[..., SharpenRequest]
+Ask = Callable[..., RationaleRequest]
 Finished = Callable[[Path], SharpenDesign]
 Capture = pytest.CaptureFixture[str]
 Left = Callable[[Path], dict[str, bytes]]
@@ -47,7 +47,7 @@ def test_every_arm_is_tuned_over_the_same_rates_and_the_lowest_loss_is_taken(
     task: Task, tmp_path: Path, finished: Finished
 ) -> None:
     made = finished(tmp_path)
-    found = summarise(tmp_path, made, task)
+    found = read_result(tmp_path, made, task)
     for arm, slug in zip(found.arms, ("r1", "r20"), strict=True):
         losses = {
             rate: json.loads((tmp_path / f"tuning/{slug}-lr{rate:g}/path.json").read_text())[-1]["loss"]
@@ -79,14 +79,14 @@ def test_run_folders_are_whole_and_a_second_session_makes_nothing_new(
     folders = list((tmp_path / "runs").iterdir())
     assert {folder.name for folder in folders} == {f"r{r}-seed{seed}" for r in (1, 20) for seed in (0, 1)}
     assert all({path.name for path in folder.iterdir()} == FILES for folder in folders)
-    before, found, again = left(tmp_path), summarise(tmp_path, made, task), inline()
+    before, found, again = left(tmp_path), read_result(tmp_path, made, task), inline()
     told: list[tuple[int, int]] = []
     request = ask(rates=(0.01, 0.02), jobs=2)
     run_sharpen(request, task, tmp_path, engine=again, progress=lambda done, every: told.append((done, every)))
     assert again.calls == []
     assert told[-1] == (8, 8)
     assert left(tmp_path) == before
-    assert summarise(tmp_path, made, task) == found
+    assert read_result(tmp_path, made, task) == found
 
 
 def test_a_study_that_was_stopped_comes_to_the_same_bits(
@@ -114,7 +114,7 @@ def test_a_study_that_was_stopped_comes_to_the_same_bits(
     one, other = left(whole), left(cut)
     assert one.keys() == other.keys()
     assert [name for name in one if one[name] != other[name] and name != "environment.json"] == []
-    assert summarise(cut, made, task).arms == summarise(whole, made, task).arms
+    assert read_result(cut, made, task).arms == read_result(whole, made, task).arms
 
 
 def test_a_run_that_crashed_is_tried_again_and_a_tuning_run_given_up_stays_so(
@@ -136,7 +136,7 @@ def test_a_run_that_crashed_is_tried_again_and_a_tuning_run_given_up_stays_so(
     again = inline()
     run_sharpen(request, task, tmp_path, engine=again)
     assert again.calls == []  # a rate found later would not be the one that the runs were made with
-    arm = summarise(tmp_path, made, task).arms[0]
+    arm = read_result(tmp_path, made, task).arms[0]
     assert (arm.lr, arm.tried[0.02], arm.failures) == (0.01, None, ("r1-lr0.02: RuntimeError: no memory",))
 
 
@@ -151,11 +151,11 @@ def test_a_run_that_counts_and_was_given_up_is_made_by_the_next_session(
 
     engine.before = crash
     made = run_sharpen(request, task, tmp_path, engine=engine)
-    found = summarise(tmp_path, made, task)
+    found = read_result(tmp_path, made, task)
     assert (found.finished, found.runs, found.arms[1].seeds) == (3, 4, (0,))
     assert "r = 20: 1 of 2 runs came to an end: its numbers rest on those." in found.remarks
     run_sharpen(request, task, tmp_path, engine=inline())
-    assert summarise(tmp_path, made, task).finished == 4
+    assert read_result(tmp_path, made, task).finished == 4
 
 
 def test_a_diverged_run_is_on_record_and_not_tried_again(ask: Ask, task: Task, tmp_path: Path, inline: Any) -> None:
@@ -165,7 +165,7 @@ def test_a_diverged_run_is_on_record_and_not_tried_again(ask: Ask, task: Task, t
     again = inline()
     run_sharpen(request, task, tmp_path, engine=again)
     assert again.calls == []
-    found = summarise(tmp_path, made, task)
+    found = read_result(tmp_path, made, task)
     assert (found.finished, found.changes, found.equal_loss, found.examples) == (0, (), None, ())
     assert "not finite: choose a lower learning rate or r" in found.arms[0].failures[0]
     assert "has no finished pair of runs" in found.answer
@@ -176,7 +176,7 @@ def test_an_arm_none_of_whose_rates_came_to_an_end_is_said_to_be_so(
     ask: Ask, task: Task, tmp_path: Path, inline: Any
 ) -> None:
     made = run_sharpen(ask(rates=(1e35, 1e36), seeds=1), task, tmp_path, engine=inline())
-    found = summarise(tmp_path, made, task)
+    found = read_result(tmp_path, made, task)
     assert not (tmp_path / "runs").exists()
     assert "r = 20: none of its learning rates came to an end." in found.remarks
 
@@ -189,7 +189,7 @@ def test_an_arm_without_runs_does_not_take_the_examples_from_the_others(
         if job.arm == "r = 20":
             shutil.rmtree(tmp_path / job.folder)
             worker.record_failure(tmp_path / job.folder, "no")
-    found = summarise(tmp_path, made, task)
+    found = read_result(tmp_path, made, task)
     assert found.examples
     assert all(set(one.attention) == {"before training", "r = 1"} for one in found.examples)
 
@@ -264,7 +264,7 @@ def test_a_damaged_run_is_named_with_what_to_do(
     path = tmp_path / "runs/r20-seed0" / name
     path.unlink() if content is None else path.write_text(content)
     with pytest.raises(CheckpointError, match=r"runs/r20-seed0 cannot be read \(.*\): delete it, and") as caught:
-        summarise(tmp_path, made, task)
+        read_result(tmp_path, made, task)
     assert "\n" not in str(caught.value)
 
 
@@ -283,7 +283,7 @@ def test_a_damaged_record_of_the_machine_costs_no_run(task: Task, tmp_path: Path
     with pytest.raises(
         CheckpointError, match=r"environment.json cannot be read \(.*\): delete it, and the same command"
     ):
-        summarise(tmp_path, made, task)
+        read_result(tmp_path, made, task)
 
 
 def test_a_run_made_with_another_rate_than_the_one_chosen_is_not_read(
@@ -293,13 +293,13 @@ def test_a_run_made_with_another_rate_than_the_one_chosen_is_not_read(
     path = tmp_path / "runs/r1-seed1/config.json"
     path.write_text(path.read_text().replace('"lr": 0.0', '"lr": 0.9'))
     with pytest.raises(CheckpointError, match=r"r1-seed1 cannot be read .*another learning rate was chosen since"):
-        summarise(tmp_path, made, task)
+        read_result(tmp_path, made, task)
 
 
 def test_numbers_are_those_of_the_instances(task: Task, tmp_path: Path, finished: Finished) -> None:
     made = finished(tmp_path)
     made = replace(made, request=replace(made.request, tau=0.2))
-    found = summarise(tmp_path, made, task)
+    found = read_result(tmp_path, made, task)
     assert (found.instances, found.with_rationale, found.finished, found.runs) == (12, 10, 4, 4)
     for arm, slug in zip(found.arms, ("r1", "r20"), strict=True):
         runs = [load_tensors(tmp_path / f"runs/{slug}-seed{seed}/instances.safetensors") for seed in (0, 1)]
@@ -330,7 +330,7 @@ def test_texts_that_may_not_be_shown_appear_nowhere(
     hidden, told = replace(task, is_quotable=False), list[str]()
     request = ask(rates=(0.01, 1e36), seeds=1)
     made = run_sharpen(request, hidden, tmp_path, engine=inline(), notice=told.append)
-    found = summarise(tmp_path, made, hidden)
+    found = read_result(tmp_path, made, hidden)
     assert found.examples == ()
     said = [
         *told,
@@ -341,8 +341,8 @@ def test_texts_that_may_not_be_shown_appear_nowhere(
     for word in (w for w in task.words if len(w) > 1):
         assert not [text for text in said if word in text]
     once_shown = finished(tmp_path / "shown")
-    assert "xyzzyword" in repr(summarise(tmp_path / "shown", once_shown, task))
-    assert "xyzzyword" not in repr(summarise(tmp_path / "shown", once_shown, hidden))
+    assert "xyzzyword" in repr(read_result(tmp_path / "shown", once_shown, task))
+    assert "xyzzyword" not in repr(read_result(tmp_path / "shown", once_shown, hidden))
 
 
 def test_a_task_of_writing_is_measured_by_what_is_written(ask: Ask, tmp_path: Path, inline: Any) -> None:
@@ -354,7 +354,7 @@ def test_a_task_of_writing_is_measured_by_what_is_written(ask: Ask, tmp_path: Pa
     )
     task = Task(name="copies", kind="generation", words=words, classes=words, train=texts, validation=texts, test=texts)
     request = ask(task=TaskConfig(name="squad", data="x"), steps=1, seeds=1)
-    found = summarise(tmp_path, run_sharpen(request, task, tmp_path, engine=inline()), task)
+    found = read_result(tmp_path, run_sharpen(request, task, tmp_path, engine=inline()), task)
     assert found.metrics[0].title == "F1"
     assert found.change("r = 20", "performance") is not None
     assert set(found.examples[0].predicted) == {"r = 1", "r = 20"}
@@ -393,7 +393,7 @@ def test_whatever_goes_wrong_in_a_run_comes_back_as_an_ending(
 
         monkeypatch.setattr(worker, "learn", learn)
         ending = worker.make_run(order)
-        assert isinstance(ending, Ending)
+        assert isinstance(ending, RunOutcome)
         assert ending.kind == kind
         assert (tmp_path / "run").exists() == (kind == "diverged")
 
@@ -419,5 +419,5 @@ def test_what_is_watched_along_training_is_of_every_kind_though_files_have_them_
 def test_an_arm_that_has_hardly_learned_is_said_to_have(ask: Ask, task: Task, tmp_path: Path, inline: Any) -> None:
     asked = ask(rates=(1e-9,), seeds=1)
     made = run_sharpen(asked, task, tmp_path / "study", engine=inline())
-    remarks = summarise(tmp_path / "study", made, task).remarks
+    remarks = read_result(tmp_path / "study", made, task).remarks
     assert sum("1 of 1 runs have hardly learned" in remark for remark in remarks) == 2

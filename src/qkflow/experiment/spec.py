@@ -15,10 +15,10 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ExperimentSpec:
     """A question: do these arms differ from the first of them on this text?
 
-    >>> request = Request(corpus=CorpusConfig(), arms=("standard", "differential"), budget=180.0)
+    >>> request = ExperimentSpec(corpus=CorpusConfig(), arms=("standard", "differential"), budget=180.0)
     >>> request.baseline
     'standard'
     """
@@ -91,14 +91,14 @@ class Request:
         return self.arms[0]
 
 
-def differences(there: Request, here: Request) -> tuple[str, ...]:
+def differences(there: ExperimentSpec, here: ExperimentSpec) -> tuple[str, ...]:
     """A line for each field in which two requests differ.
 
-    >>> one = Request(corpus=CorpusConfig(), arms=("standard", "differential"), seeds=5)
-    >>> differences(one, Request(corpus=CorpusConfig(), arms=("standard", "differential"), seeds=3))
+    >>> one = ExperimentSpec(corpus=CorpusConfig(), arms=("standard", "differential"), seeds=5)
+    >>> differences(one, ExperimentSpec(corpus=CorpusConfig(), arms=("standard", "differential"), seeds=3))
     ('seeds: 5 there, 3 here',)
     """
-    pairs = [(field.name, getattr(there, field.name), getattr(here, field.name)) for field in fields(Request)]
+    pairs = [(field.name, getattr(there, field.name), getattr(here, field.name)) for field in fields(ExperimentSpec)]
     return tuple(f"{name}: {_shown(old)} there, {_shown(new)} here" for name, old, new in pairs if old != new)
 
 

@@ -16,17 +16,17 @@ from pathlib import Path
 from qkflow.data import open_corpus
 from qkflow.errors import DiskError, Interrupted, UsageError
 from qkflow.experiment.corpus_stats import describe
-from qkflow.experiment.design import Design, Job, holds_study, jobs, read_design, write_design
-from qkflow.experiment.executors.base import Engine, Need
-from qkflow.experiment.executors.local import LocalEngine
+from qkflow.experiment.design import Design, PlannedRun, holds_study, jobs, read_design, write_design
+from qkflow.experiment.executors.base import Executor, Resources
+from qkflow.experiment.executors.local import LocalExecutor
 from qkflow.experiment.extension import bring_over, extended
 from qkflow.experiment.observer import Observer
 from qkflow.experiment.plan import plan
-from qkflow.experiment.progress import Meter
-from qkflow.experiment.request import Request, differences
-from qkflow.experiment.run_status import read_attempts, write_attempts
+from qkflow.experiment.progress import ProgressMeter
+from qkflow.experiment.run_status import read_status, write_status
+from qkflow.experiment.spec import ExperimentSpec, differences
 from qkflow.experiment.tuning import rates, write_tuning
-from qkflow.experiment.worker import Ending, Order, make_run
+from qkflow.experiment.worker import RunOutcome, RunSpec, make_run
 from qkflow.io import discard, locked, write_json
 from qkflow.training.run_dir import finished, sweep
 from qkflow.training.signals import StopRequest, stop_on_signals
@@ -36,10 +36,10 @@ ATTEMPTS = 3
 
 
 def run_experiment(
-    request: Request | None,
+    request: ExperimentSpec | None,
     out: Path | str,
     *,
-    engine: Engine | None = None,
+    engine: Executor | None = None,
     observer: Observer | None = None,
     command: Sequence[str] = (),
 ) -> Design:
@@ -50,7 +50,7 @@ def run_experiment(
     """
     study, watch = Path(out), observer or Observer()
     refuse_foreign(request, study)
-    with engine or LocalEngine() as made, _held(study):
+    with engine or LocalExecutor() as made, _held(study):
         if holds_study(study):
             design = _continued(request, study)
         elif request is None:
@@ -76,7 +76,7 @@ def resume_study_command(study: Path) -> str:
     return f"qkflow compare --resume {shlex.quote(str(study))}"
 
 
-def refuse_foreign(request: Request | None, study: Path) -> None:
+def refuse_foreign(request: ExperimentSpec | None, study: Path) -> None:
     """Raise `UsageError` where the folder is neither a study's nor free for one."""
     if study.exists() and not study.is_dir():
         raise UsageError(f"{study} is a file: choose a folder for the study")
@@ -105,7 +105,7 @@ def _held(study: Path) -> Iterator[None]:
                     study.rmdir()
 
 
-def _continued(request: Request | None, study: Path) -> Design:
+def _continued(request: ExperimentSpec | None, study: Path) -> Design:
     """The design in the folder, if it is what is asked for and its text is still the same."""
     design = read_design(study)
     if request is not None and request != design.request:
@@ -127,14 +127,14 @@ class _Session:
         self,
         study: Path,
         design: Design,
-        engine: Engine,
+        engine: Executor,
         watch: Observer,
         stop: StopRequest,
         command: Sequence[str],
     ) -> None:
         self.study, self.design, self.engine, self.watch, self.stop = study, design, engine, watch, stop
         self.command = tuple(command) or design.command
-        self.disk: Ending | None = None
+        self.disk: RunOutcome | None = None
 
     def run(self) -> None:
         """Tuning, where there is any, then the runs that count."""
@@ -143,7 +143,7 @@ class _Session:
             write_json(study / "corpus.json", describe(open_corpus(design.request.corpus)))
         bring_over(study, design, self.watch.on_notice)
         every = jobs(design)
-        self.meter = Meter(study, design, every)
+        self.meter = ProgressMeter(study, design, every)
         open_jobs = [job for job in every if not self._settled(job)]
         self._stage([job for job in open_jobs if job.kind == "tuning"])
         chosen = rates(study, design)
@@ -153,7 +153,7 @@ class _Session:
         self._stage([job for job in jobs(design, chosen) if job.folder in todo])
         self.watch.on_progress(self.meter.read())
 
-    def _settled(self, job: Job) -> bool:
+    def _settled(self, job: PlannedRun) -> bool:
         """Whether nothing is left to be done for a run, as its folder says."""
         folder = self.study / job.folder
         if finished(folder) is not None:
@@ -161,26 +161,26 @@ class _Session:
             discard(folder / "checkpoints")  # the process was killed before it came to do so
             self.meter.count_as_old(job)
             return True
-        record = read_attempts(folder)
+        record = read_status(folder)
         if record.failed_for_good:
             self.meter.fail(job)
             self.watch.on_failure(job, record.failed or "unknown")
         return record.failed_for_good
 
-    def _stage(self, todo: list[Job]) -> None:
+    def _stage(self, todo: list[PlannedRun]) -> None:
         """Make these runs; what crashes is tried again after the others."""
         for job in [job for job in todo if job.config is None]:
             todo.remove(job)
             self._fail(job, "none of its learning rates came to an end", for_good=True)
         tries: Counter[Path] = Counter()
         base = self.design.base
-        need = Need(threads=base.threads or 1, gpus=int(base.device == "cuda"))
+        need = Resources(threads=base.threads or 1, gpus=int(base.device == "cuda"))
         while todo:
-            again: list[Job] = []
+            again: list[PlannedRun] = []
             orders = [self._order(job) for job in todo]
             for done in self.engine.work(make_run, orders, at_once=self.design.jobs, need=need):
                 if done is not None:
-                    ending = done.value if done.crash is None else Ending(kind="crashed", reason=done.crash)
+                    ending = done.value if done.crash is None else RunOutcome(kind="crashed", reason=done.crash)
                     if self._tries_again(todo[done.index], ending, tries):
                         again.append(todo[done.index])
                 if self.stop() or self.disk:
@@ -189,13 +189,13 @@ class _Session:
             self._raise_if_stopped()
             todo = again
 
-    def _order(self, job: Job) -> Order:
+    def _order(self, job: PlannedRun) -> RunSpec:
         if job.config is None:
             raise ValueError(f"{job.name} has no config yet")
         folder = str((self.study / job.folder).absolute())
-        return Order(folder=folder, config=job.config, command=self.command, patience=self.engine.patience)
+        return RunSpec(folder=folder, config=job.config, command=self.command, patience=self.engine.patience)
 
-    def _tries_again(self, job: Job, ending: Ending, tries: Counter[Path]) -> bool:
+    def _tries_again(self, job: PlannedRun, ending: RunOutcome, tries: Counter[Path]) -> bool:
         """Note how a run ended; whether it is to be tried again."""
         tries[job.folder] += 1
         if ending.kind == "finished":
@@ -213,9 +213,9 @@ class _Session:
             self._fail(job, ending.reason, for_good=ending.kind == "diverged" or job.kind == "tuning")
         return False
 
-    def _fail(self, job: Job, reason: str, *, for_good: bool) -> None:
+    def _fail(self, job: PlannedRun, reason: str, *, for_good: bool) -> None:
         folder = self.study / job.folder
-        write_attempts(folder, replace(read_attempts(folder), failed=reason, failed_for_good=for_good))
+        write_status(folder, replace(read_status(folder), failed=reason, failed_for_good=for_good))
         self.meter.fail(job)
         self.watch.on_failure(job, reason)
 

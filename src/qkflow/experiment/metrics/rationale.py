@@ -12,7 +12,7 @@ MetricName = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metric:
+class RationaleMetric:
     """A number of each test instance, and how to read it."""
 
     name: MetricName
@@ -26,7 +26,7 @@ class Metric:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class MetricSummary:
     """A metric of an arm: the mean over test instances and seeds."""
 
     mean: float | None
@@ -36,7 +36,7 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class MetricChange:
     """A metric of an arm minus the baseline's, paired by seed and by instance."""
 
     arm: str
@@ -52,7 +52,7 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class TrainingPoint:
     """A run at one moment of its training, on validation instances."""
 
     step: int
@@ -64,7 +64,7 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharpenedArm:
+class RationaleArm:
     """One way to train, over its seeds."""
 
     name: str
@@ -77,20 +77,20 @@ class SharpenedArm:
     """Validation loss of each learning rate tried; None: that run failed."""
     seeds: tuple[int, ...]
     """Seeds of finished runs."""
-    readings: Mapping[MetricName, Reading]
+    readings: Mapping[MetricName, MetricSummary]
     curve: tuple[tuple[float, float], ...]
     """(tau, AC(tau)): the part of instances with at least that much attention on the rationale."""
-    paths: tuple[tuple[Point, ...], ...]
+    paths: tuple[tuple[TrainingPoint, ...], ...]
     """The training of each seed."""
-    at_equal_loss: Reading | None
-    """Mass at the loss that every run of the study has passed (`Sharpened.equal_loss`)."""
+    at_equal_loss: MetricSummary | None
+    """Mass at the loss that every run of the study has passed (`RationaleSummary.equal_loss`)."""
     by_kind: Mapping[str, Mapping[MetricName, float]]
     """Means over each kind of instance, where the task has kinds."""
     failures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Example:
+class AttentionExample:
     """A test instance as the arms' models of one seed read it."""
 
     words: tuple[str, ...]
@@ -104,7 +104,7 @@ class Example:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharpened:
+class RationaleSummary:
     """The whole study; the first arm is the baseline."""
 
     task: str
@@ -119,9 +119,9 @@ class Sharpened:
     """What the task says about itself."""
     remarks: tuple[str, ...]
     """What a reader of this study must know: failed runs, an arm that found no learning rate, ..."""
-    arms: tuple[SharpenedArm, ...]
-    metrics: tuple[Metric, ...]
-    changes: tuple[Change, ...]
+    arms: tuple[RationaleArm, ...]
+    metrics: tuple[RationaleMetric, ...]
+    changes: tuple[MetricChange, ...]
     """For each arm but the first and each metric; none for an arm without a finished pair."""
     tau: float
     level: float
@@ -130,7 +130,7 @@ class Sharpened:
     """The part of tokens deleted for comprehensiveness: 0.05."""
     equal_loss: float | None
     """A validation loss, in nats, that every finished run has passed; None: there is none."""
-    examples: tuple[Example, ...]
+    examples: tuple[AttentionExample, ...]
     """Empty where texts may not be shown."""
     published: tuple[tuple[str, float, float, float], ...]
     """The paper's rows for this task: (arm, performance, AC, comprehensiveness), in percent, percent and parts of 1."""
@@ -142,6 +142,6 @@ class Sharpened:
     design: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
 
-    def change(self, arm: str, metric: MetricName) -> Change | None:
+    def change(self, arm: str, metric: MetricName) -> MetricChange | None:
         """The paired difference of an arm in a metric."""
         return next((one for one in self.changes if one.arm == arm and one.metric == metric), None)

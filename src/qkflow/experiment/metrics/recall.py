@@ -25,7 +25,7 @@ LEVEL = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class GridCell:
     """A place of the test grid; None where the task has no such thing."""
 
     pairs: int | None = None
@@ -38,7 +38,7 @@ class Cell:
     def at(self, axis: str) -> int:
         """Its place along one axis.
 
-        >>> Cell(length=512, depth=25).at("depth")
+        >>> GridCell(length=512, depth=25).at("depth")
         25
         """
         if (place := getattr(self, axis)) is None:
@@ -56,7 +56,7 @@ class Tally:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answered:
+class RunAnswers:
     """What one run answered."""
 
     seed: int
@@ -65,10 +65,10 @@ class Answered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seeded:
+class SeedMean:
     """A number of each seed, and what they say together.
 
-    >>> found = seeded({0: 0.9, 1: 0.8, 2: 1.0}, least=0.0)
+    >>> found = seed_mean({0: 0.9, 1: 0.8, 2: 1.0}, least=0.0)
     >>> round(found.mean, 3), round(found.half, 3), round(found.low, 3), found.high
     (0.9, 0.248, 0.652, 1.0)
     """
@@ -84,11 +84,11 @@ class Seeded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class AccuracySummary:
     """How an arm did somewhere on the grid; None where it has no run, or no pair with the baseline's."""
 
-    accuracy: Seeded | None
-    difference: Seeded | None
+    accuracy: SeedMean | None
+    difference: SeedMean | None
     """Minus the baseline's, seed by seed; None for the baseline itself."""
 
 
@@ -97,18 +97,18 @@ class ArmRecall:
     """One arm's answers."""
 
     arm: str
-    runs: tuple[Answered, ...]
+    runs: tuple[RunAnswers, ...]
     """Of each seed whose run is finished."""
-    overall: Reading
+    overall: AccuracySummary
     """Mean over all cells."""
-    along: tuple[Reading, ...]
+    along: tuple[AccuracySummary, ...]
     """At each place of the first axis: mean over the cells there."""
-    cells: tuple[Reading, ...]
+    cells: tuple[AccuracySummary, ...]
     """In each cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class RecallGrid:
     """A task's test grid, as a run has it on record."""
 
     task: str
@@ -119,7 +119,7 @@ class Grid:
     """What the grid goes along: pairs, or length and depth."""
     context: int | None
     """Tokens of a training instance."""
-    cells: tuple[Cell, ...]
+    cells: tuple[GridCell, ...]
     """Its places."""
 
     @property
@@ -129,7 +129,7 @@ class Grid:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recall(Grid):
+class RecallSummary(RecallGrid):
     """Accuracy on the test instances of a task."""
 
     level: float
@@ -138,7 +138,7 @@ class Recall(Grid):
     """The baseline first."""
 
 
-def recall(grid: Grid, runs: Mapping[str, Sequence[Answered]]) -> Recall:
+def recall(grid: RecallGrid, runs: Mapping[str, Sequence[RunAnswers]]) -> RecallSummary:
     """The accuracy of every arm; `runs` are its finished runs by its name, the baseline's first."""
     by_arm = {name: {run.seed: _accuracies(run, grid) for run in found} for name, found in runs.items()}
     baseline = next(iter(by_arm.values()), {})
@@ -146,14 +146,15 @@ def recall(grid: Grid, runs: Mapping[str, Sequence[Answered]]) -> Recall:
     first = [cell.at(grid.axes[0]) for cell in grid.cells]
     groups = [[n for n in every if first[n] == place] for place in grid.places]
 
-    def reading(name: str, cells: Sequence[int]) -> Reading:
+    def reading(name: str, cells: Sequence[int]) -> AccuracySummary:
         own, other = (
             {seed: statistics.fmean(values[n] for n in cells) for seed, values in found.items()}
             for found in (by_arm[name], baseline)
         )
         pairs = {} if by_arm[name] is baseline else {seed: own[seed] - other[seed] for seed in own if seed in other}
-        return Reading(
-            accuracy=seeded(own, least=0.0) if own else None, difference=seeded(pairs, least=-1.0) if pairs else None
+        return AccuracySummary(
+            accuracy=seed_mean(own, least=0.0) if own else None,
+            difference=seed_mean(pairs, least=-1.0) if pairs else None,
         )
 
     arms = [
@@ -166,13 +167,13 @@ def recall(grid: Grid, runs: Mapping[str, Sequence[Answered]]) -> Recall:
         )
         for name, found in runs.items()
     ]
-    return Recall(**vars(grid), level=LEVEL, arms=tuple(arms))
+    return RecallSummary(**vars(grid), level=LEVEL, arms=tuple(arms))
 
 
-def seeded(values: Mapping[int, float], *, least: float) -> Seeded:
+def seed_mean(values: Mapping[int, float], *, least: float) -> SeedMean:
     """The mean over seeds with its interval, which ends at `least` and at 1.
 
-    >>> seeded({3: 0.5}, least=0.0).half is None
+    >>> seed_mean({3: 0.5}, least=0.0).half is None
     True
     """
     numbers = list(values.values())
@@ -180,7 +181,7 @@ def seeded(values: Mapping[int, float], *, least: float) -> Seeded:
     if len(numbers) > 1:
         error = statistics.stdev(numbers) / math.sqrt(len(numbers))
         half = float(half_width(LEVEL, (error, len(numbers) - 1)))
-    return Seeded(
+    return SeedMean(
         seeds=tuple(values),
         values=tuple(numbers),
         mean=mean,
@@ -190,16 +191,16 @@ def seeded(values: Mapping[int, float], *, least: float) -> Seeded:
     )
 
 
-def places(cells: Sequence[Cell], axis: str) -> tuple[int, ...]:
+def places(cells: Sequence[GridCell], axis: str) -> tuple[int, ...]:
     """The places that a grid has along an axis, ascending.
 
-    >>> places([Cell(pairs=8), Cell(pairs=4), Cell(pairs=8)], "pairs")
+    >>> places([GridCell(pairs=8), GridCell(pairs=4), GridCell(pairs=8)], "pairs")
     (4, 8)
     """
     return tuple(sorted({cell.at(axis) for cell in cells}))
 
 
-def _accuracies(run: Answered, grid: Grid) -> list[float]:
+def _accuracies(run: RunAnswers, grid: RecallGrid) -> list[float]:
     if len(run.tallies) != len(grid.cells) or any(tally.questions < 1 for tally in run.tallies):
         raise UsageError(
             f"a run of seed {run.seed} answered {len(run.tallies)} cells of a grid of {len(grid.cells)}, or none of "

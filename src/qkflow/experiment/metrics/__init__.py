@@ -1,0 +1,1 @@
+"""Metric sets besides the held-out loss: recall accuracy and attention on rationales."""
