@@ -29,7 +29,7 @@ MODEL = DecoderConfig(width=64, layers=2, heads=4, hidden=132)
 def config(data_seed: int, start: int, steps: int) -> TrainConfig:
     """One run: a data seed, and a start that no other run has."""
     return TrainConfig(
-        corpus=CorpusConfig(),
+        data=CorpusConfig(),
         model=MODEL,
         steps=steps,
         context=128,

@@ -101,7 +101,7 @@ def training(name: str, rounds: int) -> list[Line]:
     pairs = {}
     for spec in ("standard", *ARMS):
         config = matched(size(name, mechanism=spec), target)
-        work[spec] = step(TrainConfig(corpus=CorpusConfig(), model=config, steps=1), tokens)
+        work[spec] = step(TrainConfig(data=CorpusConfig(), model=config, steps=1), tokens)
         if spec != "standard":
             pairs[f"{spec}, {parameters(config) / target - 1:+.2%} parameters"] = spec, "standard"
     where = f"training at {name}: batch {BATCH}, length {CONTEXT}"

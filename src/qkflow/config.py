@@ -29,7 +29,7 @@ def from_dict(cls: type[Config], data: Mapping[str, Any], *, where: str = "") ->
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"{cls!r} is not a dataclass")
     hints = get_type_hints(cls)
-    names = {field.name for field in dataclasses.fields(cls)}
+    names = _names(cls)
     for key in data:
         if key not in names:
             raise unknown(f"config key{where}", key, names)
@@ -53,12 +53,14 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
     """`value` as the annotated type `kind`, or an error that names the key."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
+        configs = [option for option in args if dataclasses.is_dataclass(option)]
+        if configs and isinstance(value, Mapping):  # the config with the most of these keys, the first of equals
+            return _convert(value, max(configs, key=lambda option: len(_names(option) & value.keys())), key)
         for option in args:
             try:
                 return _convert(value, option, key)
-            except UsageError as error:
-                if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
-                    raise error from None
+            except UsageError:
+                continue
         raise _wrong(key, value, kind)
     if origin is Literal:
         if value in args:
@@ -81,6 +83,10 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
     if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
     raise _wrong(key, value, kind)
+
+
+def _names(cls: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
 
 
 def _wrong(key: str, value: Any, kind: Any) -> UsageError:

@@ -118,7 +118,7 @@ def test_eval_reads_another_text_with_the_tokenizer_of_the_run(qkflow: Command, 
     run = str(trained_run)
     if tokens == "bpe":
         run = "run"
-        write("bpe.json", tiny(steps=1, corpus={"tokens": "bpe", "vocabulary": 300}))
+        write("bpe.json", tiny(steps=1, data={"tokens": "bpe", "vocabulary": 300}))
         qkflow("train", "text.txt", "--config", "bpe.json", "--out", run)
     write("other.txt", "another text entirely, with other words in it. " * 200)
     results = [
@@ -190,7 +190,7 @@ BAD_SETTINGS = {
     "model that is not a table": ({"model": 3}, "'model'"),
     "size that is not a name": ({"model": {"size": 5}}, "unknown size"),
     "vocabulary that is not a number": ({"model": {"vocabulary": "x"}}, "'vocabulary'"),
-    "source that is not a string": ({"corpus": {"source": 5}}, "'source'"),
+    "source that is not a string": ({"data": {"source": 5}}, "'source'"),
 }
 
 
@@ -198,7 +198,7 @@ BAD_SETTINGS = {
 def test_a_bad_setting_is_refused_with_one_line(usage_error: Command, case: str) -> None:
     changes, expected = BAD_SETTINGS[case]
     write("bad.json", json.dumps({"steps": 2, "context": 16, "batch": 4, **changes}))
-    source = [] if "corpus" in changes else ["text.txt"]
+    source = [] if "data" in changes else ["text.txt"]
     assert expected in usage_error("train", *source, "--config", "bad.json", "--out", "run")
 
 

@@ -67,7 +67,7 @@ def server(place: Path) -> Iterator[Server]:
 def config(place: Path, **changes: Any) -> dict[str, Any]:
     """Short, but with everything in it: dropout, accumulation, evaluations and checkpoints at different steps."""
     base = {
-        "corpus": {"source": str(place / "corpus.jsonl")},
+        "data": {"source": str(place / "corpus.jsonl")},
         "model": MODEL,
         "steps": 40,
         "context": 24,

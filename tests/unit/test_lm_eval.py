@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("harness") / "run"
     folder.mkdir()
     shape = DecoderConfig(width=16, layers=2, heads=2, hidden=16, mechanism="standard+affine")
-    config = TrainConfig(corpus=CorpusConfig(source="nowhere"), model=shape, steps=1, context=CONTEXT, batch=1)
+    config = TrainConfig(data=CorpusConfig(source="nowhere"), model=shape, steps=1, context=CONTEXT, batch=1)
     torch.manual_seed(0)
     model = Decoder(shape)
     with torch.no_grad():

@@ -45,7 +45,7 @@ class Eval:
     def run(self) -> int:
         """Print the figures."""
         run = load_run(self.run_folder, device=self.device)
-        own = run.config.corpus
+        own = run.corpus
         given = replace(own, source=self.corpus or own.source, data_dir=self.data_dir or own.data_dir)
         corpus = open_corpus(given, tokenizer=run.tokenizer)
         config = run.config

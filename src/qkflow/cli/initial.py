@@ -51,7 +51,7 @@ def read_initial(folder: Path) -> Initial:
         model, weights, tokenizer = found.config, found.weights, found.tokenizer
     else:
         run = load_run(folder)
-        model, weights, tokenizer = run.config.model, model_tensors(run.model), run.tokenizer
+        model, weights, tokenizer = run.model.config, model_tensors(run.model), run.tokenizer
     return Initial(model=model, weights=weights, tokens=_tokens(tokenizer, folder), tokenizer=tokenizer)
 
 

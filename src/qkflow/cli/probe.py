@@ -99,7 +99,7 @@ class Probe:
         if not self.json or self.out is not None:
             found = Probed(
                 name=run.folder.resolve().name,
-                mechanism=" and ".join(dict.fromkeys(run.config.model.mechanisms)),
+                mechanism=" and ".join(dict.fromkeys(run.model.config.mechanisms)),
                 step=run.step,
                 steps=run.config.steps,
                 source=source,
@@ -129,7 +129,7 @@ class Probe:
             whole = [run.tokenizer.end, *run.tokenizer.encode(start)]
             left = [f"{len(whole) - most:,} tokens more are not read."] if self.text and len(whole) > most else []
             return whole[:most], source, left
-        own = run.config.corpus
+        own = run.corpus
         corpus = open_corpus(replace(own, data_dir=self.data_dir or own.data_dir), tokenizer=run.tokenizer)
         some = windows(corpus.validation, context=most, limit=_WINDOWS * most)
         longest = max(some, key=lambda window: window.length)

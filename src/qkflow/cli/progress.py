@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from qkflow.cli.recall_table import percent
+from qkflow.models import StackConfig
 from qkflow.training import Callback, Result, Run
 
 _LINES_EVERY = 5.0
@@ -42,10 +43,11 @@ class Watch(Callback):
         """Say what is trained on what, and start the bar."""
         model, config = run.config.model, run.config
         count = sum(p.numel() for p in run.model.parameters())
-        names = ", ".join(dict.fromkeys(model.mechanisms))
-        self.say(
-            f"model   {names}, {count:,} parameters: width {model.width}, {model.layers} layers, {model.heads} heads"
-        )
+        names, shape = type(model).__name__, ""
+        if isinstance(model, StackConfig):
+            names = ", ".join(dict.fromkeys(model.mechanisms))
+            shape = f": width {model.width}, {model.layers} layers, {model.heads} heads"
+        self.say(f"model   {names}, {count:,} parameters{shape}")
         self.say(f"corpus  {run.corpus}")
         shared = "" if run.processes == 1 else f" on {run.processes} processes ({run.parallel})"
         self.say(f"run     {run.folder}: {config.steps:,} steps of {config.batch} x {config.context} tokens{shared}")

@@ -8,7 +8,7 @@ import signal
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import tyro
 from rich.console import Console
@@ -166,7 +166,7 @@ class Train:
         if self.steps is not None and self.budget is not None:
             raise UsageError("give --steps or --budget, not both")
         settings = {} if self.config is None else read_settings(self.config)
-        corpus = _table(settings, "corpus") | given(
+        corpus = _table(settings, "data") | given(
             source=self.corpus,
             tokens=self.tokens,
             vocabulary_files=self.vocabulary_files,
@@ -207,7 +207,7 @@ class Train:
         flags |= ratio
         if self.steps is None and self.budget is not None:
             flags["steps"] = _OPEN
-        return from_dict(TrainConfig, {"steps": _OPEN, **settings, **flags, "corpus": corpus_config, "model": whole})
+        return from_dict(TrainConfig, {"steps": _OPEN, **settings, **flags, "data": corpus_config, "model": whole})
 
     def _timed(self, config: TrainConfig, budget: float, folder: Path, world: World, console: Console) -> TrainConfig:
         """The config with as many steps as the budget allows; started again by torchrun, with those it began with."""
@@ -243,7 +243,7 @@ class Train:
     def _folder(self, config: TrainConfig) -> Path:
         if self.out is not None:
             return self.out
-        stem = "-".join(dict.fromkeys(config.model.mechanisms))
+        stem = "-".join(dict.fromkeys(cast(DecoderConfig, config.model).mechanisms))
         if not config.ratio.plain:
             stem += f"-r={config.qk_ratio:g}" + ("" if config.qk_growth is None else f"-growth={config.qk_growth:g}")
         return new_folder(re.sub(r"[^\w.=-]+", "_", stem) + f"-seed{config.seed}")

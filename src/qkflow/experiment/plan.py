@@ -102,7 +102,7 @@ def base_config(
     during, final = evaluated(steps * shape.step_tokens, corpus.validation)
     return configured(
         TrainConfig(
-            corpus=request.corpus,
+            data=request.corpus,
             model=shape.arms[0].model,
             steps=steps,
             context=shape.context,

@@ -55,7 +55,7 @@ def usage(folder: str, tokenizer: Tokenizer) -> tuple[str, ...]:
 
 def model_card(run: LoadedRun, environment: dict[str, Any], metrics: dict[str, Any] | None) -> str:
     """README.md of an exported run."""
-    config, model = run.config, run.config.model
+    config, model = run.config, run.model.config
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     mechanism = model.mechanism if isinstance(model.mechanism, str) else ", ".join(model.mechanism)
     corpus = environment.get("corpus", {})
@@ -63,7 +63,7 @@ def model_card(run: LoadedRun, environment: dict[str, Any], metrics: dict[str, A
         "mechanism": f"`{mechanism}`",
         "parameters": f"{parameters:,} ({model.layers} layers of width {model.width}, {model.heads} heads)",
         "tokens": f"{run.tokenizer.vocabulary:,} of kind `{run.tokenizer.kind}`",
-        "corpus": f"`{corpus.get('name', config.corpus.source)}` (SHA-256 `{corpus.get('digest', 'unknown')}`)",
+        "corpus": f"`{corpus.get('name', run.corpus.source)}` (SHA-256 `{corpus.get('digest', 'unknown')}`)",
         "trained for": f"{run.step:,} of {config.steps:,} steps of {config.batch} x {config.context} tokens",
         "seeds": f"{config.seed} for the model, {config.data_seed} for the data",
         **_quality(metrics),

@@ -63,7 +63,7 @@ def _fill(folder: Path, run: LoadedRun, largest: int) -> None:
     weights = {PREFIX + name: tensor.detach().contiguous() for name, tensor in own_tensors(run.model).items()}
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     what = {"architectures": [CAUSAL], "dtype": dtype, "model_type": MODEL_TYPE, "use_cache": True}
-    write_json(folder / "config.json", {**describe(run.config.model), **tokens, **what})
+    write_json(folder / "config.json", {**describe(run.model.config), **tokens, **what})
     write_json(folder / "generation_config.json", tokens)
     write_weights(folder, weights, largest)
     write_tokenizer(run.tokenizer, folder)

@@ -1,139 +1,176 @@
-"""What a training run is made of. A run is a function of this config, its two seeds and the corpus: nothing else."""
+"""The configuration of a training run. The result is a function of this config and the data alone."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from qkflow.circuits import RatioSchedule
 from qkflow.data import CorpusConfig
+from qkflow.data.tasks import TaskConfig
 from qkflow.errors import UsageError
-from qkflow.models import DecoderConfig
+from qkflow.models import ClassifierConfig, DecoderConfig
+from qkflow.models.one_layer import OneLayerConfig
+
+ModelConfig = DecoderConfig | ClassifierConfig | OneLayerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run, whole.
+    """The configuration of a training run.
 
-    >>> from qkflow.data import CorpusConfig
     >>> from qkflow.models import size
-    >>> config = TrainConfig(corpus=CorpusConfig(), model=size("1m"), steps=2000)
+    >>> config = TrainConfig(data=CorpusConfig(), model=size("1m"), steps=2000)
     >>> config.context, config.batch, config.tokens
     (256, 32, 16384000)
     """
 
-    corpus: CorpusConfig
-    """The text, and how it becomes tokens."""
-    model: DecoderConfig
-    """The model."""
+    data: CorpusConfig | TaskConfig
+    """A corpus (text, or a recall task), or a task with rationales."""
+    model: ModelConfig
+    """The model. A classification task needs a classifier or `OneLayer`; everything else needs a decoder."""
     steps: int
-    """Optimiser steps."""
+    """Optimizer steps."""
     context: int = 256
-    """Tokens a window; for a task, those of its instances."""
+    """Context length in tokens. For a recall task, the length of its instances. Tasks ignore it."""
     batch: int = 32
-    """Windows a step, over all its micro-batches."""
+    """Sequences per step, over all micro-batches and processes."""
     accumulate: int = 1
-    """Micro-batches a step: the batch is cut into this many equal parts whose gradients are summed."""
+    """Micro-batches per step, of equal size; their gradients are summed."""
 
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """AdamW, or stochastic gradient descent with momentum."""
     lr: float = 3e-3
-    """The highest learning rate of the schedule."""
-    schedule: Literal["cosine", "stable"] = "cosine"
-    """After the warm-up: `cosine` falls all the way, `stable` stays, and falls over the last `decay` of the steps."""
+    """The peak learning rate."""
+    schedule: Literal["cosine", "stable", "constant"] = "cosine"
+    """After the warm-up: `cosine` decays to the end, `stable` decays over the last `decay` of the steps, `constant`
+    does not decay."""
     warmup: int | None = None
     """Steps of linear warm-up; None: a tenth of the steps, at most 100."""
     decay: float = 0.2
-    """The part of the steps over which a `stable` schedule falls."""
+    """The fraction of the steps over which a `stable` schedule decays."""
     floor: float = 0.1
-    """The learning rate at the end, as a part of `lr`."""
+    """The final learning rate, as a fraction of `lr`."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's two decay rates."""
+    """AdamW's betas."""
     eps: float = 1e-8
     """AdamW's epsilon."""
+    momentum: float = 0.0
+    """The momentum of `sgd`."""
     weight_decay: float = 0.1
-    """AdamW's weight decay, on matrices only."""
-    qk_ratio: float = 1.0
-    """How many times as fast as everything else queries and keys learn."""
-    qk_growth: float | None = None
-    """What that ratio grows to by the end, on a straight line; None: it stays."""
+    """Weight decay, of matrices only."""
     clip: float | None = 1.0
-    """The largest norm of the gradient; longer ones are scaled down to it. None: not clipped."""
+    """The maximum gradient norm; None: no clipping."""
+    qk_ratio: float = 1.0
+    """The learning rate of queries and keys, as a multiple of the learning rate of the rest."""
+    qk_growth: float | None = None
+    """The value that `qk_ratio` grows to linearly by the last step; None: constant."""
+    embedding_ratio: float = 1.0
+    """The learning rate of embeddings, as a multiple of the learning rate of the rest."""
 
     seed: int = 0
-    """Initialisation and dropout."""
+    """Seed of initialization and dropout."""
     data_seed: int = 0
-    """The order of the batches."""
+    """Seed of the batch order."""
     initial: str | None = None
-    """SHA-256 of the weights the run begins with (RUN/initial.safetensors); None: drawn from the seed."""
+    """SHA-256 of the initial weights (RUN/initial.safetensors); None: initialized from the seed."""
     crossing: bool = True
-    """Whether attention may cross from one document of a window into the next."""
+    """Whether attention may cross document boundaries within a sequence."""
 
     evaluate_every: int = 250
-    """Steps between evaluations on validation documents; there is one before the first step and one after the last."""
+    """Steps between evaluations on validation data. Step 0 and the last step are always evaluated."""
     evaluate_tokens: int | None = 65536
-    """Tokens of an evaluation during training, at most; None: all."""
+    """Maximum number of tokens per evaluation during training; None: all."""
     final_tokens: int | None = None
-    """Tokens of the evaluation after the last step, at most; None: all."""
+    """Maximum number of tokens in the evaluation after the last step; None: all."""
     evaluate_batch: int = 32
-    """Windows a batch in evaluations."""
+    """Sequences per evaluation batch."""
     stride: int | None = None
-    """Tokens scored a window in evaluations; None: all of it. Less gives each more context, at more compute."""
+    """Tokens scored per evaluation window; None: all of them. A smaller stride gives each token more context."""
 
     checkpoint_every: int | None = 1000
-    """Steps between checkpoints; None: not by steps."""
+    """Steps between checkpoints; None: no checkpoints by step."""
     checkpoint_minutes: float | None = 10.0
-    """Minutes between checkpoints; None: not by time."""
+    """Minutes between checkpoints; None: no checkpoints by time."""
     log_every: int = 10
-    """Steps between lines of metrics.jsonl."""
+    """Steps between records in metrics.jsonl."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Where to train; `auto` takes the first there is of cuda, mps, cpu."""
+    """The device; `auto` is the first available of cuda, mps and cpu."""
     threads: int | None = None
-    """CPU threads of torch, on which the last bits of a result depend; None: as torch stands, and on record."""
+    """CPU threads; None: PyTorch's current number. The last bits of a result depend on it."""
+    flush_denormals: bool = False
+    """Whether denormal numbers count as zero on the CPU: sharp attention produces many, and they are slow."""
     compile: bool = False
     """Whether to compile the model."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "context", "batch", "accumulate", "evaluate_every", "evaluate_batch", "log_every"):
-            _at_least(name, getattr(self, name), 1)
+            _require_at_least(name, getattr(self, name), 1)
         for name in ("evaluate_tokens", "final_tokens", "stride", "checkpoint_every", "threads"):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                _require_at_least(name, getattr(self, name), 1)
         for name in ("seed", "data_seed"):
-            _at_least(name, getattr(self, name), 0)
+            _require_at_least(name, getattr(self, name), 0)
         if self.warmup is not None and not 0 <= self.warmup <= self.steps:
-            raise UsageError(f"warmup must lie between 0 and the {self.steps} steps of the run, got {self.warmup}")
+            raise UsageError(f"warmup must be between 0 and the number of steps ({self.steps}), got {self.warmup}")
         if self.batch % self.accumulate:
             raise UsageError(
-                f"batch {self.batch} does not divide into {self.accumulate} equal micro-batches: "
-                "make accumulate a divisor of batch"
+                f"batch {self.batch} is not divisible by accumulate {self.accumulate}: set accumulate to a divisor"
             )
         if self.compile and not self.crossing:
-            raise UsageError("compile needs crossing: documents cut every batch anew, and each would be compiled again")
+            raise UsageError(
+                "compile requires crossing=True: document boundaries differ in each batch and would cause recompilation"
+            )
         if self.stride is not None and self.stride > self.context:
-            raise UsageError(f"stride {self.stride} is longer than the context {self.context}: make it at most that")
-        for name in ("lr", "eps", "clip", "checkpoint_minutes", "qk_ratio", "qk_growth"):
+            raise UsageError(f"stride must be at most the context length {self.context}, got {self.stride}")
+        for name in ("lr", "eps", "clip", "checkpoint_minutes", "qk_ratio", "qk_growth", "embedding_ratio"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UsageError(f"{name} must be a finite number above 0, got {value}")
         for name, value in (("decay", self.decay), ("floor", self.floor)):
             if not 0 <= value <= 1:
-                raise UsageError(f"{name} must lie between 0 and 1, got {value}")
+                raise UsageError(f"{name} must be between 0 and 1, got {value}")
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"momentum must be in [0, 1), got {self.momentum}")
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise UsageError(f"betas must lie in [0, 1), got {self.betas}")
+            raise UsageError(f"betas must be in [0, 1), got {self.betas}")
         if not 0 <= self.weight_decay < math.inf:
             raise UsageError(f"weight_decay must be a finite number, at least 0, got {self.weight_decay}")
 
     @property
     def ratio(self) -> RatioSchedule:
-        """The learning rate of queries and keys, as a multiple of everything else's."""
+        """The schedule of the learning-rate ratio of queries and keys."""
         return RatioSchedule(start=self.qk_ratio, end=self.qk_growth)
 
     @property
     def tokens(self) -> int:
-        """Tokens the whole run trains on."""
+        """Training tokens of the whole run."""
         return self.steps * self.batch * self.context
 
 
-def _at_least(name: str, value: int, least: int) -> None:
+def task_defaults(*, data: TaskConfig, model: ModelConfig, steps: int, lr: float, **options: Any) -> TrainConfig:
+    """A config for a task with rationales: a constant learning rate, no weight decay, no clipping, one CPU thread.
+
+    >>> shape = ClassifierConfig(width=32, layers=1, heads=1, vocabulary=100, classes=2)
+    >>> config = task_defaults(data=TaskConfig(), model=shape, steps=100, lr=1e-3, qk_ratio=20.0)
+    >>> config.schedule, config.batch, config.qk_ratio
+    ('constant', 64, 20.0)
+    """
+    defaults: dict[str, Any] = {
+        "batch": 64,
+        "schedule": "constant",
+        "warmup": 0,
+        "betas": (0.9, 0.999),
+        "weight_decay": 0.0,
+        "clip": None,
+        "threads": 1,
+        "flush_denormals": True,
+        "device": "cpu",
+    }
+    return TrainConfig(data=data, model=model, steps=steps, lr=lr, **{**defaults, **options})
+
+
+def _require_at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise UsageError(f"{name} must be at least {least}, got {value}")

@@ -6,7 +6,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from qkflow.data import Batch, Corpus, Split, get_batch, open_corpus
+from qkflow.data import Batch, Corpus, CorpusConfig, Split, get_batch, open_corpus
 from qkflow.errors import DivergenceError, Interrupted, NotFiniteError, UsageError
 from qkflow.layout import Layout
-from qkflow.models import Decoder, parameters
+from qkflow.models import Decoder, DecoderConfig, parameters
 from qkflow.training.config import TrainConfig
 from qkflow.training.distributed import ALONE, World, first_of, known_to_all
 from qkflow.training.divergence import first_bad_gradient, first_bad_module
@@ -43,7 +43,9 @@ from qkflow.training.tensors import load_model_tensors, model_tensors
 
 def open_checked(config: TrainConfig) -> Corpus:
     """Open the corpus, and refuse at once what training on it would trip over later."""
-    corpus = open_corpus(config.corpus)
+    if not (isinstance(config.data, CorpusConfig) and isinstance(config.model, DecoderConfig)):
+        raise UsageError("a task with rationales is not a corpus")
+    corpus = open_corpus(config.data)
     parameters(config.model)  # a shape or a mechanism that cannot be built says so here
     if config.model.vocabulary < corpus.vocabulary:
         raise UsageError(
@@ -90,7 +92,7 @@ class Learner:
         self.config, self.corpus, self.device, self.world = config, corpus, device, world
         self.step = 0
         torch.manual_seed(config.seed)
-        self.model = Decoder(config.model).to(device)
+        self.model = Decoder(cast(DecoderConfig, config.model)).to(device)
         if initial is not None:
             load_model_tensors(self.model, initial)
         self.optimizer = build_optimizer(self.model, config)

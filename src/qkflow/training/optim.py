@@ -29,7 +29,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
     >>> from qkflow.data import CorpusConfig
     >>> from qkflow.models import size
-    >>> config = TrainConfig(corpus=CorpusConfig(), model=size("1m"), steps=10)
+    >>> config = TrainConfig(data=CorpusConfig(), model=size("1m"), steps=10)
     >>> [group["weight_decay"] for group in build_optimizer(nn.LayerNorm(4), config).param_groups]
     [0.0]
     """

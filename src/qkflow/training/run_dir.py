@@ -27,10 +27,10 @@ import numpy as np
 from torch import Tensor
 
 from qkflow.config import from_dict, to_dict
-from qkflow.data import Tokenizer, load_tokenizer, save_tokenizer
+from qkflow.data import CorpusConfig, Tokenizer, load_tokenizer, save_tokenizer
 from qkflow.errors import CheckpointError, DiskError, UsageError
 from qkflow.io import discard, replace, write_file, write_json
-from qkflow.models import Decoder
+from qkflow.models import Decoder, DecoderConfig
 from qkflow.training import checkpoint
 from qkflow.training.callbacks import Result
 from qkflow.training.config import TrainConfig
@@ -55,6 +55,8 @@ class LoadedRun:
     """The run folder."""
     config: TrainConfig
     """Its config."""
+    corpus: CorpusConfig
+    """The corpus it was trained on."""
     model: Decoder
     """Its model, in evaluation mode."""
     tokenizer: Tokenizer
@@ -71,6 +73,8 @@ def load_run(folder: Path | str, *, device: str = "cpu") -> LoadedRun:
     """The config and the model of a run folder, with its final weights or else those of its latest checkpoint."""
     folder = Path(folder)
     config = read_config(folder)
+    if not (isinstance(config.data, CorpusConfig) and isinstance(config.model, DecoderConfig)):
+        raise UsageError(f"{folder} is a run of a task with rationales: expected a run of a language model")
     model = Decoder(config.model)
     notices: list[str] = []
     weights, step = None, config.steps
@@ -91,6 +95,7 @@ def load_run(folder: Path | str, *, device: str = "cpu") -> LoadedRun:
     return LoadedRun(
         folder=folder,
         config=config,
+        corpus=config.data,
         model=model.to(pick_device(device)).eval(),
         tokenizer=_read_tokenizer(folder),
         step=step,
@@ -140,7 +145,7 @@ def read_config(folder: Path) -> TrainConfig:
             f"{folder} is an exported model, not a run: `qkflow train --init {folder}` goes on from it, and"
             " transformers loads it after `import qkflow.hf`"
         )
-    if "task" in data and "corpus" not in data:
+    if "task" in data:
         raise UsageError(
             f"{folder} is a run of `qkflow sharpen`, whose words are not stored: expected a folder that `qkflow train`"
             " made; what it attends to is on the page of its study"

@@ -46,7 +46,7 @@ def _run(folder: Path, mechanism: str | tuple[str, ...], tokens: Tokenizer) -> P
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    config = TrainConfig(corpus=CorpusConfig(source="text.txt"), model=shape, steps=7)
+    config = TrainConfig(data=CorpusConfig(source="text.txt"), model=shape, steps=7)
     record = {"command": ["qkflow", "train", "my text.txt"], "corpus": {"name": "text.txt", "digest": "abc"}}
     evaluated = {"kind": "eval", "step": 7, "bits_per_byte": 1.25, "perplexity": 2.5}
     (folder / "config.json").write_text(json.dumps(to_dict(config)))

@@ -75,7 +75,7 @@ def test_prompts_of_unequal_length_are_continued_as_each_alone(mechanism: Any) -
 
 def test_weight_decay_takes_matrices_and_convolutions_and_leaves_the_decays_numbers() -> None:
     model = Decoder(config("qdelta"))
-    setup = TrainConfig(corpus=CorpusConfig(), model=config("qdelta"), steps=1)
+    setup = TrainConfig(data=CorpusConfig(), model=config("qdelta"), steps=1)
     decayed, kept = (
         {
             name.rpartition("mechanism.")[2]

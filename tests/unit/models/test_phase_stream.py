@@ -179,7 +179,7 @@ def test_paces_name_parameters_and_the_optimiser_keeps_to_them(spec: str) -> Non
     paces, named = decoder.paces(), dict(decoder.named_parameters())
     assert set(paces) <= set(named)
     assert not paces["embedding.weight"].decay
-    config = TrainConfig(corpus=CorpusConfig(), model=decoder.config, steps=10, weight_decay=0.1)
+    config = TrainConfig(data=CorpusConfig(), model=decoder.config, steps=10, weight_decay=0.1)
     groups = build_optimizer(decoder, config).param_groups
     by = {id(p): group for group in groups for p in group["params"]}
     assert set(by) == {id(p) for p in named.values()}

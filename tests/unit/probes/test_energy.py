@@ -80,7 +80,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i}: the quick brown fox number {i * i}\n" for i in range(400)))
     return TrainConfig(
-        corpus=CorpusConfig(source=str(text)),
+        data=CorpusConfig(source=str(text)),
         model=DecoderConfig(width=16, layers=2, heads=2, hidden=16, mechanism=("standard", POTENTIAL), dropout=0.3),
         steps=5,
         context=16,

@@ -177,7 +177,7 @@ def test_the_command_shows_the_phases_of_a_run(
     run, text = tmp_path / "run", tmp_path / "text"
     text.write_bytes(b"Hello [b]\n")
     run.mkdir()
-    begin(run, TrainConfig(corpus=CorpusConfig(), model=made.config, steps=1), {}, ByteTokenizer())
+    begin(run, TrainConfig(data=CorpusConfig(), model=made.config, steps=1), {}, ByteTokenizer())
     finish(run, model_tensors(made))
     assert main(["probe", str(run), "--file", str(text)]) == 0
     source, *shown, page = capsys.readouterr().out.splitlines()

@@ -278,7 +278,7 @@ def folder(
                 block.mechanism.query.weight.mul_(3)  # pyright: ignore
         runs[name] = path / "runs" / f"arm-{index}" / "seed-0"
         runs[name].mkdir(parents=True)
-        begin(runs[name], TrainConfig(corpus=CorpusConfig(), model=shape, steps=800), {}, ByteTokenizer())
+        begin(runs[name], TrainConfig(data=CorpusConfig(), model=shape, steps=800), {}, ByteTokenizer())
         finish(runs[name], model_tensors(model))
     return runs
 

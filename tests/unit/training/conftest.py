@@ -90,7 +90,7 @@ def configure(texts: Path) -> Configure:
     def make(*, model: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
         shape = {"width": 16, "layers": 2, "heads": 2, "hidden": 32, **(model or {})}
         small = {"steps": 4, "context": 16, "batch": 4, "log_every": 1, "evaluate_tokens": 300, "device": "cpu"}
-        return TrainConfig(corpus=CorpusConfig(source=str(texts)), model=DecoderConfig(**shape), **{**small, **changes})
+        return TrainConfig(data=CorpusConfig(source=str(texts)), model=DecoderConfig(**shape), **{**small, **changes})
 
     return make
 
@@ -104,7 +104,7 @@ def task_configure(configure: Configure) -> Configure:
         validate_input = open_corpus(corpus)
         shape = {"vocabulary": validate_input.vocabulary, **(model or {})}
         config = configure(**{"model": shape, "context": validate_input.context, **changes})
-        return dataclasses.replace(config, corpus=corpus)
+        return dataclasses.replace(config, data=corpus)
 
     return make
 

@@ -146,7 +146,7 @@ def test_a_run_an_exported_folder_and_a_run_have_the_same_weights_and_tokens(
 ) -> None:
     corpus = CorpusConfig(source=str(texts), tokens="bpe", vocabulary=300)
     shape = {"mechanism": "coupled:sharing=layers", "vocabulary": open_corpus(corpus).vocabulary}
-    train(replace(configure(model=shape), corpus=corpus), tmp_path / "first")
+    train(replace(configure(model=shape), data=corpus), tmp_path / "first")
     export_run(tmp_path / "first", tmp_path / "exported")
     (tmp_path / "small.json").write_text(json.dumps({"context": 16, "batch": 4, "steps": 1, "device": "cpu"}))
     first = load_run(tmp_path / "first")
@@ -156,5 +156,5 @@ def test_a_run_an_exported_folder_and_a_run_have_the_same_weights_and_tokens(
         assert main([*begin, "--out", str(out)]) == 0
         run = load_run(out)
         assert run.config.initial == digest(model_tensors(first.model))
-        assert (run.config.model, run.config.corpus.tokens) == (first.config.model, "saved")
+        assert (run.config.model, run.config.data.tokens) == (first.config.model, "saved")
         assert run.tokenizer.to_json() == first.tokenizer.to_json()

@@ -49,7 +49,7 @@ def config(texts: Path, **changes: Any) -> dict[str, Any]:
     shape |= {name: changes.pop(name) for name in ("mechanism", "dropout") if name in changes}
     small = {"steps": 4, "context": validate_input.context or 16, "batch": 4, "log_every": 1, "evaluate_tokens": 300}
     return to_dict(
-        TrainConfig(corpus=corpus, model=DecoderConfig(**shape), device="cpu", threads=1, **{**small, **changes})
+        TrainConfig(data=corpus, model=DecoderConfig(**shape), device="cpu", threads=1, **{**small, **changes})
     )
 
 

@@ -61,7 +61,7 @@ def test_another_config_is_refused(configure: Any, tmp_path: Path, begun: Any) -
 
 def test_another_text_is_refused(configure: Any, texts: Path, tmp_path: Path, begun: Any) -> None:
     shutil.copytree(texts, tmp_path / "texts")
-    config = dataclasses.replace(configure(), corpus=CorpusConfig(source=str(tmp_path / "texts")))
+    config = dataclasses.replace(configure(), data=CorpusConfig(source=str(tmp_path / "texts")))
     folder = begun(config, tmp_path / "run", 1)
     (tmp_path / "texts" / "1.txt").write_text("something else " * 30)
     with pytest.raises(UsageError, match=r"is not the text .* began with"):
