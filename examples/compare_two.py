@@ -1,4 +1,4 @@
-"""A study of two arms by the Python API: matched parameters, shared seeds, a verdict. Tiny, so expect "undecided"."""
+"""Compare two arms with the Python API: matched parameters, shared seeds, a verdict. Too small to decide anything."""
 
 import tempfile
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 from qkflow import CorpusConfig, DecoderConfig
 from qkflow.experiment import ExperimentSpec, read_result, run_experiment
 
-if __name__ == "__main__":  # a study starts processes, which import this file
-    place = Path(tempfile.mkdtemp())
-    text = place / "squares.txt"
-    text.write_text("".join(f"the square of {i} is {i * i}\n" for i in range(5000)))
-    request = ExperimentSpec(
-        corpus=CorpusConfig(source=str(text)),
+if __name__ == "__main__":  # a study starts processes that import this file
+    folder = Path(tempfile.mkdtemp())
+    corpus = folder / "squares.txt"
+    corpus.write_text("".join(f"the square of {i} is {i * i}\n" for i in range(5000)))
+    spec = ExperimentSpec(
+        corpus=CorpusConfig(source=str(corpus)),
         arms=("standard", "gated-deltanet"),
         model=DecoderConfig(width=32, layers=1, heads=2, hidden=64),
         tokens=8_000,
@@ -19,9 +19,9 @@ if __name__ == "__main__":  # a study starts processes, which import this file
         context=32,
         batch=8,
     )
-    run_experiment(request, place / "study")
-    summary = read_result(place / "study")
-    for arm in summary.arms:
-        print(arm.name, f"{arm.parameters:,} parameters, {len(arm.seeds)} seeds")
-    for verdict in summary.verdicts:
+    run_experiment(spec, folder / "study")
+    result = read_result(folder / "study")
+    for arm in result.arms:
+        print(f"{arm.name}: {arm.parameters:,} parameters, {len(arm.seeds)} seeds")
+    for verdict in result.verdicts:
         print(verdict.sentence)

@@ -1,4 +1,4 @@
-"""A mechanism of your own in a few lines, tried on the laws: attention by the cosine of queries and keys."""
+"""Define a mechanism, register it, and check it against the laws: attention by cosine similarity."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,19 @@ from torch.nn.functional import normalize
 from qkflow import StandardAttention, StandardConfig, check, register
 
 
-class CosineAttention(StandardAttention):  # projections, cache, window, positions, padding and packing are inherited
+class CosineAttention(StandardAttention):  # inherits projections, cache, window, positions, padding and packing
     def __init__(self, width, heads, layer=0, layers=1, *, config):
         super().__init__(width, heads, layer, layers, config=config)
         self.sharpness = torch.nn.Parameter(torch.tensor(10.0))
 
     def attend(self, rows):
-        return super().attend(rows._replace(q=self.sharpness * normalize(rows.q, dim=-1), k=normalize(rows.k, dim=-1)))
+        return super().attend(self.normalized(rows))
 
     def map(self, rows):
-        return super().map(rows._replace(q=self.sharpness * normalize(rows.q, dim=-1), k=normalize(rows.k, dim=-1)))
+        return super().map(self.normalized(rows))
+
+    def normalized(self, rows):
+        return rows._replace(q=self.sharpness * normalize(rows.q, dim=-1), k=normalize(rows.k, dim=-1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,5 +29,6 @@ class CosineConfig(StandardConfig):
         return CosineAttention(width, heads, layer, layers, config=self)
 
 
-register("cosine", CosineConfig)  # `cosine:window=8` is a mechanism like any other now, in this process
-print(*(f"{law.law}: {law.outcome} {law.detail}" for law in check(CosineConfig(window=8), backend="eager")), sep="\n")
+register("cosine", CosineConfig)  # `cosine:window=8` is now a mechanism in this process
+for result in check(CosineConfig(window=8), backend="eager"):
+    print(f"{result.law}: {result.outcome} {result.detail}".rstrip())

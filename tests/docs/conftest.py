@@ -1,7 +1,8 @@
-"""Commands as a page names them, each checked by the parser that would read it; and a place to run them in.
+"""Fixtures for the documentation tests: a working directory, and a checker for commands.
 
-`qkflow` (then its mechanisms, sizes, times and names by their own readers), `torchrun`, `python FILE` (which must be
-there; given options, by FILE's own parser), `make` (the target), `pip` (the extras). Anything else fails.
+Each command is checked by the parser that would read it: `qkflow` (with its mechanisms, sizes, durations and names),
+`torchrun`, `python FILE` (the file exists; options are read by its own parser), `make` (the target exists) and `pip`
+(the extras exist). Any other program fails.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, a cache of its own in which kernels are built already, and no name left registered behind."""
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, an empty cache with the compiled kernels, and a registry that is restored."""
     csrc.prepare()
     kernels = Path(os.environ["QKFLOW_CACHE"]) / "native"
     (tmp_path / "cache").mkdir()
@@ -53,98 +54,102 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def check(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str], str], None]:
-    """Fails unless a command, told where it stands, would be understood by those it is meant for."""
-    return partial(_check, monkeypatch)
+def check_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str], str], None]:
+    """A function that fails unless the words of a command are valid; its second argument is where the command is."""
+    return partial(_check_command, monkeypatch)
 
 
-class Parsed(Exception):
-    """A program has read its options, and need not go on."""
-
-
-def _check(monkeypatch: pytest.MonkeyPatch, words: list[str], where: str) -> None:
-    program, rest = words[0], words[1:]
+def _check_command(monkeypatch: pytest.MonkeyPatch, words: list[str], where: str) -> None:
+    program, args = words[0], words[1:]
+    if Path(program).name == "python":
+        program = "python"
     if program == "qkflow":
-        understood(rest, where)
+        _check_qkflow(args, where)
     elif program == "torchrun":
         try:
-            options = get_args_parser().parse_args(rest)
+            options = get_args_parser().parse_args(args)
         except SystemExit:
-            pytest.fail(f"{where}: torchrun does not understand {shlex.join(rest)}")
-        assert options.module, f"{where}: torchrun runs qkflow with -m"
+            pytest.fail(f"{where}: torchrun does not accept {shlex.join(args)}")
+        assert options.module, f"{where}: torchrun needs -m to run qkflow"
         assert options.training_script == "qkflow", where
-        understood(options.training_script_args, where)
-    elif program == "python" and rest[:2] == ["-m", "qkflow"]:
-        understood(rest[2:], where)
-    elif program == "python" and rest[:2] == ["-m", "qkflow.lm_eval"]:
-        assert (ROOT / "src/qkflow/harness/__main__.py").is_file(), where  # lm-eval reads the rest
-    elif program == "python" and rest[0] != "-m":
-        file = ROOT / rest[0]
-        assert file.is_file(), f"{where}: there is no {rest[0]}"
-        if rest[1:] and has_parser(file):
+        _check_qkflow(options.training_script_args, where)
+    elif program == "python" and args[:2] == ["-m", "qkflow"]:
+        _check_qkflow(args[2:], where)
+    elif program == "python" and args[:2] == ["-m", "qkflow.lm_eval"]:
+        assert (ROOT / "src/qkflow/lm_eval/__main__.py").is_file(), where  # lm-eval parses the options
+    elif program == "python" and args[:2] == ["-m", "pytest"]:
+        paths = [word for word in args[2:] if "/" in word]
+        assert all((ROOT / path).exists() for path in paths), f"{where}: {paths} not found"
+    elif program == "python" and args[0] != "-m":
+        script = ROOT / args[0]
+        assert script.is_file(), f"{where}: {args[0]} not found"
+        if args[1:] and _uses_argparse(script):
             with monkeypatch.context() as patch:
-                assert reads(file, rest[1:], patch), f"{where}: {shlex.join(words)}"
+                assert _script_accepts(script, args[1:], patch), f"{where}: {shlex.join(words)}"
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert {*rest} <= {*targets}, f"{where}: Makefile has no {rest}"
+        assert {*args} <= {*targets}, f"{where}: the Makefile has no target {args}"
     elif program == "pip":
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        asked = [name for group in re.findall(r"\[([\w,-]+)\]", " ".join(rest)) for name in group.split(",")]
-        assert {*asked} <= {*extras}, f"{where}: there are no extras {asked}"
-        assert all((ROOT / rest[i + 1]).is_file() for i, word in enumerate(rest) if word in ("-c", "-r")), where
+        names = [name for group in re.findall(r"\[([\w,-]+)\]", " ".join(args)) for name in group.split(",")]
+        assert {*names} <= {*extras}, f"{where}: unknown extras {names}"
+        assert all((ROOT / args[i + 1]).is_file() for i, word in enumerate(args) if word in ("-c", "-r")), where
     else:
-        pytest.fail(f"{where}: no rule for {program!r}: see the head of this file")
+        pytest.fail(f"{where}: no rule for {program!r}; see the docstring of tests/docs/conftest.py")
 
 
-def understood(args: list[str], where: str) -> None:
-    """Read a command of qkflow as its command line does, and every value that it would only look at later."""
+def _check_qkflow(args: list[str], where: str) -> None:
+    """Parse a qkflow command, and every value that the command itself would parse later."""
     try:
         command = tyro.extras.subcommand_cli_from_dict(cli.COMMANDS, prog="qkflow", args=args)
     except SystemExit:
-        pytest.fail(f"{where}: qkflow does not understand {shlex.join(args)}")
+        pytest.fail(f"{where}: qkflow does not accept {shlex.join(args)}")
     for name, value in vars(command).items():
-        if name in VALUES and value not in (None, [], ()):
-            VALUES[name](value)
+        if name in VALUE_PARSERS and value not in (None, [], ()):
+            VALUE_PARSERS[name](value)
 
 
-def has_parser(file: Path) -> bool:
-    """Whether a program reads its options by argparse, itself or through a neighbour."""
-    text = file.read_text()
-    names = re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)
-    near = [path for name in names if (path := file.with_name(f"{name}.py")).is_file()]
-    return "argparse" in names or any(map(has_parser, near))
+def _uses_argparse(script: Path) -> bool:
+    """Whether a script uses argparse, directly or through a module beside it."""
+    imports = re.findall(r"^(?:from|import) (\w+)", script.read_text(), re.MULTILINE)
+    siblings = [path for name in imports if (path := script.with_name(f"{name}.py")).is_file()]
+    return "argparse" in imports or any(map(_uses_argparse, siblings))
 
 
-def reads(file: Path, args: list[str], patch: pytest.MonkeyPatch) -> bool:
-    """Whether a program's own parser takes these options; it ends there."""
-    parse = argparse.ArgumentParser.parse_args
+class _ArgumentsParsed(Exception):
+    """Raised to stop a script after it has parsed its arguments."""
 
-    def stop(self: argparse.ArgumentParser, *given: Any, **options: Any) -> None:
-        parse(self, *given, **options)
-        raise Parsed
 
-    patch.setattr(argparse.ArgumentParser, "parse_args", stop)
-    patch.setattr(sys, "argv", [str(file), *args])
-    patch.syspath_prepend(str(file.parent))
-    known = {*sys.modules}
+def _script_accepts(script: Path, args: list[str], patch: pytest.MonkeyPatch) -> bool:
+    """Whether the argument parser of a script accepts these arguments; the script stops there."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        parse_args(self, *args, **kwargs)
+        raise _ArgumentsParsed
+
+    patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    patch.setattr(sys, "argv", [str(script), *args])
+    patch.syspath_prepend(str(script.parent))
+    modules_before = {*sys.modules}
     try:
-        runpy.run_path(str(file), run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__")
         return False
-    except (Parsed, SystemExit) as end:
-        return isinstance(end, Parsed)
-    finally:  # its neighbours have names that others may have, too
-        near = {path.stem for path in file.parent.glob("*.py")}
-        for name in ({*sys.modules} - known) & near:
+    except (_ArgumentsParsed, SystemExit) as stop:
+        return isinstance(stop, _ArgumentsParsed)
+    finally:  # modules beside the script may share their name with others
+        siblings = {path.stem for path in script.parent.glob("*.py")}
+        for name in ({*sys.modules} - modules_before) & siblings:
             del sys.modules[name]
 
 
-def source(text: str) -> None:
-    """A task with its options, a corpus by name, or a path, which has no colon."""
+def _corpus(text: str) -> None:
+    """A task with its options, a named corpus, or a path (without a colon)."""
     assert from_spec(text) if is_task(text) else text in NAMES or text.startswith("hf:") or ":" not in text, text
 
 
-def factory(text: str) -> None:
-    """A mechanism by name; or `package.module:name`, which is the reader's own."""
+def _factory(text: str) -> None:
+    """A mechanism by name, or `package.module:name` of the reader."""
     name, colon, attribute = text.partition(":")
     if not colon or "=" in attribute:
         mechanism(text)
@@ -152,12 +157,12 @@ def factory(text: str) -> None:
         assert all(part.isidentifier() for part in (*name.split("."), attribute)), text
 
 
-VALUES: dict[str, Callable[[Any], object]] = {
+VALUE_PARSERS: dict[str, Callable[[Any], object]] = {
     "arms": lambda text: [mechanism(parse_arm(arm)[0]) for arm in split_arms(text)],
     "budget": seconds,
     "config": lambda path: (ROOT / path).read_text(),
-    "corpus": source,
-    "factory": factory,
+    "corpus": _corpus,
+    "factory": _factory,
     "law": lambda names: [LAWS[name] for name in names],
     "mechanism": lambda text: mechanism(parse_arm(text)[0]),
     "name": recipe,
@@ -166,4 +171,4 @@ VALUES: dict[str, Callable[[Any], object]] = {
     "size": size,
     "train_tokens": count,
 }
-"""What reads a value, by the name of its flag."""
+"""The parser of a value, by the name of its option."""

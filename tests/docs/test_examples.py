@@ -1,4 +1,4 @@
-"""The examples: short, and they run, without a warning, on data of their own, and say what they are there to show."""
+"""The examples are short, run without warnings, and print what they demonstrate."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
-TOLD = {
-    "compare_two": r"standard .* parameters, 2 seeds\ngated-deltanet .* 2 seeds\ngated-deltanet .+ standard",
-    "drop_in_layer": r"(CoupledAttention|QDelta): loss 0\.0\d+; then 3; .*\n(?=QDelta|$)",
-    "own_mechanism": r"causality: kept \n(\w+: kept \n){12}circuitry: kept \n$",
-    "read_attention": r"r = 1: loss 0\.\d+, \d+% .*\n.*\nr = 5: loss 0\.0\d+, \d+% of attention on the word",
-    "retrofit_and_tune": r"changed outputs by 0\.0\nstep 0: loss 5\.[^$]*step 60: loss [0-2]\.[^$]*the same: True\n$",
+EXPECTED_OUTPUT = {
+    "compare_two": r"standard: .* parameters, 2 seeds\ngated-deltanet: .* 2 seeds\ngated-deltanet .+ standard",
+    "drop_in_layer": r"(CoupledAttention|QDelta): loss 0\.0\d+, next token 3, .*\n(?=QDelta|$)",
+    "own_mechanism": r"causality: kept\n(\w+: kept\n){12}circuitry: kept\n$",
+    "read_attention": r"r = 1: loss 0\.\d+, \d+% .*\nr = 5: loss 0\.0\d+, \d+% of attention on the deciding token",
+    "retrofit_and_tune": r"by 0\.0\nstep 0: loss 5\.[^$]*step 60: loss [0-2]\.[^$]*same outputs: True\n$",
 }
-"""What each says."""
 
 
-def test_there_are_the_five_of_them() -> None:
-    assert [path.stem for path in EXAMPLES] == sorted(TOLD)
+def test_every_example_is_tested() -> None:
+    assert [path.stem for path in EXAMPLES] == sorted(EXPECTED_OUTPUT)
 
 
 @pytest.mark.parametrize(
@@ -28,12 +27,12 @@ def test_there_are_the_five_of_them() -> None:
     [pytest.param(path, marks=pytest.mark.compiled if path.stem == "own_mechanism" else ()) for path in EXAMPLES],
     ids=lambda path: path.stem,
 )
-def test_an_example_is_short_and_runs(
-    path: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_example(
+    path: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert len(path.read_text().splitlines()) <= 30
-    monkeypatch.setattr("tempfile.tempdir", str(workplace))
+    assert len(path.read_text().splitlines()) <= 40
+    monkeypatch.setattr("tempfile.tempdir", str(workdir))
     runpy.run_path(str(path), run_name="__main__")
-    told = capsys.readouterr().out
-    assert re.search(TOLD[path.stem], told), told
-    assert 2 <= len(told.splitlines()) <= 20
+    output = capsys.readouterr().out
+    assert re.search(EXPECTED_OUTPUT[path.stem], output), output
+    assert 2 <= len(output.splitlines()) <= 20

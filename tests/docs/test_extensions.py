@@ -1,4 +1,4 @@
-"""What the pages' Markdown has besides: formulas that browsers draw, and doctests of docstrings as code."""
+"""The Markdown extensions of the documentation: formulas as MathML, and doctests as code blocks."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ extensions = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(extensions)
 
 
-def html(text: str) -> str:
+def render(text: str) -> str:
     return markdown.markdown(text, extensions=["tables", "pymdownx.superfences", extensions.makeExtension()])
 
 
-def test_a_formula_in_a_line_becomes_mathml() -> None:
-    made = html("At $x_t^2$, and *then* $\\alpha$.")
-    assert made.count('<math xmlns="http://www.w3.org/1998/Math/MathML" display="inline">') == 2
-    assert "<em>then</em>" in made
-    assert "$" not in made
+def test_inline_formula_becomes_mathml() -> None:
+    html = render("At $x_t^2$, and *then* $\\alpha$.")
+    assert html.count('<math xmlns="http://www.w3.org/1998/Math/MathML" display="inline">') == 2
+    assert "<em>then</em>" in html
+    assert "$" not in html
 
 
-def test_a_formula_of_its_own_stands_in_a_box_that_can_scroll() -> None:
-    made = html("Before:\n\n$$S_t = \\sum_s v_s k_s^\\top\n\\qquad o_t = S_t q_t$$\n\nAfter.")
-    assert '<div class="mathematics">' in made
-    assert 'display="block"' in made
-    assert made.endswith("<p>After.</p>")
+def test_display_formula_is_in_a_scrollable_box() -> None:
+    html = render("Before:\n\n$$S_t = \\sum_s v_s k_s^\\top\n\\qquad o_t = S_t q_t$$\n\nAfter.")
+    assert '<div class="mathematics">' in html
+    assert 'display="block"' in html
+    assert html.endswith("<p>After.</p>")
 
 
-def test_underscores_of_a_formula_are_no_emphasis_and_a_table_may_hold_one() -> None:
-    made = html("| a | b |\n|---|---|\n| $q_t k_s$ | $v_t w_s$ |")
-    assert "<em>" not in made
-    assert made.count("<math") == 2
+def test_formulas_in_a_table_keep_their_underscores() -> None:
+    html = render("| a | b |\n|---|---|\n| $q_t k_s$ | $v_t w_s$ |")
+    assert "<em>" not in html
+    assert html.count("<math") == 2
 
 
 @pytest.mark.parametrize(
@@ -49,23 +49,23 @@ def test_underscores_of_a_formula_are_no_emphasis_and_a_table_may_hold_one() -> 
         "a \\$x\\$ b",
     ],
 )
-def test_a_dollar_that_is_none_of_a_formula_stays(text: str) -> None:
-    assert "<math" not in html(text)
-    assert "$" in html(text)
+def test_other_dollar_signs_are_unchanged(text: str) -> None:
+    assert "<math" not in render(text)
+    assert "$" in render(text)
 
 
-def test_commands_in_a_sentence_become_letters_and_those_in_code_or_unknown_stay() -> None:
-    made = html("With \\beta_t = \\frac{1}{T}, k \\cdot x / \\sqrt{k} and \\nabla V; \\unheard.\n\n    \\beta\n")
-    assert "With β_t = 1/T, k · x / √k and ∇ V; \\unheard." in made
-    assert "<code>\\beta" in made
+def test_latex_commands_in_prose_become_letters_except_in_code() -> None:
+    html = render("With \\beta_t = \\frac{1}{T}, k \\cdot x / \\sqrt{k} and \\nabla V; \\unknown.\n\n    \\beta\n")
+    assert "With β_t = 1/T, k · x / √k and ∇ V; \\unknown." in html
+    assert "<code>\\beta" in html
 
 
-def test_a_doctest_is_code_and_not_a_quotation_in_a_quotation() -> None:
-    made = html("One sentence.\n\n>>> for x in y:\n...     x\n1\n\nMore.\n\n>>> 2\n2")
-    assert "blockquote" not in made
-    assert made.count('<div class="highlight">') == 2
-    assert "<p>More.</p>" in made
+def test_doctest_becomes_a_code_block() -> None:
+    html = render("One sentence.\n\n>>> for x in y:\n...     x\n1\n\nMore.\n\n>>> 2\n2")
+    assert "blockquote" not in html
+    assert html.count('<div class="highlight">') == 2
+    assert "<p>More.</p>" in html
 
 
-def test_a_doctest_inside_a_fence_stays_inside() -> None:
-    assert html("```pycon\n>>> 1\n1\n```").count("highlight") == 1
+def test_doctest_in_a_fence_is_unchanged() -> None:
+    assert render("```pycon\n>>> 1\n1\n```").count("highlight") == 1

@@ -1,4 +1,4 @@
-"""The site: it builds without a warning, every link leads somewhere, and nothing is asked for from outside."""
+"""The documentation site builds without warnings, its links resolve, and it makes no network requests."""
 
 from __future__ import annotations
 
@@ -12,76 +12,81 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "docs").rglob("*.md"))
-BUILD = (sys.executable, "-m", "zensical", "build", "--clean", "--strict")
-"""What `make docs` runs."""
-LOADED = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src"}
-"""What a browser asks for by itself, and where an element says so."""
-SET_APART = ("code", "math", "script", "style")
-"""What is not running text."""
+BUILD_COMMAND = (sys.executable, "-m", "zensical", "build", "--clean", "--strict")
+"""The command of `make docs`."""
+RESOURCE_ATTRIBUTES = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src"}
+"""Elements that a browser loads, with the attribute that holds the address."""
+NOT_PROSE = ("code", "math", "script", "style")
+
+Pages = dict[Path, "Page"]
 
 
 class Page(HTMLParser):
-    """What a page holds: anchors, where its links lead, what it loads, and its text outside of code and formulas."""
+    """The anchors, links, resources, prose and formulas of a page."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, html: str) -> None:
         super().__init__()
         self.anchors: set[str] = set()
         self.links: list[str] = []
-        self.loaded: list[str] = []
+        self.resources: list[str] = []
         self.tags: list[str] = []
-        self.words: list[str] = []
+        self.prose: list[str] = []
         self.formulas: list[str] = []
-        self.open: list[str] = []
-        self.feed(text)
+        self.open_tags: list[str] = []
+        self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
+        attributes = dict(attrs)
         self.tags.append(tag)
-        self.open += [tag] if tag in SET_APART else []
-        self.anchors |= {value for name in ("id", "name") if (value := given.get(name))}
-        if tag == "a" and given.get("href"):
-            self.links.append(str(given["href"]))
-        if tag in LOADED and given.get(LOADED[tag]):
-            self.loaded.append(str(given[LOADED[tag]]))
+        self.open_tags += [tag] if tag in NOT_PROSE else []
+        self.anchors |= {value for name in ("id", "name") if (value := attributes.get(name))}
+        if tag == "a" and attributes.get("href"):
+            self.links.append(str(attributes["href"]))
+        if tag in RESOURCE_ATTRIBUTES and attributes.get(RESOURCE_ATTRIBUTES[tag]):
+            self.resources.append(str(attributes[RESOURCE_ATTRIBUTES[tag]]))
 
     def handle_endtag(self, tag: str) -> None:
-        if tag in SET_APART:
-            self.open.pop()
+        if tag in NOT_PROSE:
+            self.open_tags.pop()
 
     def handle_data(self, data: str) -> None:
-        if not self.open:
-            self.words.append(data)
-        elif "math" in self.open:
+        if not self.open_tags:
+            self.prose.append(data)
+        elif "math" in self.open_tags:
             self.formulas.append(data)
 
 
-def test_the_site_is_whole(tmp_path: Path) -> None:
-    """One test, since the site is built once for it."""
-    site = built(tmp_path)
+def test_site(tmp_path: Path) -> None:
+    """All checks are in one test, so that the site is built once."""
+    site = build_site(tmp_path)
     pages = {path: Page(path.read_text()) for path in site.rglob("*.html") if path.name != "404.html"}
-    every_source_is_a_page_in_the_navigation(site, pages)
-    links_lead_to_pages_and_anchors(site, pages)
-    nothing_is_loaded_from_outside(site, pages)
-    mathematics_is_drawn_by_the_browser(site, pages)
-    the_reference_comes_from_docstrings(site, pages)
+    check_every_source_is_in_the_navigation(site, pages)
+    check_links(site, pages)
+    check_no_network_requests(site, pages)
+    check_formulas(site, pages)
+    check_reference(site, pages)
 
 
-def built(place: Path) -> Path:
-    """The site, built in a copy: it must lie inside of its project."""
-    shutil.copy(ROOT / "mkdocs.yml", place)
-    shutil.copytree(ROOT / "docs", place / "docs")
-    (place / "src").symlink_to(ROOT / "src")
-    made = subprocess.run(BUILD, cwd=place, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"})
-    told = re.sub(r"\x1b\[[\d;]*m", "", made.stdout + made.stderr)
-    assert made.returncode == 0, told
-    assert "No issues found" in told, told
-    assert len(told.splitlines()) <= 3, told  # anything besides is a remark that someone should see
-    return place / "site"
+def build_site(folder: Path) -> Path:
+    """Build the site in a copy of docs/."""
+    shutil.copy(ROOT / "mkdocs.yml", folder)
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    (folder / "src").symlink_to(ROOT / "src")
+    process = subprocess.run(
+        BUILD_COMMAND, cwd=folder, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"}
+    )
+    output = re.sub(r"\x1b\[[\d;]*m", "", process.stdout + process.stderr)
+    assert process.returncode == 0, output
+    assert "No issues found" in output, output
+    assert len(output.splitlines()) <= 3, output  # anything else is a warning
+    return folder / "site"
 
 
-def every_source_is_a_page_in_the_navigation(site: Path, pages: dict[Path, Page]) -> None:
+def check_every_source_is_in_the_navigation(site: Path, pages: Pages) -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     for path in SOURCES:
         name = path.relative_to(ROOT / "docs")
@@ -90,70 +95,66 @@ def every_source_is_a_page_in_the_navigation(site: Path, pages: dict[Path, Page]
     assert not list(site.rglob("*.py*"))
 
 
-def links_lead_to_pages_and_anchors(site: Path, pages: dict[Path, Page]) -> None:
-    lost = []
+def check_links(site: Path, pages: Pages) -> None:
+    broken = []
     for path, page in pages.items():
         for link in page.links:
-            parts = urlsplit(link)
-            if parts.scheme or parts.netloc:
+            url = urlsplit(link)
+            if url.scheme or url.netloc:
                 continue
-            target = path if not parts.path else (path.parent / unquote(parts.path)).resolve()
-            anchor = unquote(parts.fragment)
+            target = path if not url.path else (path.parent / unquote(url.path)).resolve()
+            anchor = unquote(url.fragment)
             if not target.is_relative_to(site) or not target.exists():
-                lost.append(f"{path.relative_to(site)}: {link}")
+                broken.append(f"{path.relative_to(site)}: {link}")
             elif anchor and target in pages and anchor not in pages[target].anchors:
-                lost.append(f"{path.relative_to(site)}: {link} (no such anchor)")
-    assert not lost, "\n".join(lost)
+                broken.append(f"{path.relative_to(site)}: {link} (no such anchor)")
+    assert not broken, "\n".join(broken)
 
 
-def nothing_is_loaded_from_outside(site: Path, pages: dict[Path, Page]) -> None:
-    outside = [f"{path.name}: {what}" for path, page in pages.items() for what in page.loaded if "//" in what]
+def check_no_network_requests(site: Path, pages: Pages) -> None:
+    external = [f"{path.name}: {url}" for path, page in pages.items() for url in page.resources if "//" in url]
     for sheet in site.rglob("*.css"):
-        outside += [
-            f"{sheet.name}: {what}"
-            for what in re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//[^)]*", sheet.read_text())
-        ]
-    assert not outside, "\n".join(outside)
+        urls = re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//[^)]*", sheet.read_text())
+        external += [f"{sheet.name}: {url}" for url in urls]
+    assert not external, "\n".join(external)
     for path, page in pages.items():
-        for what in page.loaded:
-            assert what.startswith("data:") or (path.parent / unquote(urlsplit(what).path)).exists(), f"{path}: {what}"
+        for url in page.resources:
+            assert url.startswith("data:") or (path.parent / unquote(urlsplit(url).path)).exists(), f"{path}: {url}"
 
 
-def mathematics_is_drawn_by_the_browser(site: Path, pages: dict[Path, Page]) -> None:
-    formulas = 0
+def check_formulas(site: Path, pages: Pages) -> None:
+    total = 0
     for path in SOURCES:
         count = len(re.findall(r"^\$\$", path.read_text(), re.MULTILINE))
-        page = pages[site / path.relative_to(ROOT / "docs").with_suffix(".html")]
-        assert page.tags.count("math") >= count
-        formulas += count
-    assert formulas
+        assert pages[site / path.relative_to(ROOT / "docs").with_suffix(".html")].tags.count("math") >= count
+        total += count
+    assert total
     for path, page in pages.items():
-        left = re.search(r".{0,20}\$|\\[a-z]{2,}", " ".join(page.words))
-        assert left is None, f"{path.name}: {left}"
-        assert not any("\\" in part for part in page.formulas), f"{path.name}: a command that no one knows is left"
+        unrendered = re.search(r".{0,20}\$|\\[a-z]{2,}", " ".join(page.prose))
+        assert unrendered is None, f"{path.name}: {unrendered}"
+        assert not any("\\" in formula for formula in page.formulas), f"{path.name}: unknown LaTeX command"
 
 
-def the_reference_comes_from_docstrings(site: Path, pages: dict[Path, Page]) -> None:
+def check_reference(site: Path, pages: Pages) -> None:
     for path in (site / "reference").glob("*.html"):
         assert path.read_text().count('class="doc doc-object') > 3, path.name
-        assert "blockquote" not in pages[path].tags, f"{path.name} has doctests that were taken for quotations"
-    told = {
+        assert "blockquote" not in pages[path].tags, f"{path.name}: a doctest was rendered as a quotation"
+    documented = {
         anchor.rpartition(".")[2]
         for path, page in pages.items()
         if "reference" in path.parts
         for anchor in page.anchors
     }
-    for package in ("", "hf", "hub", "harness"):
+    for package in ("", "hf", "hub", "lm_eval"):
         source = (ROOT / "src/qkflow" / package / "__init__.py").read_text()
-        (names,) = re.findall(r"^__all__ = (\[.*?\])$", source, re.DOTALL | re.MULTILINE)
-        assert not {*ast.literal_eval(names)} - told, (
-            f"not in the reference: {sorted({*ast.literal_eval(names)} - told)}"
-        )
+        (exports,) = re.findall(r"^__all__ = (\[.*?\])$", source, re.DOTALL | re.MULTILINE)
+        missing = {*ast.literal_eval(exports)} - documented
+        assert not missing, f"not in the reference: {sorted(missing)}"
 
 
-def test_relative_links_work_in_the_repository_too() -> None:
-    for path in (ROOT / "README.md", *SOURCES):
-        text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
-        for found in re.findall(r"\]\(([^)\s]+)\)|(?:href|src)=\"([^\"]+)\"", text):
-            parts = urlsplit(found[0] or found[1])
-            assert parts.scheme or not parts.path or (path.parent / parts.path).exists(), f"{path.name}: {found}"
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *SOURCES], ids=lambda page: page.name)
+def test_relative_links_resolve_in_the_repository(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for markdown_link, html_link in re.findall(r"\]\(([^)\s]+)\)|(?:href|src)=\"([^\"]+)\"", text):
+        url = urlsplit(markdown_link or html_link)
+        assert url.scheme or not url.path or (page.parent / url.path).exists(), f"{page.name}: {url.path}"
