@@ -1,4 +1,4 @@
-"""The two circuits of attention, each with a speed of its own: QK decides where to look, OV what to pass on.
+"""The QK and OV circuits of attention, each with its own learning rate: QK decides where to attend, OV what to pass on.
 
 >>> import torch
 >>> model = torch.nn.TransformerEncoderLayer(16, 4, dim_feedforward=32)
@@ -7,9 +7,9 @@
 [('qk', 0.02), ('ov', 0.001), ('rest', 0.001)]
 """
 
-from qkflow.circuits.find import ModelCircuits, ParamSlice, find_circuits
-from qkflow.circuits.fused import split_fused
-from qkflow.circuits.groups import Circuit, circuit_groups, circuits_by_name
+from qkflow.circuits.find import ModelCircuits, find_circuits
+from qkflow.circuits.groups import circuit_groups, circuits_by_name, split_fused
+from qkflow.circuits.param_split import Circuit, ParamSlice
 from qkflow.circuits.schedule import RatioSchedule, circuit_lambdas
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Circuits of layers that are not ours, told by their class or by what their parts are called."""
+"""Circuits of attention layers from other libraries, recognized by class or by the names of their children."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from qkflow.circuits.param_slice import Circuit, ParamSlice
+from qkflow.circuits.param_split import Circuit, ParamSlice
 
-Claim = tuple[Circuit, ParamSlice]
-Sizes = tuple[int, tuple[int, ...]]
-"""A fused matrix: so many times in a row, these rows of queries, of keys and of values."""
+CircuitParam = tuple[Circuit, ParamSlice]
+FusedLayout = tuple[int, tuple[int, ...]]
+"""Layout of a fused matrix: number of repeats, and the rows of queries, keys and values in each repeat."""
 
-_SEPARATE = (
+_SEPARATE_NAMES = (
     ("q_proj", "k_proj", "v_proj"),  # Llama, Mistral, Qwen, Gemma, OPT, BART, GPT-J, CLIP
     ("query", "key", "value"),  # BERT, RoBERTa, ELECTRA, ViT
     ("q", "k", "v"),  # T5, MPNet
@@ -22,88 +22,93 @@ _SEPARATE = (
     ("wq", "wk", "wv"),  # the original Llama
     ("to_q", "to_k", "to_v"),  # x-transformers, diffusers
 )
-_OUTPUTS = ("o_proj", "out_proj", "dense", "o", "out_lin", "wo", "Wo", "to_out", "c_proj")
-_QK_TOO = (
+_OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "o", "out_lin", "wo", "Wo", "to_out", "c_proj")
+_QK_CHILDREN = (
     *("q_norm", "k_norm", "q_layernorm", "k_layernorm", "q_conv1d", "k_conv1d", "relative_attention_bias"),
-    "coupling",  # what a retrofit adds
+    "coupling",  # added by a retrofit
 )
-_OV_TOO = ("v_conv1d",)
+_OV_CHILDREN = ("v_conv1d",)
 _MATRICES = ("query", "key", "value")
 _CIRCUITS: tuple[Circuit, ...] = ("qk", "qk", "ov")
 
 
-def of_attention(prefix: str, module: nn.MultiheadAttention) -> Iterator[Claim]:
-    """`torch.nn.MultiheadAttention`, its projections fused or not."""
-    sizes = (1, (module.embed_dim,) * 3)
+def multihead_attention_params(prefix: str, module: nn.MultiheadAttention) -> Iterator[CircuitParam]:
+    """Yield the circuit parameters of `torch.nn.MultiheadAttention`, with fused or separate projections."""
+    layout = (1, (module.embed_dim,) * 3)
     for name in ("q_proj_weight", "k_proj_weight", "bias_k"):
-        yield from _own(prefix, module, name, "qk")
+        yield from _direct_param(prefix, module, name, "qk")
     for name in ("v_proj_weight", "bias_v"):
-        yield from _own(prefix, module, name, "ov")
+        yield from _direct_param(prefix, module, name, "ov")
     for name in ("in_proj_weight", "in_proj_bias"):
-        yield from _slices(prefix, module, name, 0, sizes)
-    yield from _all(prefix, module, "out_proj", "ov")
+        yield from _fused_slices(prefix, module, name, 0, layout)
+    yield from _child_params(prefix, module, "out_proj", "ov")
 
 
-def by_names(prefix: str, module: nn.Module, parent: nn.Module | None) -> Iterator[Claim]:
-    """A layer whose children are called as attention's are; nothing for any other. `parent` is what it is a part of."""
+def attention_params(prefix: str, module: nn.Module, parent: nn.Module | None) -> Iterator[CircuitParam]:
+    """Yield the circuit parameters of a module whose children have the names of an attention layer.
+
+    `parent` is the module that contains it: BERT keeps the output projection there.
+    """
     children = dict(module.named_children())
-    if separate := next((names for names in _SEPARATE if all(name in children for name in names)), None):
+    if separate := next((names for names in _SEPARATE_NAMES if all(name in children for name in names)), None):
         for name, circuit in zip(separate, _CIRCUITS, strict=True):
-            yield from _all(prefix, module, name, circuit)
-    elif fused := next((name for name in _FUSED if name in children), None):
-        sizes = _FUSED[fused](module, children[fused]) if _rows(children[fused]) else None
-        if sizes is None:
+            yield from _child_params(prefix, module, name, circuit)
+    elif fused := next((name for name in _FUSED_LAYOUTS if name in children), None):
+        layout = _FUSED_LAYOUTS[fused](module, children[fused]) if _n_rows(children[fused]) else None
+        if layout is None:
             return
-        yield from _slices(f"{prefix}{fused}.", children[fused], "weight", _dim(children[fused]), sizes)
-        yield from _slices(f"{prefix}{fused}.", children[fused], "bias", 0, sizes)
-        yield from _all(prefix, module, "q_attn", "qk")
+        yield from _fused_slices(f"{prefix}{fused}.", children[fused], "weight", _dim(children[fused]), layout)
+        yield from _fused_slices(f"{prefix}{fused}.", children[fused], "bias", 0, layout)
+        yield from _child_params(prefix, module, "q_attn", "qk")
     else:
         return
-    for name in _QK_TOO:
-        yield from _all(prefix, module, name, "qk")
-    for name in _OV_TOO:
-        yield from _all(prefix, module, name, "ov")
-    if output := next((name for name in _OUTPUTS if name in children), None):
-        yield from _all(prefix, module, output, "ov")
+    for name in _QK_CHILDREN:
+        yield from _child_params(prefix, module, name, "qk")
+    for name in _OV_CHILDREN:
+        yield from _child_params(prefix, module, name, "ov")
+    if output := next((name for name in _OUTPUT_NAMES if name in children), None):
+        yield from _child_params(prefix, module, output, "ov")
     elif parent is not None and isinstance(getattr(parent, "output", None), nn.Module):
         above = prefix[:-1].rpartition(".")[0]
-        yield from _all(f"{above}.output." if above else "output.", parent.get_submodule("output"), "dense", "ov")
+        yield from _child_params(
+            f"{above}.output." if above else "output.", parent.get_submodule("output"), "dense", "ov"
+        )
 
 
-def _c_attn(module: nn.Module, fused: nn.Module) -> Sizes | None:
-    """GPT-2's way, also nanoGPT's: queries, keys and values in turn; a layer that looks elsewhere has no queries."""
-    rows = _rows(fused)
-    if _is(module, "GPTBigCodeAttention"):
-        return _grouped(module, fused, 1) if _read(module, "multi_query") else _grouped(module, fused, None)
+def _c_attn(module: nn.Module, fused: nn.Module) -> FusedLayout | None:
+    """GPT-2 and nanoGPT: queries, keys, values; in cross-attention (`q_attn`) keys and values only."""
+    rows = _n_rows(fused)
+    if _is_instance(module, "GPTBigCodeAttention"):
+        return _head_layout(module, fused, 1) if _read(module, "multi_query") else _head_layout(module, fused, None)
     if "q_attn" in dict(module.named_children()):
         return None if rows % 2 else (1, (0, rows // 2, rows // 2))
     return None if rows % 3 else (1, (rows // 3,) * 3)
 
 
-def _query_key_value(module: nn.Module, fused: nn.Module) -> Sizes | None:
-    """Head by head in GPT-NeoX, BLOOM and Persimmon; group by group in Falcon. Others' orders are not known."""
-    if _is(module, "GPTNeoXAttention", "BloomAttention", "PersimmonAttention"):
-        return _grouped(module, fused, None)
-    if _is(module, "FalconAttention"):
+def _query_key_value(module: nn.Module, fused: nn.Module) -> FusedLayout | None:
+    """Per head in GPT-NeoX, BLOOM and Persimmon; per group in Falcon; unknown in other models."""
+    if _is_instance(module, "GPTNeoXAttention", "BloomAttention", "PersimmonAttention"):
+        return _head_layout(module, fused, None)
+    if _is_instance(module, "FalconAttention"):
         if _read(module, "new_decoder_architecture"):
-            return _grouped(module, fused, _read(module, "num_kv_heads"), apart=True)
-        return _grouped(module, fused, 1 if _read(module, "multi_query") else None)
+            return _head_layout(module, fused, _read(module, "num_kv_heads"), by_group=True)
+        return _head_layout(module, fused, 1 if _read(module, "multi_query") else None)
     return None
 
 
-def _qkv_proj(module: nn.Module, fused: nn.Module) -> Sizes | None:
-    """Phi-3's way: the heads of the queries, then the fewer ones of keys and values."""
-    if _is(module, "Phi3Attention", "Phi4MultimodalAttention"):
-        return _grouped(module, fused, _read(module, "num_key_value_heads"))
+def _qkv_proj(module: nn.Module, fused: nn.Module) -> FusedLayout | None:
+    """Phi-3: all query heads, then the key heads, then the value heads."""
+    if _is_instance(module, "Phi3Attention", "Phi4MultimodalAttention"):
+        return _head_layout(module, fused, _read(module, "num_key_value_heads"))
     return None
 
 
-def _wqkv(module: nn.Module, fused: nn.Module) -> Sizes | None:
-    rows = _rows(fused)
-    return (1, (rows // 3,) * 3) if _is(module, "ModernBertAttention") and rows % 3 == 0 else None
+def _wqkv(module: nn.Module, fused: nn.Module) -> FusedLayout | None:
+    rows = _n_rows(fused)
+    return (1, (rows // 3,) * 3) if _is_instance(module, "ModernBertAttention") and rows % 3 == 0 else None
 
 
-_FUSED: dict[str, Callable[[nn.Module, nn.Module], Sizes | None]] = {
+_FUSED_LAYOUTS: dict[str, Callable[[nn.Module, nn.Module], FusedLayout | None]] = {
     "c_attn": _c_attn,
     "query_key_value": _query_key_value,
     "qkv_proj": _qkv_proj,
@@ -111,28 +116,28 @@ _FUSED: dict[str, Callable[[nn.Module, nn.Module], Sizes | None]] = {
 }
 
 
-def _grouped(module: nn.Module, fused: nn.Module, keys: Any, *, apart: bool = False) -> Sizes | None:
-    """Sizes from the numbers of heads: of queries, and of keys (None: as many, and head by head).
+def _head_layout(module: nn.Module, fused: nn.Module, kv_heads: Any, *, by_group: bool = False) -> FusedLayout | None:
+    """Return the layout for given numbers of heads, or None if it does not match the matrix.
 
-    `apart`: one group after the other, each with its queries, its key and its value.
+    `kv_heads` is None if q, k and v alternate per head. `by_group`: each group holds its queries, its key, its value.
     """
-    heads, rows = _read(module, "num_heads", "num_attention_heads"), _rows(fused)
-    if not isinstance(heads, int) or not isinstance(keys, int | None):
+    heads, rows = _read(module, "num_heads", "num_attention_heads"), _n_rows(fused)
+    if not isinstance(heads, int) or not isinstance(kv_heads, int | None):
         return None
-    width = rows // (3 * heads if keys is None else heads + 2 * keys)
-    if keys is None:
-        found: Sizes = (heads, (width,) * 3)
-    elif apart:
-        found = (keys, (width * heads // keys, width, width))
+    width = rows // (3 * heads if kv_heads is None else heads + 2 * kv_heads)
+    if kv_heads is None:
+        layout: FusedLayout = (heads, (width,) * 3)
+    elif by_group:
+        layout = (kv_heads, (width * heads // kv_heads, width, width))
     else:
-        found = (1, (width * heads, width * keys, width * keys))
-    return found if found[0] * sum(found[1]) == rows else None
+        layout = (1, (width * heads, width * kv_heads, width * kv_heads))
+    return layout if layout[0] * sum(layout[1]) == rows else None
 
 
-def _slices(prefix: str, module: nn.Module, name: str, dim: int, sizes: Sizes) -> Iterator[Claim]:
-    """The slices of a parameter that several matrices share."""
+def _fused_slices(prefix: str, module: nn.Module, name: str, dim: int, layout: FusedLayout) -> Iterator[CircuitParam]:
+    """Yield the slices of a fused parameter."""
     parameter = module._parameters.get(name)
-    repeats, rows = sizes
+    repeats, rows = layout
     if parameter is None or parameter.shape[dim] != repeats * sum(rows):
         return
     start = 0
@@ -146,38 +151,38 @@ def _slices(prefix: str, module: nn.Module, name: str, dim: int, sizes: Sizes) -
             start += length
 
 
-def _own(prefix: str, module: nn.Module, name: str, circuit: Circuit) -> Iterator[Claim]:
+def _direct_param(prefix: str, module: nn.Module, name: str, circuit: Circuit) -> Iterator[CircuitParam]:
     if module._parameters.get(name) is not None:
         yield circuit, ParamSlice(name=f"{prefix}{name}")
 
 
-def _all(prefix: str, module: nn.Module, child: str, circuit: Circuit) -> Iterator[Claim]:
-    """Every parameter of a child, however deep: adapters of a projection belong to its circuit."""
-    found = getattr(module, child, None)
-    if isinstance(found, nn.Module):
-        for name, _ in found.named_parameters(remove_duplicate=False):
+def _child_params(prefix: str, module: nn.Module, child: str, circuit: Circuit) -> Iterator[CircuitParam]:
+    """Yield all parameters of a child module; adapters of a projection belong to its circuit."""
+    child_module = getattr(module, child, None)
+    if isinstance(child_module, nn.Module):
+        for name, _ in child_module.named_parameters(remove_duplicate=False):
             yield circuit, ParamSlice(name=f"{prefix}{child}.{name}")
 
 
-def _rows(fused: nn.Module) -> int:
-    """Rows of a fused matrix; 0 for what is no matrix, such as an adapter around one."""
+def _n_rows(fused: nn.Module) -> int:
+    """Return the output size of a fused matrix; 0 if it is not a matrix, for example an adapter around one."""
     weight = getattr(fused, "weight", None)
     return weight.shape[_dim(fused)] if isinstance(weight, Tensor) and weight.ndim == 2 else 0
 
 
 def _dim(fused: nn.Module) -> int:
-    """The dimension of the outputs: GPT-2's matrices lie the other way round."""
+    """Return the output dimension of the weight: GPT-2's `Conv1D` stores it transposed."""
     return 1 if type(fused).__name__ == "Conv1D" else 0
 
 
 def _read(module: nn.Module, *names: str) -> Any:
-    """The first of these that the module has, or else its config."""
-    for place in (module, getattr(module, "config", None)):
+    """Return the first of these attributes that the module, or else its config, has."""
+    for owner in (module, getattr(module, "config", None)):
         for name in names:
-            if (value := getattr(place, name, None)) is not None:
+            if (value := getattr(owner, name, None)) is not None:
                 return value
     return None
 
 
-def _is(module: nn.Module, *names: str) -> bool:
-    return any(kind.__name__ in names for kind in type(module).__mro__)
+def _is_instance(module: nn.Module, *names: str) -> bool:
+    return any(cls.__name__ in names for cls in type(module).__mro__)

@@ -1,4 +1,4 @@
-"""The ratio r along training, and its place in a schedule of learning rates."""
+"""Schedules of the ratio r between the QK learning rate and that of all other parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qkflow.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class RatioSchedule:
-    """How many times as fast as everything else the QK circuit learns: constant, or on a straight line.
+    """A constant or linear schedule of the learning-rate ratio r.
 
         r(s) = start + (end - start) s / n          after s of n steps
 
@@ -24,9 +24,9 @@ class RatioSchedule:
     """
 
     start: float = 1.0
-    """r at the first step."""
+    """Ratio at the first step."""
     end: float | None = None
-    """r after the last; None: as at the first."""
+    """Ratio after the last step; None keeps it constant."""
 
     def __post_init__(self) -> None:
         for name, value in (("r", self.start), ("growth", self.end)):
@@ -34,7 +34,7 @@ class RatioSchedule:
                 raise UsageError(f"{name} must be a finite number above 0, got {value:g}")
 
     def at(self, step: int, steps: int) -> float:
-        """The ratio for the step that comes after `step` out of `steps`."""
+        """Return the ratio after `step` of `steps` steps."""
         if steps < 1:
             raise UsageError(f"steps must be at least 1, got {steps}")
         if self.end is None:
@@ -42,28 +42,28 @@ class RatioSchedule:
         return self.start + (self.end - self.start) * min(max(step, 0), steps) / steps
 
     @property
-    def plain(self) -> bool:
-        """Whether this is no ratio at all: 1 from beginning to end."""
+    def is_identity(self) -> bool:
+        """Whether the ratio is 1 throughout."""
         return self.start == 1 and self.end in (None, 1)
 
 
-def one(step: int) -> float:
-    """No schedule.
+def constant(step: int) -> float:
+    """A schedule that is always 1.
 
-    >>> one(7)
+    >>> constant(7)
     1.0
     """
     return 1.0
 
 
 def circuit_lambdas(
-    groups: Sequence[dict[str, Any]], r: Callable[[int], float], base: Callable[[int], float] = one
+    groups: Sequence[dict[str, Any]], r: Callable[[int], float], base: Callable[[int], float] = constant
 ) -> list[Callable[[int], float]]:
-    """Factors for `torch.optim.lr_scheduler.LambdaLR`, one a group of `circuit_groups` or of an optimiser made of them.
+    """Return one factor per parameter group for `torch.optim.lr_scheduler.LambdaLR`.
 
         OV, rest:  lr * base(s)          QK:  lr * base(s) * r(s)
 
-    `r(s)` is the ratio itself and takes the place of the one that `circuit_groups` was given, which is divided out.
+    `r(s)` replaces the constant ratio passed to `circuit_groups`, which is divided out.
 
     >>> import torch
     >>> from qkflow.circuits import circuit_groups
@@ -80,8 +80,8 @@ def circuit_lambdas(
     >>> [(group["circuit"], round(group["lr"], 6)) for group in optimizer.param_groups]
     [('qk', 0.01025), ('ov', 0.0005)]
     """
-    return [_quick(r, base, group.get("r", 1.0)) if group.get("circuit") == "qk" else base for group in groups]
 
+    def qk_factor(constant_r: float) -> Callable[[int], float]:
+        return lambda step: base(step) * (r(step) / constant_r)
 
-def _quick(r: Callable[[int], float], base: Callable[[int], float], given: float) -> Callable[[int], float]:
-    return lambda step: base(step) * (r(step) / given)
+    return [qk_factor(group.get("r", 1.0)) if group.get("circuit") == "qk" else base for group in groups]

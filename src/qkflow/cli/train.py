@@ -234,7 +234,7 @@ class Train:
     def _arm(self, name: str) -> tuple[str, dict[str, float | None]]:
         """The mechanism, and the ratio that may be written with it: the flags have to leave it alone then."""
         spec, ratio = parse_arm(name)
-        if ratio.plain:
+        if ratio.is_identity:
             return spec, {}
         if self.qk_ratio is not None or self.qk_growth is not None:
             raise UsageError(f"--mechanism {name} has a ratio already: leave out --qk-ratio and --qk-growth")
@@ -244,7 +244,7 @@ class Train:
         if self.out is not None:
             return self.out
         stem = "-".join(dict.fromkeys(cast(DecoderConfig, config.model).mechanisms))
-        if not config.ratio.plain:
+        if not config.ratio.is_identity:
             stem += f"-r={config.qk_ratio:g}" + ("" if config.qk_growth is None else f"-growth={config.qk_growth:g}")
         return new_folder(re.sub(r"[^\w.=-]+", "_", stem) + f"-seed{config.seed}")
 

@@ -33,7 +33,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     >>> [group["weight_decay"] for group in build_optimizer(nn.LayerNorm(4), config).param_groups]
     [0.0]
     """
-    circuits: dict[str, Circuit] = {} if config.ratio.plain else dict.fromkeys(_queries_and_keys(model), "qk")
+    circuits: dict[str, Circuit] = {} if config.ratio.is_identity else dict.fromkeys(_queries_and_keys(model), "qk")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(
         paced_groups(model, paces_of(model), circuits, weight_decay=config.weight_decay),

@@ -1,4 +1,4 @@
-"""Groups by circuit: r = 1 changes nothing, any other r changes queries and keys alone."""
+"""Parameter groups: r = 1 is the plain optimizer, any other r affects only queries and keys."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def gpt2() -> nn.Module:
 
 
 def logits(model: nn.Module) -> Tensor:
-    found = model(TOKENS)
-    return found[0] if isinstance(found, tuple) else found.logits
+    output = model(TOKENS)
+    return output[0] if isinstance(output, tuple) else output.logits
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
     for _ in range(count):
         optimizer.zero_grad()
         logits(model).log_softmax(-1)[..., 3].mean().backward()
@@ -48,31 +48,33 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> Non
 
 @pytest.mark.parametrize("make", [decoder, gpt2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_ratio_of_one_is_the_plain_optimiser_to_the_bit(make: Callable[[], nn.Module], name: str) -> None:
+def test_ratio_of_one_is_bit_identical_to_the_plain_optimizer(make: Callable[[], nn.Module], name: str) -> None:
     plain, grouped = make(), make()
-    steps(plain, OPTIMIZERS[name](list(plain.parameters())), 5)
-    steps(grouped, OPTIMIZERS[name](circuit_groups(grouped, 1e-2)), 5)
+    train(plain, OPTIMIZERS[name](list(plain.parameters())), 5)
+    train(grouped, OPTIMIZERS[name](circuit_groups(grouped, 1e-2)), 5)
     assert list(plain.state_dict()) == list(grouped.state_dict())
     for key, value in plain.state_dict().items():
         assert torch.equal(value, grouped.state_dict()[key]), key
     assert not torch.equal(logits(make()), logits(plain))
 
 
-def test_queries_and_keys_alone_move_r_times_as_far() -> None:
-    start, plain, quick = decoder(), decoder(), decoder()
-    for model, r in ((plain, 1.0), (quick, 16.0)):
+def test_only_queries_and_keys_move_r_times_as_far() -> None:
+    start, plain, fast = decoder(), decoder(), decoder()
+    for model, r in ((plain, 1.0), (fast, 16.0)):
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(0.1)  # away from branches that begin at zero
-        steps(model, torch.optim.SGD(circuit_groups(model, 1e-2, r=r)), 1)
-    for (name, before), one, other in zip(
-        start.named_parameters(), plain.parameters(), quick.parameters(), strict=True
+                parameter.add_(0.1)  # branches initialized at zero have no gradient
+        train(model, torch.optim.SGD(circuit_groups(model, 1e-2, r=r)), 1)
+    for (name, before), plain_after, fast_after in zip(
+        start.named_parameters(), plain.parameters(), fast.parameters(), strict=True
     ):
         ratio = 16.0 if ".query." in name or ".key." in name else 1.0
-        torch.testing.assert_close(other - before - 0.1, ratio * (one - before - 0.1), rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(
+            fast_after - before - 0.1, ratio * (plain_after - before - 0.1), rtol=1e-3, atol=1e-6
+        )
 
 
-def test_decay_is_for_matrices_and_a_group_says_whose_it_is() -> None:
+def test_only_matrices_decay() -> None:
     model = decoder()
     groups = circuit_groups(model, 0.5, r=4.0, weight_decay=0.1)
     assert [(group["circuit"], group["lr"], group["weight_decay"]) for group in groups] == [
@@ -86,39 +88,39 @@ def test_decay_is_for_matrices_and_a_group_says_whose_it_is() -> None:
     assert "weight_decay" not in circuit_groups(model, 0.5)[0]
 
 
-def test_the_one_layer_model_of_the_theory_has_its_circuits() -> None:
+def test_one_layer_theory_model() -> None:
     model = OneLayer(OneLayerConfig(vocabulary=5, form="FACO"))
     assert [(g["circuit"], len(g["params"])) for g in circuit_groups(model, 0.1, r=5.0)] == [("qk", 2), ("ov", 1)]
 
 
-def test_what_is_not_trained_is_in_no_group() -> None:
+def test_frozen_parameters_are_in_no_group() -> None:
     model = decoder()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".value." in name)
     assert [(group["circuit"], len(group["params"])) for group in circuit_groups(model, 0.1)] == [("ov", 2)]
-    with pytest.raises(UsageError, match="r = 20 has nothing to speed up: no parameter of the QK circuit of Decoder"):
+    with pytest.raises(UsageError, match="r = 20 has no effect: no QK parameter of Decoder"):
         circuit_groups(model, 0.1, r=20.0)
 
 
 @pytest.mark.parametrize("r", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_ratio_that_is_no_ratio_is_refused_before_anything_is_split(r: float) -> None:
+def test_invalid_ratio_raises_before_splitting(r: float) -> None:
     layer = nn.MultiheadAttention(4, 2)
     with pytest.raises(UsageError, match="r must be a finite number above 0, got"):
         circuit_groups(layer, 0.1, r=r)
     assert "in_proj_weight" in dict(layer.named_parameters())
 
 
-def test_a_trained_model_goes_on_from_its_file_as_it_would_have() -> None:
+def test_resuming_from_state_dicts_is_bit_identical() -> None:
     def optimizer(model: nn.Module) -> Any:
         return torch.optim.AdamW(circuit_groups(model, 1e-2, r=5.0))
 
     model = gpt2()
-    learner = optimizer(model)
-    steps(model, learner, 2)
-    twin = gpt2()
-    twin.load_state_dict(model.state_dict())
-    other = optimizer(twin)
-    other.load_state_dict(copy.deepcopy(learner.state_dict()))
-    steps(model, learner, 2)
-    steps(twin, other, 2)
-    assert torch.equal(logits(model), logits(twin))
+    model_optimizer = optimizer(model)
+    train(model, model_optimizer, 2)
+    resumed = gpt2()
+    resumed.load_state_dict(model.state_dict())
+    resumed_optimizer = optimizer(resumed)
+    resumed_optimizer.load_state_dict(copy.deepcopy(model_optimizer.state_dict()))
+    train(model, model_optimizer, 2)
+    train(resumed, resumed_optimizer, 2)
+    assert torch.equal(logits(model), logits(resumed))

@@ -1,4 +1,4 @@
-"""A ratio along training, alone and on top of a schedule."""
+"""Ratio schedules, alone and combined with a learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ ratios = st.floats(0.01, 100.0)
 
 @given(start=ratios, end=ratios, step=st.integers(0, 100))
 @settings(deadline=None, max_examples=25)
-def test_a_ratio_goes_on_a_straight_line_from_start_to_end(start: float, end: float, step: int) -> None:
+def test_ratio_is_linear_from_start_to_end(start: float, end: float, step: int) -> None:
     assert RatioSchedule(start=start, end=end).at(step, 100) == pytest.approx(start + (end - start) * step / 100)
     assert RatioSchedule(start=start, end=end).at(0, 100) == start
     assert RatioSchedule(start=start, end=end).at(250, 100) == pytest.approx(end)
     assert RatioSchedule(start=start).at(step, 100) == start
 
 
-def test_the_published_growth_is_a_ratio_that_begins_at_one() -> None:
+def test_published_growth_starts_at_one() -> None:
     assert [RatioSchedule(end=40.0).at(step, 4) for step in range(5)] == [1 + 39 * step / 4 for step in range(5)]
 
 
 @pytest.mark.parametrize("bad", [0.0, -2.0, math.inf, math.nan])
-def test_ratios_that_are_none_are_refused(bad: float) -> None:
+def test_invalid_ratios_raise(bad: float) -> None:
     with pytest.raises(UsageError, match="r must be a finite number above 0"):
         RatioSchedule(start=bad)
     with pytest.raises(UsageError, match="growth must be a finite number above 0"):
@@ -39,17 +39,17 @@ def test_ratios_that_are_none_are_refused(bad: float) -> None:
         RatioSchedule(end=2.0).at(0, 0)
 
 
-def test_only_one_from_beginning_to_end_is_plain() -> None:
-    assert RatioSchedule().plain
-    assert RatioSchedule(end=1.0).plain
-    assert not RatioSchedule(end=2.0).plain
-    assert not RatioSchedule(start=2.0, end=1.0).plain
+def test_only_a_constant_one_is_the_identity() -> None:
+    assert RatioSchedule().is_identity
+    assert RatioSchedule(end=1.0).is_identity
+    assert not RatioSchedule(end=2.0).is_identity
+    assert not RatioSchedule(start=2.0, end=1.0).is_identity
 
 
-@pytest.mark.parametrize("given_r", [1.0, 8.0])
-def test_the_schedules_ratio_takes_the_place_of_the_groups_and_leaves_the_others_to_the_base(given_r: float) -> None:
+@pytest.mark.parametrize("constant_r", [1.0, 8.0])
+def test_scheduled_ratio_replaces_the_constant_ratio(constant_r: float) -> None:
     model = nn.TransformerEncoderLayer(8, 2, dim_feedforward=8)
-    groups = circuit_groups(model, 0.1, r=given_r)
+    groups = circuit_groups(model, 0.1, r=constant_r)
     optimizer = torch.optim.SGD(groups)
 
     def base(step: int) -> float:
@@ -67,6 +67,6 @@ def test_the_schedules_ratio_takes_the_place_of_the_groups_and_leaves_the_others
         scheduler.step()
 
 
-def test_groups_of_others_follow_the_base() -> None:
+def test_other_groups_follow_the_base_schedule() -> None:
     first, second = circuit_lambdas([{"params": []}, {"circuit": "qk"}], lambda step: 5.0)
     assert (first(3), second(3)) == (1.0, 5.0)

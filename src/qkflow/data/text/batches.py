@@ -90,7 +90,7 @@ def epoch_windows(split: Split, *, context: int) -> int:
     A recall task has one window per instance, and `context` must equal the length of its instances.
     """
     if context < 1:
-        raise UsageError(f"context is {context}: expected at least 1")
+        raise UsageError(f"context must be at least 1, got {context}")
     if split.answers is not None:
         lengths = np.diff(split.documents)
         if (lengths != context).any():
@@ -136,9 +136,9 @@ def windows(split: Split, *, context: int, stride: int | None = None, limit: int
     """
     stride = context if stride is None else stride
     if not 1 <= stride <= context:
-        raise UsageError(f"stride is {stride}: expected 1 to context = {context}")
+        raise UsageError(f"stride must be from 1 to context = {context}, got {stride}")
     if limit is not None and limit < 1:
-        raise UsageError(f"limit is {limit} tokens: expected at least 1")
+        raise UsageError(f"limit must be at least 1 token, got {limit}")
     result = []
     for document in _select_documents(split.documents, limit).tolist():
         begin, end = split.documents[document].tolist()
@@ -154,7 +154,7 @@ def windows(split: Split, *, context: int, stride: int | None = None, limit: int
 
 def _check_batch_size(split: Split, batch_size: int, n_windows: int, context: int) -> None:
     if batch_size < 1:
-        raise UsageError(f"batch size is {batch_size}: expected at least 1")
+        raise UsageError(f"batch size must be at least 1, got {batch_size}")
     if batch_size > n_windows:
         if split.answers is None:
             available = f"{n_windows} windows of {context} tokens: lower --batch or --context"

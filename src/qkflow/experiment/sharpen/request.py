@@ -101,7 +101,7 @@ class RationaleRequest:
             )
         if not of_theory and self.form != "FAFO":
             raise UsageError(f"forms are for the task synthetic, got {self.form!r} for {self.task.name}: leave it out")
-        if not parse_arm(self.mechanism)[1].plain:
+        if not parse_arm(self.mechanism)[1].is_identity:
             raise UsageError(f"the mechanism {self.mechanism!r} has a ratio: give it as --ratios 1,20 or --growth 40")
 
 

@@ -170,7 +170,7 @@ def test_batch_needs_the_task_length_and_enough_instances() -> None:
         get_batch(corpus.test, seed=0, step=0, batch_size=2, context=48)
     with pytest.raises(UsageError, match=r"batch size 31 is too large .* 30 training instances.*lower --batch"):
         get_batch(corpus.train, seed=0, step=0, batch_size=31, context=48)
-    with pytest.raises(UsageError, match="batch size is 0"):
+    with pytest.raises(UsageError, match="batch size must be at least 1, got 0"):
         get_batch(corpus.train, seed=0, step=0, batch_size=0, context=48)
 
 

@@ -136,9 +136,9 @@ def test_batch_is_a_copy_of_the_mapped_tokens() -> None:
     [
         (8, 1, 8, r"8 tokens.*context \+ 1 = 9.*lower --context"),
         (100, 13, 8, "batch size 13 is too large.*11 windows of 8 tokens.*lower --batch"),
-        (100, 0, 8, "batch size is 0.*at least 1"),
-        (100, -1, 8, "batch size is -1.*at least 1"),
-        (100, 1, 0, "context is 0.*at least 1"),
+        (100, 0, 8, "batch size must be at least 1, got 0"),
+        (100, -1, 8, "batch size must be at least 1, got -1"),
+        (100, 1, 0, "context must be at least 1, got 0"),
     ],
 )
 def test_impossible_batch_raises(tokens: int, rows: int, context: int, message: str) -> None:
@@ -207,5 +207,5 @@ def test_limit_is_nearly_used_up_with_very_different_lengths() -> None:
 
 @pytest.mark.parametrize(("stride", "limit"), [(0, None), (9, None), (-1, None), (None, 0)])
 def test_impossible_windows_raise(stride: int | None, limit: int | None) -> None:
-    with pytest.raises(UsageError, match=r"stride is|limit is"):
+    with pytest.raises(UsageError, match=r"stride must be|limit must be"):
         windows(held_out([5]), context=8, stride=stride, limit=limit)

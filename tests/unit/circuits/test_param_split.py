@@ -1,4 +1,4 @@
-"""A fused matrix in pieces computes, saves, loads and copies as it did whole."""
+"""A split fused matrix computes, saves, loads and copies like the whole one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def attention(**options: object) -> nn.MultiheadAttention:
     return layer
 
 
-def stream() -> Tensor:
+def inputs() -> Tensor:
     return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
 
 
@@ -30,10 +30,10 @@ def run(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x, x, x)[0]
 
 
-def test_outputs_and_gradients_are_those_of_the_whole_to_the_bit() -> None:
+def test_split_outputs_and_gradients_are_bit_identical() -> None:
     whole, split = attention(), attention()
     split_fused(split)
-    x = stream()
+    x = inputs()
     y, z = run(whole, x), run(split, x)
     assert torch.equal(y, z)
     y.square().sum().backward()
@@ -43,22 +43,22 @@ def test_outputs_and_gradients_are_those_of_the_whole_to_the_bit() -> None:
     assert torch.equal(whole.in_proj_weight.grad, torch.cat([grad for grad in pieces if grad is not None]))
 
 
-def test_files_are_as_if_nothing_were_split_and_load_both_ways() -> None:
+def test_state_dict_is_unchanged_and_loads_both_ways() -> None:
     whole, split = attention(), attention(add_bias_kv=False)
     split_fused(split)
     with torch.no_grad():
         split.get_parameter("in_proj_weight_key").mul_(2)
     assert list(split.state_dict()) == list(whole.state_dict())
     whole.load_state_dict(split.state_dict())
-    assert torch.equal(run(whole, stream()), run(split, stream()))
+    assert torch.equal(run(whole, inputs()), run(split, inputs()))
     other = attention()
     split.load_state_dict(other.state_dict())
-    assert torch.equal(run(other, stream()), run(split, stream()))
+    assert torch.equal(run(other, inputs()), run(split, inputs()))
     split.load_state_dict(whole.state_dict(), assign=True)
-    assert torch.equal(run(whole, stream()), run(split, stream()))
+    assert torch.equal(run(whole, inputs()), run(split, inputs()))
 
 
-def test_a_file_that_does_not_fit_is_refused_by_the_names_of_the_whole() -> None:
+def test_state_dict_errors_use_the_original_names() -> None:
     split = attention()
     split_fused(split)
     state = attention().state_dict()
@@ -71,21 +71,21 @@ def test_a_file_that_does_not_fit_is_refused_by_the_names_of_the_whole() -> None
         split.load_state_dict({**state, "in_proj_bias": bias, "in_proj_more": bias})
 
 
-def test_copies_and_pickles_are_models_of_their_own() -> None:
+def test_copies_and_pickles_are_independent() -> None:
     split = attention()
     split_fused(split)
     saved = io.BytesIO()
     torch.save(split, saved)
     saved.seek(0)
-    for twin in (copy.deepcopy(split), torch.load(saved, weights_only=False)):
-        assert torch.equal(run(twin, stream()), run(split, stream()))
+    for copied in (copy.deepcopy(split), torch.load(saved, weights_only=False)):
+        assert torch.equal(run(copied, inputs()), run(split, inputs()))
         with torch.no_grad():
-            twin.get_parameter("in_proj_weight_query").zero_()
-        assert not torch.equal(run(twin, stream()), run(split, stream()))
-        assert isinstance(twin, nn.MultiheadAttention)
+            copied.get_parameter("in_proj_weight_query").zero_()
+        assert not torch.equal(run(copied, inputs()), run(split, inputs()))
+        assert isinstance(copied, nn.MultiheadAttention)
 
 
-def test_splitting_twice_is_splitting_once() -> None:
+def test_splitting_twice_has_no_further_effect() -> None:
     split = attention()
     split_fused(split)
     before = dict(split.named_parameters())
@@ -94,10 +94,10 @@ def test_splitting_twice_is_splitting_once() -> None:
     assert all(before[name] is parameter for name, parameter in split.named_parameters())
 
 
-def test_torchs_fast_path_reads_the_weights_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick, answered = torch._transformer_encoder_layer_fwd, []
+def test_torch_fast_path_reads_current_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast_path, calls = torch._transformer_encoder_layer_fwd, []
     monkeypatch.setattr(
-        torch, "_transformer_encoder_layer_fwd", lambda *given: answered.append(len(given)) or quick(*given)
+        torch, "_transformer_encoder_layer_fwd", lambda *args: calls.append(len(args)) or fast_path(*args)
     )
 
     def layer() -> nn.TransformerEncoderLayer:
@@ -107,7 +107,7 @@ def test_torchs_fast_path_reads_the_weights_as_they_are_now(monkeypatch: pytest.
     whole, split = layer().eval(), layer().eval()
     optimizer = torch.optim.SGD(circuit_groups(split, 0.5, r=2.0))
     plain = torch.optim.SGD(whole.parameters(), lr=0.5)
-    x = stream()
+    x = inputs()
     with torch.no_grad():
         assert torch.equal(whole(x), split(x))
     for model, learner in ((whole, plain), (split, optimizer)):
@@ -115,14 +115,14 @@ def test_torchs_fast_path_reads_the_weights_as_they_are_now(monkeypatch: pytest.
         learner.step()
     fresh = layer().eval()
     fresh.load_state_dict(split.state_dict())
-    answered.clear()
+    calls.clear()
     with torch.no_grad():
         assert torch.equal(fresh(x), split(x))
         assert not torch.equal(whole(x), split(x))
-    assert len(answered) == 4
+    assert len(calls) == 4
 
 
-def test_parameters_that_are_frozen_or_of_one_circuit_stay_whole() -> None:
+def test_frozen_and_single_circuit_parameters_stay_whole() -> None:
     layer = attention()
     layer.in_proj_weight.requires_grad_(False)
     split_fused(layer)
@@ -133,57 +133,57 @@ def test_parameters_that_are_frozen_or_of_one_circuit_stay_whole() -> None:
     assert [name for name, _ in linear.named_parameters()] == ["weight", "bias"]
 
 
-def test_a_fused_matrix_that_two_layers_share_stays_shared() -> None:
+def test_shared_fused_matrix_stays_shared() -> None:
     model = nn.ModuleList([attention(), attention()])
     model[1].in_proj_weight = model[0].in_proj_weight
     keys = list(model.state_dict())
     split_fused(model)
     assert model[0].in_proj_weight_key is model[1].in_proj_weight_key
     assert list(model.state_dict()) == keys
-    listed = [id(parameter) for group in circuit_groups(model, 0.1, r=2.0) for parameter in group["params"]]
-    assert sorted(listed) == sorted(map(id, model.parameters()))
+    grouped = [id(parameter) for group in circuit_groups(model, 0.1, r=2.0) for parameter in group["params"]]
+    assert sorted(grouped) == sorted(map(id, model.parameters()))
 
 
-def test_a_layer_that_stands_at_two_places_is_split_once() -> None:
+def test_module_with_two_names_is_split_once() -> None:
     layer = attention(bias=False)
     model = nn.ModuleDict({"first": layer, "second": layer})
-    for by_hand in ([], ["*.in_proj_weight[0:0:16]"], ["second.in_proj_weight[0:0:16]"]):
-        groups = circuit_groups(model, 0.1, r=2.0, qk=by_hand)
+    for patterns in ([], ["*.in_proj_weight[0:0:16]"], ["second.in_proj_weight[0:0:16]"]):
+        groups = circuit_groups(model, 0.1, r=2.0, qk=patterns)
         assert [(group["circuit"], len(group["params"])) for group in groups] == [("qk", 2), ("ov", 2)]
 
 
-def test_interleaved_pieces_come_back_in_their_order() -> None:
+def test_interleaved_pieces_keep_their_order() -> None:
     layer = nn.Linear(3, 12)
     weight = layer.weight.detach().clone()
     split_fused(layer, qk=[f"weight[0:{4 * head}:{4 * head + 2}]" for head in range(3)], ov=["weight[0:3:4]"])
     assert torch.equal(layer.weight, weight)
 
 
-def test_gradients_move_into_the_pieces() -> None:
+def test_gradients_are_split_too() -> None:
     layer = attention(bias=False)
-    run(layer, stream()).sum().backward()
+    run(layer, inputs()).sum().backward()
     grad = layer.in_proj_weight.grad
     split_fused(layer)
     assert grad is not None
     assert torch.equal(grad[8:16], layer.get_parameter("in_proj_weight_key").grad)  # pyright: ignore[reportArgumentType]
 
 
-class Special(nn.Parameter):
-    """What others make of parameters."""
+class SpecialParameter(nn.Parameter):
+    """A parameter subclass of another library."""
 
 
-def test_a_parameter_that_is_not_an_ordinary_one_is_refused() -> None:
+def test_parameter_subclass_raises() -> None:
     layer = attention(bias=False)
-    layer.in_proj_weight = Special(layer.in_proj_weight.detach())
-    with pytest.raises(UsageError, match="in_proj_weight is a Special, of which no slice can learn by itself"):
+    layer.in_proj_weight = SpecialParameter(layer.in_proj_weight.detach())
+    with pytest.raises(UsageError, match="in_proj_weight is a SpecialParameter and cannot be split"):
         split_fused(layer)
 
 
 @pytest.mark.compiled
-def test_a_split_layer_compiles_whole() -> None:
+def test_split_layer_compiles_to_one_graph() -> None:
     layer = attention()
     split_fused(layer)
-    x = stream()
+    x = inputs()
     compiled = torch.compile(lambda x: layer(x, x, x, need_weights=False)[0], backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), run(layer, x))
     with torch.no_grad():
