@@ -82,7 +82,7 @@ def set_rates(groups: Iterable[dict[str, Any]], lr: float, ratio: float) -> None
 def _queries_and_keys(model: nn.Module) -> set[str]:
     """The parameters that a ratio is for; a model that has none, or only parts of some, is refused."""
     parts = find_circuits(model).qk
-    if not parts or not all(part.whole for part in parts):
+    if not parts or not all(part.is_whole for part in parts):
         raise UsageError(
             f"a ratio is for queries and keys with parameters of their own, and {type(model).__name__} has none: "
             "leave qk_ratio at 1, and qk_growth out"

@@ -83,7 +83,7 @@ def test_a_ratio_comes_on_top_of_a_mechanisms_own_paces(configure: Any, spec: st
 
 
 def test_a_model_with_nothing_to_speed_up_is_refused(configure: Any) -> None:
-    with pytest.raises(UsageError, match="no circuits are known in Linear"):
+    with pytest.raises(UsageError, match="architecture of Linear is unknown"):
         build_optimizer(torch.nn.Linear(2, 2), configure(qk_ratio=2.0))
 
 
