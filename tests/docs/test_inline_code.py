@@ -208,7 +208,7 @@ def test_report_sections_are_explained_in_order() -> None:
         "src/qkflow/nothing.py",
         "qkflow.nothing",
         "circuit_groups(model, lr, ratio=20)",
-        "qkflow.experiment.summarise()",
+        "qkflow.experiment.read_result()",
         "standard:windows=3",
         "QKFLOW_CACHES",
     ],
