@@ -15,8 +15,8 @@ from qkflow.errors import UsageError
 from qkflow.experiment.answers import read_answers
 from qkflow.experiment.design import DECAY, EVALUATIONS, ArmDesign, Design, PlannedRun, jobs, read_design
 from qkflow.experiment.run_status import read_status
-from qkflow.experiment.stats.curves import Curve, reach
-from qkflow.experiment.stats.differences import difference, holm, spread
+from qkflow.experiment.stats.curves import Curve, cost_ratio
+from qkflow.experiment.stats.paired import difference, holm, spread_ratio
 from qkflow.experiment.stats.verdict import judge
 from qkflow.experiment.summary import ArmSummary, Comparison, CorpusNote, ExperimentResult
 from qkflow.experiment.tuning import rates, tried
@@ -197,7 +197,7 @@ def _comparisons(
             calibrated=design.unit == "byte",  # the spread was measured on text
         )
         losses = [[float(result.metrics["bits_per_byte"]) for result in arm] for arm in (one, other)]
-        spreads[name] = spread(*losses, level=1 - design.error_rate)
+        spreads[name] = spread_ratio(*losses, level=1 - design.error_rate)
     adjusted = holm([differences[name].p if name in differences else None for name in others])
     return tuple(
         Comparison(
@@ -205,7 +205,7 @@ def _comparisons(
             difference=differences.get(name),
             p_holm=p,
             spread=spreads.get(name),
-            reach=reach(curves[name], curves[baseline], plateau=1 - DECAY, level=1 - design.error_rate)
+            reach=cost_ratio(curves[name], curves[baseline], plateau=1 - DECAY, level=1 - design.error_rate)
             if name in differences
             else None,
         )

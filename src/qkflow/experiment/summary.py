@@ -10,7 +10,7 @@ from typing import Any
 
 from qkflow.experiment.metrics.recall import RecallSummary
 from qkflow.experiment.stats.curves import CostRatio, Curve
-from qkflow.experiment.stats.differences import Difference, SpreadRatio
+from qkflow.experiment.stats.paired import Difference, SpreadRatio
 from qkflow.experiment.stats.verdict import Verdict
 
 

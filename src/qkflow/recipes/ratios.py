@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qkflow.experiment.stats.differences import spread
+from qkflow.experiment.stats.paired import spread_ratio
 from qkflow.experiment.summary import ArmSummary, ExperimentResult
 
 Quantity = Literal["variance over seeds", "seconds a token"]
@@ -54,7 +54,7 @@ def measured(ratio: PublishedRatio, summary: ExperimentResult) -> MeasuredRatio 
 def _variances(arm: ArmSummary, against: ArmSummary, *, level: float) -> MeasuredRatio | None:
     ours, theirs = (dict(zip(one.seeds, one.bits_per_byte, strict=True)) for one in (arm, against))
     shared = sorted(ours.keys() & theirs.keys())
-    found = spread([ours[seed] for seed in shared], [theirs[seed] for seed in shared], level=level)
+    found = spread_ratio([ours[seed] for seed in shared], [theirs[seed] for seed in shared], level=level)
     if found is None:
         return None
     low, high = (None if end is None else end**2 for end in (found.low, found.high))

@@ -15,9 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from qkflow.experiment.stats.differences import difference, spread
-from qkflow.experiment.stats.paired import paired
-from qkflow.experiment.stats.power import RELATIVE_SPREAD, announced_power, power
+from qkflow.experiment.stats.paired import difference, paired, spread_ratio
+from qkflow.experiment.stats.t_dist import RELATIVE_SPREAD, observed_power, power
 from qkflow.experiment.stats.verdict import judge
 
 STUDIES = 250
@@ -134,11 +133,11 @@ def announced(studies: Studies, effect: float) -> float:
     seeds = found.by_seed.shape[1]
     if seeds == 2:
         return power(effect, spread=RELATIVE_SPREAD * float(LOSSES.mean()), seeds=2, alpha=ALPHA)
-    (alone, freedom), (both, together) = found.yardsticks
+    (alone, freedom), (both, together) = found.std_errs
     return float(
         np.mean(
             [
-                announced_power(effect, (one, freedom), (two, f), alpha=ALPHA)
+                observed_power(effect, (one, freedom), (two, f), alpha=ALPHA)
                 for one, two, f in zip(alone, both, together, strict=True)
             ]
         )
@@ -173,7 +172,7 @@ def test_the_smallest_effect_that_a_study_names_is_found_four_times_in_five(seed
 def test_standard_does_not_spread_unlike_standard_more_often_than_the_error_rate_allows(seeds: int) -> None:
     def unlike(studies: Studies) -> np.ndarray:
         losses = [nats.sum(-1) / math.log(2) / BYTES.sum() for nats in studies]
-        return np.array([spread(list(x), list(y)).p < ALPHA for x, y in zip(*losses, strict=True)])
+        return np.array([spread_ratio(list(x), list(y)).p < ALPHA for x, y in zip(*losses, strict=True)])
 
     assert lower_bound(unlike, seeds, studies=50, times=60) <= ALPHA
 

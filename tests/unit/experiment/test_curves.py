@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from qkflow.experiment.stats.curves import Curve, reach
+from qkflow.experiment.stats.curves import Curve, cost_ratio
 
 TOKENS = tuple(1000 * step for step in range(21))
 
@@ -27,7 +27,7 @@ def curve(
 
 
 def test_an_arm_that_needs_half_the_tokens_reads_one_half() -> None:
-    read = reach([curve(ahead=2)], [curve()])
+    read = cost_ratio([curve(ahead=2)], [curve()])
     assert read.tokens == pytest.approx(0.5)
     assert read.seconds == pytest.approx(0.5)
     assert (read.reached, read.seeds) == (1, 1)
@@ -35,14 +35,14 @@ def test_an_arm_that_needs_half_the_tokens_reads_one_half() -> None:
 
 
 def test_an_arm_that_is_behind_reads_how_far_along_the_baselines_own_curve() -> None:
-    read = reach([curve(ahead=0.4)], [curve()])
+    read = cost_ratio([curve(ahead=0.4)], [curve()])
     assert read.tokens == pytest.approx(2.5)
     assert (read.reached, read.seeds) == (0, 1)
 
 
 def test_seconds_are_read_by_each_runs_own_clock() -> None:
     """The same tokens at 2.4 times the cost, and level in seconds if 2.4 times ahead in tokens."""
-    read = reach([curve(ahead=2.4, pace=2.4e-3)], [curve()])
+    read = cost_ratio([curve(ahead=2.4, pace=2.4e-3)], [curve()])
     assert read.tokens == pytest.approx(1 / 2.4)
     assert read.seconds == pytest.approx(1.0)
 
@@ -51,15 +51,15 @@ def test_the_decay_is_never_read() -> None:
     one, two = curve(), curve()
     late = tuple(loss - 1 if t > 16000 else loss for t, loss in zip(two.tokens, two.bits_per_byte, strict=True))
     lucky = Curve(seed=0, tokens=two.tokens, seconds=two.seconds, bits_per_byte=late)
-    assert reach([lucky], [one]).tokens == pytest.approx(1)
-    assert reach([lucky], [one], 1.0).tokens < 1
+    assert cost_ratio([lucky], [one]).tokens == pytest.approx(1)
+    assert cost_ratio([lucky], [one], 1.0).tokens < 1
 
 
 def test_the_plateau_ends_with_an_evaluation_that_falls_on_its_end() -> None:
     """An arm that is below the baseline's end from its first evaluation on reads that evaluation over the end."""
     without = tuple(t for t in TOKENS if t != 16000)
     for tokens, end in ((TOKENS, 16000), (without, 15000)):
-        read = reach([curve(ahead=1e9, tokens=tokens)], [curve(tokens=tokens)])
+        read = cost_ratio([curve(ahead=1e9, tokens=tokens)], [curve(tokens=tokens)])
         assert read.tokens == pytest.approx(1000 / end)
 
 
@@ -68,7 +68,7 @@ def test_one_lucky_evaluation_does_not_count_as_reaching() -> None:
     dip = list(smooth.bits_per_byte)
     dip[3] = dip[16]  # as low at 3000 tokens as at the plateau's end, and high again at 4000
     dipped = Curve(seed=0, tokens=smooth.tokens, seconds=smooth.seconds, bits_per_byte=tuple(dip))
-    assert reach([dipped], [smooth]).tokens > 0.95
+    assert cost_ratio([dipped], [smooth]).tokens > 0.95
 
 
 def test_smoothing_does_not_bend_a_curve_that_is_bent_already() -> None:
@@ -77,7 +77,7 @@ def test_smoothing_does_not_bend_a_curve_that_is_bent_already() -> None:
         return replace(curve(), bits_per_byte=losses)
 
     for ahead in (0.25, 0.5, 2.0, 4.0):
-        assert reach([bent(ahead)], [bent(1.0)]).tokens == pytest.approx(1 / ahead, rel=0.02)
+        assert cost_ratio([bent(ahead)], [bent(1.0)]).tokens == pytest.approx(1 / ahead, rel=0.02)
 
 
 @given(seed=st.integers(0, 1000), ahead=st.floats(0.3, 3), noise=st.sampled_from([0.0, 0.01, 0.1]))
@@ -85,7 +85,7 @@ def test_smoothing_does_not_bend_a_curve_that_is_bent_already() -> None:
 def test_swapping_the_arms_inverts_the_ratio(seed: int, ahead: float, noise: float) -> None:
     arms = [curve(s, ahead=ahead, noise=noise) for s in range(seed, seed + 3)]
     others = [curve(s, pace=2e-3) for s in range(seed, seed + 3)]
-    there, back = reach(arms, others), reach(others, arms)
+    there, back = cost_ratio(arms, others), cost_ratio(others, arms)
     assert back.tokens == pytest.approx(1 / there.tokens)
     assert (back.tokens_low, back.tokens_high) == pytest.approx((1 / there.tokens_high, 1 / there.tokens_low))
     assert back.seconds == pytest.approx(1 / there.seconds)
@@ -94,13 +94,13 @@ def test_swapping_the_arms_inverts_the_ratio(seed: int, ahead: float, noise: flo
 @given(seed=st.integers(0, 1000), noise=st.sampled_from([0.0, 0.02, 0.5]))
 @settings(deadline=None, max_examples=25)
 def test_a_curve_against_itself_reads_one(seed: int, noise: float) -> None:
-    read = reach([curve(seed, noise=noise)], [curve(seed, noise=noise)])
+    read = cost_ratio([curve(seed, noise=noise)], [curve(seed, noise=noise)])
     assert (read.tokens, read.seconds, read.reached) == (1, 1, 1)
 
 
 def test_the_interval_is_students_over_seeds_on_logarithms() -> None:
     factors = [1.5, 2.0, 2.5, 1.8]
-    read = reach([curve(s, ahead=f) for s, f in enumerate(factors)], [curve(s) for s in range(4)], level=0.9)
+    read = cost_ratio([curve(s, ahead=f) for s, f in enumerate(factors)], [curve(s) for s in range(4)], level=0.9)
     want = stats.ttest_1samp(-np.log(factors), 0).confidence_interval(0.9)
     assert read.tokens == pytest.approx(stats.gmean(1 / np.array(factors)))
     assert (read.tokens_low, read.tokens_high) == pytest.approx((math.exp(want.low), math.exp(want.high)))
@@ -109,7 +109,7 @@ def test_the_interval_is_students_over_seeds_on_logarithms() -> None:
 def test_noise_in_the_evaluations_leaves_the_reading_about_right() -> None:
     arms = [curve(s, ahead=2, noise=0.02) for s in range(20)]
     others = [replace(curve(s + 500, noise=0.02), seed=s) for s in range(20)]
-    read = reach(arms, others)
+    read = cost_ratio(arms, others)
     assert read.tokens_low < 0.5 < read.tokens_high
     assert read.tokens == pytest.approx(0.5, rel=0.06)
 
@@ -117,13 +117,13 @@ def test_noise_in_the_evaluations_leaves_the_reading_about_right() -> None:
 def test_only_seeds_with_two_readable_curves_are_read() -> None:
     short = Curve(seed=1, tokens=(0, 1000), seconds=(0.0, 1.0), bits_per_byte=(8.0, 3.0))
     empty = Curve(seed=2, tokens=(), seconds=(), bits_per_byte=())
-    read = reach([curve(0, ahead=2), short, empty, curve(3)], [curve(0), curve(1), curve(2)])
+    read = cost_ratio([curve(0, ahead=2), short, empty, curve(3)], [curve(0), curve(1), curve(2)])
     assert (read.seeds, read.reached) == (1, 1)
-    assert reach([short], [curve(1)]) is None
-    assert reach([], []) is None
+    assert cost_ratio([short], [curve(1)]) is None
+    assert cost_ratio([], []) is None
 
 
 def test_arms_of_different_lengths_are_read_each_on_its_own_plateau() -> None:
     longer = tuple(2 * t for t in TOKENS)
-    assert reach([curve(tokens=longer)], [curve()]).tokens == pytest.approx(1)
-    assert reach([curve(tokens=longer, ahead=0.5)], [curve()]).tokens == pytest.approx(2)
+    assert cost_ratio([curve(tokens=longer)], [curve()]).tokens == pytest.approx(1)
+    assert cost_ratio([curve(tokens=longer, ahead=0.5)], [curve()]).tokens == pytest.approx(2)

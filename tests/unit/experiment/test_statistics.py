@@ -11,8 +11,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from qkflow.experiment.stats.differences import beyond, difference, holm, sign_flip, spread
-from qkflow.experiment.stats.paired import _documents, paired
+from qkflow.experiment.stats.paired import (
+    _document_factor,
+    difference,
+    holm,
+    one_sided_p,
+    paired,
+    sign_flip,
+    spread_ratio,
+)
 from qkflow.experiment.stats.t_dist import half_width
 
 LN2 = math.log(2)
@@ -74,7 +81,7 @@ def test_the_documents_count_as_their_matrix_says(sizes: list[int]) -> None:
     w = np.array(sizes) / sum(sizes)
     pull = np.diag(w) @ (np.eye(len(w)) - np.outer(np.ones(len(w)), w))
     gram = pull @ pull.T
-    k, freedom = _documents(w)
+    k, freedom = _document_factor(w)
     assert k == pytest.approx((w @ w) / np.trace(gram))
     assert freedom == pytest.approx(np.trace(gram) ** 2 / np.trace(gram @ gram), rel=1e-3)
     assert 1 <= freedom <= len(w) - 1
@@ -104,10 +111,10 @@ def test_wherever_the_variation_comes_from_the_interval_errs_no_more_than_it_say
 def test_seeds_alone_err_where_documents_differ_and_satterthwaite_alone_with_two_seeds() -> None:
     bits, sizes = simulated(5, by_seed=1, by_document=15, rest=0)
     found = paired(bits, np.zeros_like(bits), sizes)
-    assert (np.abs(found.mean) > half_width(0.95, found.yardsticks[0])).mean() > 0.4
+    assert (np.abs(found.mean) > half_width(0.95, found.std_errs[0])).mean() > 0.4
     bits, sizes = simulated(2, by_seed=1, by_document=0, rest=5)
     found = paired(bits, np.zeros_like(bits), sizes)
-    assert (np.abs(found.mean) > half_width(0.95, found.yardsticks[1])).mean() > 0.065
+    assert (np.abs(found.mean) > half_width(0.95, found.std_errs[1])).mean() > 0.065
 
 
 @given(case=cases)
@@ -130,8 +137,8 @@ def test_the_p_value_is_below_alpha_exactly_where_the_interval_leaves_out_zero(
     found = difference(*study(case[0], case[1], seed=case[2], shift=0.03), level=level)
     assume(abs(found.p - (1 - level)) > 1e-9)
     assert (found.p < 1 - level) == (found.low > 0 or found.high < 0)
-    assert beyond(found, abs(found.mean)) == pytest.approx(found.p / 2)
-    assert beyond(found, found.high - found.mean) == pytest.approx((1 - level) / 2)
+    assert one_sided_p(found, abs(found.mean)) == pytest.approx(found.p / 2)
+    assert one_sided_p(found, found.high - found.mean) == pytest.approx((1 - level) / 2)
 
 
 @given(case=cases)
@@ -192,7 +199,7 @@ def test_one_seed_has_a_difference_and_no_interval() -> None:
     for name in ("spread", "error", "freedom", "low", "high", "p", "p_signs", "smallest"):
         assert getattr(found, name) is None
     with pytest.raises(ValueError, match="at least 2 seeds"):
-        beyond(found, 0.0)
+        one_sided_p(found, 0.0)
 
 
 def test_identical_runs_differ_by_nothing_at_all() -> None:
@@ -322,7 +329,7 @@ def test_spreads_are_tested_by_correlating_sums_with_differences_and_by_the_pull
     x, y = (arm - arm.mean()) ** 2, (baseline - baseline.mean()) ** 2
     pulls = x / x.mean() - y / y.mean()
     t = math.log(x.sum() / y.sum()) / (pulls.std(ddof=1) / math.sqrt(n) * n / (n - 1))
-    found = spread(list(arm), list(baseline))
+    found = spread_ratio(list(arm), list(baseline))
     assert found.p == pytest.approx(max(pitman_morgan(arm, baseline), 2 * stats.t.sf(abs(t), n - 1)), rel=1e-6)
     assert found.ratio == pytest.approx(arm.std() / baseline.std())
 
@@ -331,11 +338,11 @@ def test_spreads_are_tested_by_correlating_sums_with_differences_and_by_the_pull
 @settings(deadline=None, max_examples=25)
 def test_the_interval_of_a_ratio_holds_what_the_test_does_not_reject(case: tuple[int, int], level: float) -> None:
     arm, baseline = two_arms(*case)
-    found = spread(list(arm), list(baseline), level=level)
+    found = spread_ratio(list(arm), list(baseline), level=level)
     for end in (found.low, found.high):
-        assert spread(list(arm), list(end * baseline)).p == pytest.approx(1 - level, rel=1e-4)
+        assert spread_ratio(list(arm), list(end * baseline)).p == pytest.approx(1 - level, rel=1e-4)
         assert pitman_morgan(arm, end * baseline) <= 1 - level + 1e-6
-    inverse = spread(list(baseline), list(arm), level=level)
+    inverse = spread_ratio(list(baseline), list(arm), level=level)
     assert (inverse.ratio, inverse.low, inverse.high) == pytest.approx((1 / found.ratio, 1 / found.high, 1 / found.low))
 
 
@@ -344,19 +351,19 @@ def test_the_interval_of_a_ratio_holds_what_the_test_does_not_reject(case: tuple
 def test_arms_that_spread_alike_are_rarely_called_unlike(seeds: int, law: str) -> None:
     rng = np.random.default_rng(0)
     draw = rng.standard_normal if law == "normal" else lambda size: rng.gamma(8.0, size=size)
-    ps = [spread(list(draw(seeds)), list(draw(seeds))).p for _ in range(1000)]
+    ps = [spread_ratio(list(draw(seeds)), list(draw(seeds))).p for _ in range(1000)]
     assert np.mean(np.array(ps) < 0.05) < 0.07
 
 
 def test_too_few_seeds_or_no_variation_leave_the_spread_open() -> None:
-    assert spread([1.0], [2.0]) is None
-    assert spread([1.0, 2.0], [3.0, 3.0]) is None
-    two = spread([1.0, 3.0], [1.0, 2.0])
+    assert spread_ratio([1.0], [2.0]) is None
+    assert spread_ratio([1.0, 2.0], [3.0, 3.0]) is None
+    two = spread_ratio([1.0, 3.0], [1.0, 2.0])
     assert (two.ratio, two.low, two.high, two.p) == (2, None, None, None)
-    flat = spread([0.1, 0.1, 0.1], [1.0, 2.0, 4.0])
+    flat = spread_ratio([0.1, 0.1, 0.1], [1.0, 2.0, 4.0])
     assert (flat.low, flat.p) == (None, None)
     assert flat.ratio == pytest.approx(0, abs=1e-12)
-    same = spread([1.0, 2.0, 4.0], [1.0, 2.0, 4.0])
+    same = spread_ratio([1.0, 2.0, 4.0], [1.0, 2.0, 4.0])
     assert (same.ratio, same.low, same.high, same.p) == pytest.approx((1, 1, 1, 1), rel=1e-5)
-    with pytest.raises(ValueError, match="the same seeds, got 2 losses and 1"):
-        spread([1.0, 2.0], [1.0])
+    with pytest.raises(ValueError, match="the same seeds, got 2 and 1 losses"):
+        spread_ratio([1.0, 2.0], [1.0])

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkflow.experiment.stats.differences import Difference, difference, holm
-from qkflow.experiment.stats.power import RELATIVE_SPREAD, power, seeds_needed
-from qkflow.experiment.stats.t_dist import half_width
+from qkflow.experiment.stats.paired import Difference, difference, holm
+from qkflow.experiment.stats.t_dist import RELATIVE_SPREAD, half_width, power, seeds_needed
 from qkflow.experiment.stats.verdict import Verdict, equivalence, judge, look_rate
 
 
@@ -36,12 +35,12 @@ def test_a_clear_difference_is_worse_or_better_and_says_by_how_much() -> None:
     worse, better = verdicts(up=made(*CLEAR), down=made(*(-x for x in CLEAR)))
     assert (worse.kind, better.kind) == ("worse", "better")
     assert worse.sentence == (
-        "up is worse than standard: 0.0310 bits per byte more (95 % interval 0.0282 to 0.0338; 5 seeds), "
-        "1.6 % of standard's loss."
+        "up is worse than standard: its loss is 0.0310 bits per byte higher (95% interval 0.0282 to 0.0338, 5 seeds), "
+        "1.6% of standard's loss."
     )
     assert better.sentence == (
-        "down is better than standard: 0.0310 bits per byte less (95 % interval 0.0282 to 0.0338; 5 seeds), "
-        "1.6 % of standard's loss."
+        "down is better than standard: its loss is 0.0310 bits per byte lower (95% interval 0.0282 to 0.0338, 5 seeds), "
+        "1.6% of standard's loss."
     )
     assert worse.advice is better.advice is None
 
@@ -50,8 +49,8 @@ def test_a_difference_within_the_margin_is_equivalent() -> None:
     (found,) = verdicts(same=made(*NONE))
     assert found.kind == "equivalent"
     assert found.sentence == (
-        "same is equivalent to standard within the margin of 0.010 bits per byte (0.5 % of standard's loss): "
-        "0.0002 bits per byte more (95 % interval 0.0016 less to 0.0020 more; 5 seeds)."
+        "same is equivalent to standard within the margin of 0.010 bits per byte (0.5% of standard's loss): "
+        "the loss is 0.0002 bits per byte higher (95% interval -0.0016 to +0.0020, 5 seeds)."
     )
     assert found.advice is None
 
@@ -59,18 +58,20 @@ def test_a_difference_within_the_margin_is_equivalent() -> None:
 def test_a_difference_that_is_real_and_within_the_margin_is_worse_and_said_to_be_small() -> None:
     (found,) = verdicts(arm=made(*(x / 10 for x in CLEAR)))
     assert found.kind == "worse"
-    assert "real but small: less than the margin of 0.010 bits per byte (0.5 % of standard's loss)" in found.sentence
+    assert (
+        "significant but small: less than the margin of 0.010 bits per byte (0.5% of standard's loss)" in found.sentence
+    )
 
 
 def test_a_difference_that_could_be_either_is_undecided_and_says_what_it_takes() -> None:
     (found,) = verdicts(arm=made(*WIDE))
     assert found.kind == "undecided"
     assert found.sentence == (
-        "arm cannot be told from standard: 0.018 bits per byte more (95 % interval 0.034 less to 0.070 more; 5 seeds), "
-        "with a margin of 0.010 bits per byte (0.5 % of standard's loss)."
+        "No significant difference between arm and standard: the loss is 0.018 bits per byte higher (95% interval "
+        "-0.034 to +0.070, 5 seeds), with an equivalence margin of 0.010 bits per byte (0.5% of standard's loss)."
     )
-    assert re.search(r"find a difference of 0.018 bits per byte \(the one observed\)", found.advice)
-    assert "judged by the spread over its seeds" in found.advice
+    assert re.search(r"detect a difference of 0.018 bits per byte \(the observed one\)", found.advice)
+    assert "based on the spread over its seeds" in found.advice
     needed = int(re.search(r"qkflow compare --extend STUDY --seeds (\d+)`", found.advice)[1])
     assert f"About {needed} seeds" in found.advice
     known = {"spread": np.std(WIDE, ddof=1), "alpha": 0.01}  # the next look has a fifth of this one's rate
@@ -81,7 +82,7 @@ def test_a_difference_that_could_be_either_is_undecided_and_says_what_it_takes()
 def test_within_the_margin_the_advice_is_what_tells_the_margin_from_nothing() -> None:
     (found,) = verdicts(arm=made(0.02, -0.02, 0.012, -0.01, 0.001))
     assert found.kind == "undecided"
-    assert "tell a difference of 0.010 bits per byte from none" in found.advice
+    assert "distinguish a difference of 0.010 bits per byte (the margin) from none" in found.advice
     needed = int(re.search(r"About (\d+) seeds", found.advice)[1])
     rng = np.random.default_rng(0)
     spread = np.std([0.02, -0.02, 0.012, -0.01, 0.001], ddof=1)
@@ -94,7 +95,7 @@ def test_within_the_margin_the_advice_is_what_tells_the_margin_from_nothing() ->
 def test_two_seeds_take_their_spread_from_calibration_and_say_so() -> None:
     (found,) = verdicts(arm=made(0.02, 0.05))
     assert found.kind == "undecided"
-    assert "judged by a spread from calibration, since two seeds have none" in found.advice
+    assert "based on a calibrated spread" in found.advice
     assert f"About {seeds_needed(0.035, spread=RELATIVE_SPREAD * 2.0, alpha=0.01)} seeds" in found.advice
 
 
@@ -113,29 +114,31 @@ def test_documents_that_disagree_need_more_text_and_not_more_seeds() -> None:
     (found,) = verdicts(arm=made(0.003, 0.004, 0.002, pull=0.1))
     assert found.kind == "undecided"
     assert "No number of seeds" in found.advice
-    assert "the 4 held-out documents disagree too much" in found.advice
+    assert "the 4 held-out documents vary too much" in found.advice
 
 
 def test_beyond_a_thousand_seeds_no_number_is_given() -> None:
     (found,) = verdicts(arm=made(*WIDE[:3], -0.06, 0.0), margin=1e-4)
-    assert "tell a difference" not in found.advice
+    assert "distinguish a difference" not in found.advice
     (found,) = verdicts(arm=made(0.05, -0.05, 0.06, -0.06, 0.0), margin=1e-4)
-    assert found.advice.startswith("It would take more than 1000 seeds to tell a difference of 0.00010 bits per byte")
+    assert found.advice.startswith(
+        "More than 1000 seeds are needed to distinguish a difference of 0.00010 bits per byte"
+    )
 
 
 def test_very_many_seeds_are_called_many() -> None:
     (found,) = verdicts(arm=made(0.02, -0.01, 0.03, 0.0, 0.02))
-    assert "That is many" not in found.advice
+    assert "may be cheaper" not in found.advice
     (found,) = verdicts(arm=made(0.05, -0.045, 0.06, -0.07, 0.001))
-    assert "That is many" in found.advice
+    assert "may be cheaper" in found.advice
 
 
 def test_one_seed_has_no_interval_and_no_verdict() -> None:
     (found,) = verdicts(arm=made(0.03))
     assert found.kind == "undecided"
     assert found.sentence == (
-        "arm against standard cannot be judged from one seed, which has no interval: "
-        "its only pair of runs shows 0.030 bits per byte more."
+        "arm cannot be compared with standard from one seed, which gives no interval: "
+        "the loss of its only run is 0.030 bits per byte higher."
     )
     assert "at least 3 seeds" in found.advice
 
@@ -143,7 +146,7 @@ def test_one_seed_has_no_interval_and_no_verdict() -> None:
 def test_an_arm_without_a_pair_says_so_and_counts_among_the_arms() -> None:
     lost, arm = verdicts(lost=None, arm=made(0.011, 0.029, 0.0145))
     assert lost.kind == "undecided"
-    assert "no seed has a finished run of both" in lost.sentence
+    assert "no seed has finished runs of both" in lost.sentence
     assert "`qkflow compare --resume STUDY`" in lost.advice
     alone = verdicts(arm=made(0.011, 0.029, 0.0145))[0]
     assert alone.kind == arm.kind == "undecided"
@@ -152,16 +155,16 @@ def test_an_arm_without_a_pair_says_so_and_counts_among_the_arms() -> None:
 def test_missing_seeds_are_named() -> None:
     for pairs in (CLEAR, CLEAR[:1]):
         (found,) = verdicts(arm=made(*pairs), seeds=7)
-        assert f"Only {len(pairs)} of 7 seeds have both runs" in found.sentence
+        assert f"Only {len(pairs)} of 7 seeds have finished runs of both arms" in found.sentence
 
 
 def test_large_differences_are_told_in_plain_percent() -> None:
-    assert "152 % of standard's loss" in verdicts(arm=made(*(100 * x - 0.06 for x in CLEAR)))[0].sentence
+    assert "152% of standard's loss" in verdicts(arm=made(*(100 * x - 0.06 for x in CLEAR)))[0].sentence
 
 
 def test_a_single_document_says_nothing_of_others() -> None:
     (found,) = verdicts(arm=made(*CLEAR, documents=1))
-    assert "one held-out document: nothing is said of others" in found.sentence
+    assert "only one held-out document" in found.sentence
 
 
 def test_runs_that_are_the_same_to_the_last_bit_are_equivalent() -> None:
@@ -176,9 +179,7 @@ def test_holms_correction_over_arms_decides_and_is_named_where_it_alone_does() -
     assert verdicts(arm=edge)[0].kind == "worse"
     among = verdicts(arm=edge, b=made(*WIDE), c=made(*WIDE), d=made(*WIDE))[0]
     assert among.kind == "undecided"
-    assert (
-        f"among 4 arms that is not enough (p = {edge.p:.2g}, with Holm's correction {4 * edge.p:.2g})" in among.sentence
-    )
+    assert f"Holm's correction over 4 arms (p = {edge.p:.2g}, corrected {4 * edge.p:.2g})" in among.sentence
     helped = verdicts(b=made(*CLEAR), c=made(*CLEAR), d=made(*CLEAR), arm=edge)
     assert [one.kind for one in helped] == ["worse"] * 4
 
@@ -189,7 +190,7 @@ def test_equivalence_is_corrected_over_arms_too() -> None:
     assert verdicts(arm=edge)[0].kind == "equivalent"
     among = verdicts(arm=edge, b=made(*WIDE), c=made(*WIDE), d=made(*WIDE))[0]
     assert among.kind == "undecided"
-    assert "within the margin, but among 4 arms that is not enough" in among.sentence
+    assert "within the margin, but not after Holm's correction over 4 arms" in among.sentence
 
 
 @given(
@@ -223,7 +224,7 @@ def test_an_arm_is_told_apart_exactly_where_holms_p_is_below_alpha(shift: list[f
 
 def test_the_margin_is_half_a_percent_of_the_baselines_loss_unless_said() -> None:
     (found,) = judge({"arm": made(*NONE)}, baseline="standard", loss=3.0, alpha=0.05, seeds=5)
-    assert "within the margin of 0.015 bits per byte (0.5 % of standard's loss)" in found.sentence
+    assert "within the margin of 0.015 bits per byte (0.5% of standard's loss)" in found.sentence
 
 
 def test_two_seeds_of_a_task_rest_on_their_own_spread_since_calibration_was_on_text() -> None:
@@ -232,7 +233,7 @@ def test_two_seeds_of_a_task_rest_on_their_own_spread_since_calibration_was_on_t
     assert found.smallest_rests_on == "its own spread"
     assert (found.smallest or 0) > 5
     (verdict,) = judge({"arm": found}, baseline="standard", loss=2.0, alpha=0.05, seeds=2, unit="answer token")
-    assert "judged by the spread over its seeds" in (verdict.advice or "")
+    assert "based on the spread over its seeds" in (verdict.advice or "")
 
 
 def test_a_task_is_judged_in_bits_per_answer_token() -> None:
@@ -244,8 +245,8 @@ def test_a_task_is_judged_in_bits_per_answer_token() -> None:
 
 
 def test_the_interval_is_named_by_its_own_level() -> None:
-    assert "(96 % interval" in verdicts(alpha=0.04, arm=made(*CLEAR, alpha=0.04))[0].sentence
-    assert "(99.2 % interval" in verdicts(alpha=0.008, arm=made(*CLEAR, alpha=0.008))[0].sentence
+    assert "(96% interval" in verdicts(alpha=0.04, arm=made(*CLEAR, alpha=0.04))[0].sentence
+    assert "(99.2% interval" in verdicts(alpha=0.008, arm=made(*CLEAR, alpha=0.008))[0].sentence
 
 
 def test_a_difference_made_at_another_level_is_refused() -> None:

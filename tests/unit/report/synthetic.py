@@ -18,7 +18,7 @@ import torch
 from qkflow.data import ByteTokenizer, CorpusConfig
 from qkflow.experiment.metrics.recall import GridCell, RecallGrid, RunAnswers, Tally, recall
 from qkflow.experiment.stats.curves import CostRatio, Curve
-from qkflow.experiment.stats.differences import Difference, SpreadRatio
+from qkflow.experiment.stats.paired import Difference, SpreadRatio
 from qkflow.experiment.stats.verdict import Verdict
 from qkflow.experiment.summary import ArmSummary, Comparison, CorpusNote, ExperimentResult
 from qkflow.models import Decoder, DecoderConfig

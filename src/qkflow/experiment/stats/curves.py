@@ -1,14 +1,14 @@
-r"""Reading learning curves: how many tokens, and how many seconds, an arm needs to come where the baseline ends.
+r"""Learning curves: the tokens and the seconds an arm needs to reach the baseline's loss.
 
-Both curves are read on the plateau of the learning rate, at the worse of their two losses at its end, which both have
-reached: if the arm is ahead that is the baseline's end, and the ratio is below one; if it is behind, its own.
+Both curves are read on the plateau of the learning rate, at the higher of their two losses at its end, which both have
+reached. If the arm is ahead, this is the baseline's final loss and the ratio is below one; otherwise it is the arm's.
 
     ratio = x_arm(L) / x_baseline(L),      L = max(L_arm, L_baseline),      x tokens or seconds
 
-A curve is made smooth and falling before it is read, since an evaluation that is low by chance would be "first" there:
-each gives way to the straight line in log tokens through its neighbours within a third, and pools of neighbours that
-rise stand at their mean; between them the loss is a straight line in log x. Swapping the arms inverts the ratio. Its
-interval is Student's, on logarithms, over seeds.
+A curve is smoothed and made monotone before it is read, because an evaluation that is low by chance would otherwise
+reach the loss first. Each loss is replaced by a local line fit in log tokens through its neighbours within a third,
+then pool-adjacent-violators makes the losses fall. Between points the loss is linear in log x. Swapping the arms
+inverts the ratio. The interval over seeds is Student's, on logarithms.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class CostRatio:
-    """Tokens and seconds to a loss that both arms reached, as a part of the baseline's; below one, the arm is faster.
+    """Tokens and seconds to a loss that both arms reached, relative to the baseline. Below one, the arm is faster.
 
-    Read on the plateau of the learning rate, where both runs stand at the same rate; never inside a decay.
+    Read on the plateau of the learning rate, where both runs have the same rate, never inside a decay.
     """
 
     tokens: float | None
@@ -49,91 +49,88 @@ class CostRatio:
     seconds_low: float | None
     seconds_high: float | None
     reached: int
-    """Seeds whose arm came to the loss at the end of the baseline's plateau; the others are read at the arm's own."""
+    """Seeds whose arm reached the baseline's loss at the end of the plateau; the others are read at the arm's loss."""
     seeds: int
-    """Seeds read."""
+    """Seeds with two curves."""
 
 
-def reach(
+def cost_ratio(
     arm: Sequence[Curve], baseline: Sequence[Curve], plateau: float = 0.8, *, level: float = 0.95
 ) -> CostRatio | None:
-    """Read the curves of two arms against each other, seed by seed; None if no seed has two curves to read.
+    """Compare the curves of two arms, seed by seed; None if no seed has two curves to read.
 
     The plateau ends with the last evaluation at or before `plateau` times a run's tokens.
 
     >>> tokens = (100, 200, 400, 500)
     >>> slow = Curve(seed=0, tokens=tokens, seconds=(1.0, 2.0, 4.0, 5.0), bits_per_byte=(3.0, 2.5, 2.0, 1.8))
     >>> fast = Curve(seed=0, tokens=tokens, seconds=(2.0, 4.0, 8.0, 10.0), bits_per_byte=(2.5, 2.0, 1.5, 1.4))
-    >>> read = reach([fast], [slow])
-    >>> round(read.tokens, 3), round(read.seconds, 3), read.reached
+    >>> ratio = cost_ratio([fast], [slow])
+    >>> round(ratio.tokens, 3), round(ratio.seconds, 3), ratio.reached
     (0.5, 1.0, 1)
     """
-    theirs = {curve.seed: curve for curve in baseline}
-    logs, reached = [], 0
+    baseline_by_seed = {curve.seed: curve for curve in baseline}
+    log_ratios, reached = [], 0
     for curve in arm:
-        ours, other = _falling(curve, plateau), None
-        if curve.seed in theirs:
-            other = _falling(theirs[curve.seed], plateau)
-        if ours is None or other is None:
+        ours, theirs = _monotone(curve, plateau), None
+        if curve.seed in baseline_by_seed:
+            theirs = _monotone(baseline_by_seed[curve.seed], plateau)
+        if ours is None or theirs is None:
             continue
-        target = max(ours[0][-1], other[0][-1])
-        reached += bool(ours[0][-1] <= other[0][-1])
-        logs.append([_where(ours[0], ours[i], target) - _where(other[0], other[i], target) for i in (1, 2)])
-    if not logs:
+        target = max(ours[0][-1], theirs[0][-1])
+        reached += bool(ours[0][-1] <= theirs[0][-1])
+        log_ratios.append([_log_x(ours[0], ours[i], target) - _log_x(theirs[0], theirs[i], target) for i in (1, 2)])
+    if not log_ratios:
         return None
-    tokens, seconds = np.array(logs).T
-    tokens_read, seconds_read = _interval(tokens, level), _interval(seconds, level)
+    tokens, seconds = (_interval(logs, level) for logs in np.array(log_ratios).T)
     return CostRatio(
-        tokens=tokens_read[0],
-        tokens_low=tokens_read[1],
-        tokens_high=tokens_read[2],
-        seconds=seconds_read[0],
-        seconds_low=seconds_read[1],
-        seconds_high=seconds_read[2],
+        tokens=tokens[0],
+        tokens_low=tokens[1],
+        tokens_high=tokens[2],
+        seconds=seconds[0],
+        seconds_low=seconds[1],
+        seconds_high=seconds[2],
         reached=reached,
-        seeds=len(logs),
+        seeds=len(log_ratios),
     )
 
 
-def _falling(curve: Curve, plateau: float) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Losses that strictly fall, with the log tokens and log seconds of each; None without two evaluations to read.
-
-    Pool adjacent violators: a pool whose mean is not below the one before it joins it.
-    """
+def _monotone(curve: Curve, plateau: float) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Strictly falling losses with their log tokens and log seconds; None with fewer than two evaluations."""
     end = plateau * curve.tokens[-1] * (1 + 1e-9) if curve.tokens else 0.0
-    read = [
+    evaluations = [
         (loss, math.log(tokens), math.log(seconds))
         for tokens, seconds, loss in zip(curve.tokens, curve.seconds, curve.bits_per_byte, strict=True)
         if 0 < tokens <= end and seconds > 0
     ]
-    if len(read) < 2:
+    if len(evaluations) < 2:
         return None
-    points = np.array(read)
+    points = np.array(evaluations)
     points[:, 0] = _smooth(points[:, 0], points[:, 1])
-    pools: list[tuple[np.ndarray, int]] = []
+    pools: list[tuple[np.ndarray, int]] = []  # pool adjacent violators: (mean, size)
     for point in points:
         mean, size = point, 1
         while pools and pools[-1][0][0] <= mean[0]:
-            before, many = pools.pop()
-            mean, size = (many * before + size * mean) / (many + size), many + size
+            last_mean, last_size = pools.pop()
+            mean, size = (last_size * last_mean + size * mean) / (last_size + size), last_size + size
         pools.append((mean, size))
     losses, tokens, seconds = np.array([mean for mean, _ in pools]).T
     return losses, tokens, seconds
 
 
 def _smooth(losses: np.ndarray, logs: np.ndarray) -> np.ndarray:
-    """Each loss on the least-squares line through those whose tokens are within a third; as it is if these are two."""
+    """Each loss on the least-squares line through the points whose tokens are within a third, if there are three."""
     smooth = losses.copy()
-    for place, x in enumerate(logs):
+    for index, x in enumerate(logs):
         near = np.abs(logs - x) <= math.log(4 / 3)
         if near.sum() > 2:
-            away = logs[near] - logs[near].mean()
-            smooth[place] = losses[near].mean() + (away @ losses[near]) / (away @ away) * (x - logs[near].mean())
+            centred = logs[near] - logs[near].mean()
+            slope = (centred @ losses[near]) / (centred @ centred)
+            smooth[index] = losses[near].mean() + slope * (x - logs[near].mean())
     return smooth
 
 
-def _where(losses: np.ndarray, logs: np.ndarray, target: float) -> float:
-    """Where a falling curve comes to the target; its first point if it starts below: no more can be said."""
+def _log_x(losses: np.ndarray, logs: np.ndarray, target: float) -> float:
+    """Where a falling curve reaches the target; its first point if it starts below."""
     return float(np.interp(-target, -losses, logs))
 
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkflow.experiment.metrics.rationale import MetricChange, RationaleArm, TrainingPoint
-from qkflow.experiment.sharpen.changes import changes, gap
+from qkflow.experiment.sharpen.changes import changes
 from qkflow.experiment.sharpen.summarise import equal_loss, mass_at
 from qkflow.experiment.sharpen.words import answer
-from qkflow.experiment.stats.paired import paired
+from qkflow.experiment.stats.paired import mean_difference, paired
 from qkflow.experiment.stats.t_dist import half_width
 
 
@@ -38,8 +38,8 @@ def numbers(seeds: int, instances: int, seed: int) -> tuple[np.ndarray, np.ndarr
 def test_a_gap_is_the_paired_difference_of_documents_of_one_size(seeds: int, instances: int, seed: int) -> None:
     ours, theirs = numbers(seeds, instances, seed)
     want = paired(ours * math.log(2), theirs * math.log(2), np.ones(instances))
-    got = gap(ours, theirs, level=0.9)
-    width = max(float(half_width(0.9, one)) for one in want.yardsticks)
+    got = mean_difference(ours, theirs, level=0.9)
+    width = max(float(half_width(0.9, one)) for one in want.std_errs)
     assert got.mean == pytest.approx(float(want.mean))
     assert (got.low, got.high) == pytest.approx((float(want.mean) - width, float(want.mean) + width))
     assert got.p == pytest.approx(float(want.p()))
@@ -50,7 +50,7 @@ def test_a_gap_by_hand() -> None:
     # z: (1/4, -1/4), (0, 0), (0, 0); means 1/12, -1/12; V_inst = 2 (2 / 144) = 1/36
     # V_both = 2 (2 (1/6)^2 + 4 (1/12)^2) / 6 = 1/36: instances add nothing, and t has two degrees of freedom
     ours = np.array([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
-    got = gap(ours, np.zeros((3, 2)), level=0.95)
+    got = mean_difference(ours, np.zeros((3, 2)), level=0.95)
     assert got.mean == pytest.approx(0.5)
     assert got.high == pytest.approx(0.5 + 4.30265 / math.sqrt(12), rel=1e-5)
     t = 0.5 * math.sqrt(12)
@@ -60,7 +60,7 @@ def test_a_gap_by_hand() -> None:
 def test_seeds_that_agree_by_luck_leave_an_interval_of_some_width() -> None:
     ours, theirs = np.zeros((2, 60)), np.zeros((2, 60))
     ours[0, 3] = ours[1, 7] = 1.0  # each seed gains one answer, not the same one
-    got = gap(ours, theirs, level=0.95)
+    got = mean_difference(ours, theirs, level=0.95)
     assert got.low is not None
     assert got.low < 0 < got.mean == pytest.approx(1 / 60)
     assert got.p is not None
@@ -69,18 +69,18 @@ def test_seeds_that_agree_by_luck_leave_an_interval_of_some_width() -> None:
 
 def test_differences_that_never_vary_are_certain_and_no_difference_is_none() -> None:
     one, zero = np.ones((3, 9)), np.zeros((3, 9))
-    assert gap(one, zero, level=0.95) == (1.0, 1.0, 1.0, 0.0)
-    assert gap(one, one, level=0.95) == (0.0, 0.0, 0.0, 1.0)
+    assert mean_difference(one, zero, level=0.95) == (1.0, 1.0, 1.0, 0.0)
+    assert mean_difference(one, one, level=0.95) == (0.0, 0.0, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("sign", [-1.0, 0.0])
 def test_two_seeds_of_a_baseline_that_is_not_positive_are_compared(sign: float) -> None:
     ours, _ = numbers(2, 8, 0)
-    assert gap(ours, np.full((2, 8), sign), level=0.95).p is not None
+    assert mean_difference(ours, np.full((2, 8), sign), level=0.95).p is not None
 
 
 def test_one_seed_has_a_difference_and_nothing_more() -> None:
-    assert gap(np.array([[1.0, 0.5]]), np.array([[0.0, 0.0]]), level=0.95) == (0.75, None, None, None)
+    assert mean_difference(np.array([[1.0, 0.5]]), np.array([[0.0, 0.0]]), level=0.95) == (0.75, None, None, None)
 
 
 def test_changes_are_paired_by_seed_and_by_the_instances_that_have_the_number() -> None:
@@ -88,7 +88,7 @@ def test_changes_are_paired_by_seed_and_by_the_instances_that_have_the_number() 
     baseline = {0: {"mass": np.array([0.1, 0.2, nan])}, 1: {"mass": np.array([0.3, 0.1, nan])}, 2: {}}
     arm = {1: {"mass": np.array([0.5, nan, nan])}, 0: {"mass": np.array([0.4, 0.9, nan])}}
     (found,) = changes(["mass"], baseline, {"r = 20": arm}, level=0.95)
-    want = gap(np.array([[0.4], [0.5]]), np.array([[0.1], [0.3]]), level=0.95)
+    want = mean_difference(np.array([[0.4], [0.5]]), np.array([[0.1], [0.3]]), level=0.95)
     assert (found.mean, found.low, found.high, found.p) == want
     assert found.mean == pytest.approx(0.25)
     assert found.p_holm == found.p
