@@ -39,8 +39,8 @@ def test_a_clear_difference_is_worse_or_better_and_says_by_how_much() -> None:
         "1.6% of standard's loss."
     )
     assert better.sentence == (
-        "down is better than standard: its loss is 0.0310 bits per byte lower (95% interval 0.0282 to 0.0338, 5 seeds), "
-        "1.6% of standard's loss."
+        "down is better than standard: its loss is 0.0310 bits per byte lower (95% interval 0.0282 to 0.0338, "
+        "5 seeds), 1.6% of standard's loss."
     )
     assert worse.advice is better.advice is None
 
