@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from qkflow import Decoder, mechanism, size
 from qkflow.mechanisms import coupling
 from qkflow.models import Block
-from qkflow.ops.symplectic.naive import alternate
+from qkflow.ops.symplectic.naive import drift_kick
 
 from side_by_side import arguments, quartiles, race
 
@@ -67,7 +67,7 @@ def plain(step: Callable[[], None]) -> Callable[[], None]:
     """The step with the coupling in ordinary operations."""
 
     def ordinary(q: Tensor, k: Tensor, force: Any, dt: Tensor, parts: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-        return alternate(q, k, force, dt, parts)
+        return drift_kick(q, k, force, dt, parts)
 
     def slow() -> None:
         unfolded = mock.patch.object(coupling.Motion, "lead", return_value=None)

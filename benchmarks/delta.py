@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from qkflow import Decoder, size
-from qkflow.ops.delta_rule import choose, delta_rule
+from qkflow.ops.delta_rule import choose_backend, delta_rule
 
 import delta_on_gpus
 from peers import hf_gated_delta_rule
@@ -255,5 +255,7 @@ if __name__ == "__main__":
     table += against_softmax((512, 1024) if args.quick else (256, 512, 1024, 2048, 4096), rounds)
     table += growth(2 if args.quick else 7)
     table += decoding(3 * rounds)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, backend {choose(torch.device('cpu'))}\n")
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, backend {choose_backend(torch.device('cpu'))}\n"
+    )
     tell(table, args.json)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qkflow.ops.delta_rule import delta_rule
-from qkflow.ops.delta_rule.backends import triton_fault
+from qkflow.ops.delta_rule import delta_rule, triton_error
 
 Rule = Callable[..., Tensor]
 SHAPES = ((8, 2048, 6, 128, 256), (1, 32768, 6, 128, 256), (4, 4096, 6, 256, 256), (8, 2048, 16, 64, 64))
@@ -128,7 +127,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("torch sees no GPU here: this race needs one; without --device cuda the CPU's is run")
         return 1
-    if fault := triton_fault(torch.device("cuda")):
+    if fault := triton_error(torch.device("cuda")):
         print(f"the kernels in Triton cannot run: {fault}")
         return 1
     try:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from qkflow.ops.delta_rule.triton_report import KERNELS, Usage, usage
+from qkflow.ops.delta_rule.triton_resources import KERNELS, KernelResources, usage
 
 WIDTHS, TYPES, TARGETS = (64, 128, 256), (torch.float32, torch.bfloat16, torch.float16), (80, 90)
 Job = tuple[str, int, int, torch.dtype, int]
@@ -32,11 +32,11 @@ def jobs(quick: bool) -> list[Job]:
     return [(name, *pair, dtype, sm) for sm in TARGETS for dtype in types for pair in pairs for name in KERNELS]
 
 
-def one(job: Job) -> Usage:
+def one(job: Job) -> KernelResources:
     return usage(*job)
 
 
-def table(found: Sequence[Usage]) -> str:
+def table(found: Sequence[KernelResources]) -> str:
     lines = [f"{'kernel':<18}{'cases':>6}{'registers':>11}{'spills':>8}{'shared':>10}  worst"]
     for name in KERNELS:
         own = [x for x in found if x.kernel == name]

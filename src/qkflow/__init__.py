@@ -18,7 +18,7 @@ from qkflow.errors import (
     Interrupted,
     UsageError,
 )
-from qkflow.laws import LAWS, Verdict, check
+from qkflow.laws import LAWS, LawReport, check
 from qkflow.layout import Layout
 from qkflow.mechanisms import (
     Circuits,
@@ -98,6 +98,7 @@ __all__ = [
     "KVCache",
     "KuramotoAttention",
     "KuramotoConfig",
+    "LawReport",
     "Layout",
     "Mechanism",
     "QDelta",
@@ -112,7 +113,6 @@ __all__ = [
     "State",
     "TrainConfig",
     "UsageError",
-    "Verdict",
     "check",
     "circuit_groups",
     "circuit_lambdas",

@@ -31,7 +31,7 @@ from qkflow.experiment.arm import parse_arm
 from qkflow.laws import LAWS
 from qkflow.mechanisms import mechanism, registry
 from qkflow.models import size
-from qkflow.ops import csrc
+from qkflow.ops.csrc import build
 from qkflow.recipes import recipe
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory, an empty cache with the compiled kernels, and a registry that is restored."""
-    csrc.prepare()
+    build.load()
     kernels = Path(os.environ["QKFLOW_CACHE"]) / "native"
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache/native").symlink_to(kernels.absolute())

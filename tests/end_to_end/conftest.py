@@ -22,7 +22,7 @@ from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.io import cache_folder
 from qkflow.models import DecoderConfig
-from qkflow.ops import csrc
+from qkflow.ops.csrc import build
 
 TINY = {
     "steps": 6,
@@ -39,7 +39,7 @@ TEXT = "".join(f"line {i}: the quick brown fox number {i * i}\n" for i in range(
 @pytest.fixture(scope="session")
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache of prepared corpora for this session. It links to the compiled kernels of the whole suite."""
-    csrc.prepare()
+    build.load()
     cache = tmp_path_factory.mktemp("cache")
     kernels = cache_folder() / "native"
     if kernels.exists():

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from qkflow.cli import main
 from qkflow.cli.recall_table import tables
-from qkflow.ops import csrc
+from qkflow.ops.csrc import build
 from qkflow.training import CellResult
 
 TINY = {"steps": 4, "batch": 4, "evaluate_every": 2, "model": {"width": 16, "layers": 1, "heads": 2, "hidden": 16}}
@@ -18,7 +18,7 @@ NEEDLE = "s-niah-1:length=64,lengths=64+96,depths=0+100,digits=1,train=40,valida
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    csrc.prepare()  # from the suite's own cache, where they may be built already
+    build.load()  # from the suite's own cache, where they may be built already
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "80")

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qkflow.laws import LAWS, Verdict, check
+from qkflow.laws import LAWS, LawReport, check
 from qkflow.layout import Layout
 from qkflow.mechanisms import Circuits, Cost, StandardAttention
 from qkflow.mechanisms.masking import Rows
-from qkflow.ops.attention.naive import attention
+from qkflow.ops.attention import attention
 from qkflow.state import KVCache
 
 Answer = tuple[Tensor, Any]
@@ -377,9 +377,9 @@ COMPILED = (
 """Those that break it, and some whose graphs differ from their start: of each, a minute of compiling."""
 
 
-def broken(verdicts: list[Verdict]) -> set[str]:
-    assert all(verdict.detail and "\n" not in verdict.detail for verdict in verdicts if verdict.outcome != "kept")
-    return {verdict.law for verdict in verdicts if verdict.outcome == "broken"}
+def broken(verdicts: list[LawReport]) -> set[str]:
+    assert all(verdict.detail and "\n" not in verdict.detail for verdict in verdicts if verdict.outcome != "passed")
+    return {verdict.law for verdict in verdicts if verdict.outcome == "failed"}
 
 
 def test_every_law_bites_and_every_bug_is_in_the_table() -> None:

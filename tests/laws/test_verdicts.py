@@ -33,13 +33,13 @@ def verdicts(factory: Any, *laws: str) -> dict[str, tuple[str, str]]:
 
 def test_laws_about_what_a_mechanism_lacks_are_absent_and_the_others_hold() -> None:
     found = verdicts(OnlyForward, *(law for law in LAWS if law != "compilation"))
-    missing = {law: answer for law, answer in found.items() if answer[0] == "absent"}
+    missing = {law: answer for law, answer in found.items() if answer[0] == "skipped"}
     assert missing == {
-        "declaration": ("absent", "no cost()"),
-        "mapping": ("absent", "no weights()"),
-        "circuitry": ("absent", "no circuits()"),
+        "declaration": ("skipped", "no cost()"),
+        "mapping": ("skipped", "no weights()"),
+        "circuitry": ("skipped", "no circuits()"),
     }
-    assert {answer for law, answer in found.items() if law not in missing} == {("kept", "")}
+    assert {answer for law, answer in found.items() if law not in missing} == {("passed", "")}
 
 
 def test_circuits_are_judged_by_their_names_alone_where_there_is_no_map() -> None:
@@ -48,7 +48,7 @@ def test_circuits_are_judged_by_their_names_alone_where_there_is_no_map() -> Non
             return Circuits(qk=("inner.query.weight",), ov=("inner.values.weight",))
 
     assert verdicts(Named, "circuitry") == {
-        "circuitry": ("broken", "circuits() names 'inner.values.weight', which is no parameter")
+        "circuitry": ("failed", "circuits() names 'inner.values.weight', which is no parameter")
     }
 
 
@@ -60,9 +60,9 @@ def test_an_exception_of_the_mechanism_breaks_the_law_and_is_quoted() -> None:
             return super().forward(x, state, layout)
 
     found = verdicts(Fails, "causality", "splitting", "batching")
-    assert found["causality"] == found["batching"] == ("kept", "")
+    assert found["causality"] == found["batching"] == ("passed", "")
     outcome, detail = found["splitting"]
-    assert outcome == "broken"
+    assert outcome == "failed"
     assert detail.startswith("KeyError: ")
     assert "no such thing" in detail
 
@@ -72,7 +72,7 @@ def test_an_exception_without_a_word_is_still_named() -> None:
         def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
             raise NotImplementedError
 
-    assert verdicts(Silent, "causality") == {"causality": ("broken", "NotImplementedError: ")}
+    assert verdicts(Silent, "causality") == {"causality": ("failed", "NotImplementedError: ")}
 
 
 def test_a_factory_that_fails_breaks_every_law_and_raises_nothing() -> None:
@@ -80,7 +80,7 @@ def test_a_factory_that_fails_breaks_every_law_and_raises_nothing() -> None:
         raise UsageError("not today")
 
     found = verdicts(factory, *(law for law in LAWS if law != "compilation"))
-    assert set(found.values()) == {("broken", "UsageError: not today")}
+    assert set(found.values()) == {("failed", "UsageError: not today")}
 
 
 def test_an_answer_of_another_form_is_told_what_the_contract_is() -> None:
@@ -93,9 +93,9 @@ def test_an_answer_of_another_form_is_told_what_the_contract_is() -> None:
             y, after = super().forward(x, state, layout)
             return y[..., :-1], after
 
-    assert verdicts(OneTensor, "batching") == {"batching": ("broken", "must return (y, state), got Tensor")}
+    assert verdicts(OneTensor, "batching") == {"batching": ("failed", "must return (y, state), got Tensor")}
     assert verdicts(Narrow, "batching") == {
-        "batching": ("broken", "y must have the shape of x, [2, 1, 32], got [2, 1, 31]")
+        "batching": ("failed", "y must have the shape of x, [2, 1, 32], got [2, 1, 31]")
     }
 
 
@@ -106,7 +106,7 @@ def test_not_a_number_breaks_a_law_too() -> None:
             return y * torch.nan, after
 
     outcome, detail = verdicts(Poisoned, "batching")["batching"]
-    assert outcome == "broken"
+    assert outcome == "failed"
     assert "nan" in detail
 
 

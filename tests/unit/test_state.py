@@ -278,22 +278,22 @@ def remembered(b: int = 2) -> RecurrentState:
 def test_a_memory_counts_the_tokens_of_rows_that_are_alike_and_of_rows_that_are_not() -> None:
     memory = remembered()
     assert (memory.length.tolist(), memory.lengths) == ([5, 5], None)
-    more = RecurrentState.after(memory, memory.matrix, memory.tails, 2)
+    more = RecurrentState.after(memory, memory.matrix, memory.conv_state, 2)
     assert (more.length.tolist(), more.lengths) == ([7, 7], None)
-    ragged = RecurrentState.after(more, memory.matrix, memory.tails, 4, torch.tensor([0, 3]))
+    ragged = RecurrentState.after(more, memory.matrix, memory.conv_state, 4, torch.tensor([0, 3]))
     assert ragged.length.tolist() == [7, 10]
-    assert RecurrentState.after(ragged, memory.matrix, memory.tails, 2).length.tolist() == [9, 12]
-    first = RecurrentState.after(None, memory.matrix, memory.tails, 4, torch.tensor([1, 4]))
+    assert RecurrentState.after(ragged, memory.matrix, memory.conv_state, 2).length.tolist() == [9, 12]
+    first = RecurrentState.after(None, memory.matrix, memory.conv_state, 4, torch.tensor([1, 4]))
     assert first.length.tolist() == [1, 4]
     assert memory.length.tolist() == [5, 5]
 
 
 @pytest.mark.parametrize("lengths", [None, torch.tensor([2, 5])])
 def test_rows_of_a_memory_are_selected_in_order_and_copied(lengths: Tensor | None) -> None:
-    memory = RecurrentState.after(None, remembered().matrix, remembered().tails, 5, lengths)
+    memory = RecurrentState.after(None, remembered().matrix, remembered().conv_state, 5, lengths)
     chosen = memory.select(torch.tensor([1, 0, 1]))
     assert chosen.length.tolist() == [memory.length.tolist()[i] for i in (1, 0, 1)]
-    for got, whole in zip((chosen.matrix, *chosen.tails), (memory.matrix, *memory.tails), strict=True):
+    for got, whole in zip((chosen.matrix, *chosen.conv_state), (memory.matrix, *memory.conv_state), strict=True):
         assert torch.equal(got, whole[[1, 0, 1]])
         assert got.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
 
@@ -302,8 +302,8 @@ def test_a_memory_has_a_size_moves_whole_and_can_be_cut_from_its_graph() -> None
     memory = remembered()
     assert memory.nbytes == 4 * (2 * 6 + 2 * 3 * 4 + 2 * 3 * 2)
     moved = memory.to("meta")
-    assert {x.device.type for x in (moved.matrix, *moved.tails, moved.length)} == {"meta"}
-    grown = RecurrentState.after(memory, memory.matrix.clone().requires_grad_(), memory.tails, 1)
+    assert {x.device.type for x in (moved.matrix, *moved.conv_state, moved.length)} == {"meta"}
+    grown = RecurrentState.after(memory, memory.matrix.clone().requires_grad_(), memory.conv_state, 1)
     assert grown.matrix.requires_grad
     assert not grown.detach().matrix.requires_grad
     assert grown.detach().length.tolist() == [6, 6]

@@ -19,7 +19,7 @@ from qkflow.errors import UsageError, unknown
 from qkflow.laws import LAWS, check
 from qkflow.mechanisms import Factory, mechanism
 
-_STYLES = {"kept": "green", "broken": "red", "absent": "yellow"}
+_STYLES = {"passed": "green", "failed": "red", "skipped": "yellow"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Check:
         for name in self.law or LAWS:
             with console.status(f"trying {name}"):
                 (verdict,) = check(factory, only=[name], width=self.width, heads=self.heads)
-            broken += verdict.outcome == "broken"
+            broken += verdict.outcome == "failed"
             table.add_row(name, f"[{_STYLES[verdict.outcome]}]{verdict.outcome}[/]", Text(verdict.detail))
         console.print(table)
         return broken

@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from qkflow.laws.kernels import WITHIN, Agreement, agreements, own_device
-from qkflow.ops import csrc
-from qkflow.ops.delta_rule import choose
-from qkflow.ops.delta_rule.backends import triton_fault
+from qkflow.ops.csrc import build
+from qkflow.ops.delta_rule import choose_backend, triton_error
 
 
 def try_kernels(console: Console) -> int:
@@ -33,26 +32,26 @@ def try_kernels(console: Console) -> int:
 
 def about() -> dict[str, str]:
     """Which form of the delta rule is taken on a CPU, and on a GPU if there is one, and where its library is from."""
-    chosen, fault, build = choose(torch.device("cpu")), csrc.fault(), csrc.build()
+    chosen, fault, info = choose_backend(torch.device("cpu")), build.load_error(), build.build_info()
     why = "asked for by QKFLOW_DELTA"
-    if chosen == "native" or (chosen == "chunked" and build is None):
+    if chosen == "cpu" or (chosen == "chunked" and info is None):
         why = "the fastest that runs here"
     facts = {"delta rule": f"{chosen}, {why}"}
     if (device := own_device()).type == "cuda":
         facts["on the GPU"] = f"{_on_a_gpu(device)} ({torch.cuda.get_device_name(device)})"
-    if build is None:
+    if info is None:
         return facts | {"kernels in C": f"none: {fault}"}
-    took = "there already" if build.seconds is None else f"built now, in {build.seconds:.1f} s"
+    took = "there already" if info.seconds is None else f"built now, in {info.seconds:.1f} s"
     return facts | {
-        "library": f"{build.library.name}, {took}",
-        "folder": str(build.library.parent),
-        "compiler": build.compiler,
-        "threads": str(torch.get_num_threads()) if csrc.threaded() else "1 (the compiler has no OpenMP)",
+        "library": f"{info.library.name}, {took}",
+        "folder": str(info.library.parent),
+        "compiler": info.compiler,
+        "threads": str(torch.get_num_threads()) if build.has_openmp() else "1 (the compiler has no OpenMP)",
     }
 
 
 def _on_a_gpu(device: torch.device) -> str:
-    fault = triton_fault(device)
+    fault = triton_error(device)
     return "triton, the fastest that runs here" if fault is None else f"chunked: Triton's kernels cannot run: {fault}"
 
 

@@ -2,7 +2,7 @@
 
 >>> from qkflow.mechanisms import mechanism
 >>> check(mechanism("standard"), only=["causality", "padding"])
-[Verdict(law='causality', outcome='kept', detail=''), Verdict(law='padding', outcome='kept', detail='')]
+[LawReport(law='causality', outcome='passed', detail=''), LawReport(law='padding', outcome='passed', detail='')]
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 from qkflow.errors import unknown
 from qkflow.laws import modules, sequences
-from qkflow.laws.cases import Bench, LawAbsent, LawBroken
+from qkflow.laws.cases import Bench, LawNotApplicable, LawViolation
 from qkflow.mechanisms.base import Factory
 
-__all__ = ["LAWS", "Bench", "LawBroken", "Verdict", "check"]
+__all__ = ["LAWS", "Bench", "LawReport", "LawViolation", "check"]
 
 LAWS: Mapping[str, Callable[[Bench], None]] = {
     law.__name__: law
@@ -43,11 +43,11 @@ LAWS: Mapping[str, Callable[[Bench], None]] = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LawReport:
     """How a mechanism stands to a law, with the smallest case in which it broke it."""
 
     law: str
-    outcome: Literal["kept", "broken", "absent"]
+    outcome: Literal["passed", "failed", "skipped"]
     detail: str = ""
 
 
@@ -59,7 +59,7 @@ def check(
     heads: int = 4,
     backend: str = "inductor",
     dtype: torch.dtype = torch.float64,
-) -> list[Verdict]:
+) -> list[LawReport]:
     """Try a mechanism on every law (or `only` some), smallest cases first; an exception of its own breaks the law.
 
     A mechanism that knows no float64 is tried with `dtype` float32, where 1e-4 is allowed in place of 1e-10.
@@ -72,14 +72,14 @@ def check(
     return [_judge(name, bench) for name in names]
 
 
-def _judge(name: str, bench: Bench) -> Verdict:
+def _judge(name: str, bench: Bench) -> LawReport:
     try:
         LAWS[name](bench)
-    except LawBroken as broken:
-        return Verdict(name, "broken", str(broken))
-    except LawAbsent as absent:
-        return Verdict(name, "absent", str(absent))
+    except LawViolation as broken:
+        return LawReport(name, "failed", str(broken))
+    except LawNotApplicable as absent:
+        return LawReport(name, "skipped", str(absent))
     except Exception as error:  # whatever a mechanism under test throws is its way of breaking the law
         lines = str(error).strip().splitlines() or [""]
-        return Verdict(name, "broken", f"{type(error).__name__}: {lines[0]}")
-    return Verdict(name, "kept")
+        return LawReport(name, "failed", f"{type(error).__name__}: {lines[0]}")
+    return LawReport(name, "passed")

@@ -16,11 +16,11 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 """Of every comparison in a precision, relative to the larger of 1 and the largest value compared."""
 
 
-class LawBroken(Exception):
+class LawViolation(Exception):
     """A mechanism broke a law; the message is the smallest case in which it did."""
 
 
-class LawAbsent(Exception):
+class LawNotApplicable(Exception):
     """A law does not apply: the mechanism lacks what the law speaks about."""
 
 
@@ -61,16 +61,16 @@ def run(
     """Call the mechanism, and see that it answers as the contract says."""
     answer = mechanism(x, state=state, layout=layout)
     if not isinstance(answer, tuple) or len(answer) != 2:
-        raise LawBroken(f"must return (y, state), got {type(answer).__name__}")
+        raise LawViolation(f"must return (y, state), got {type(answer).__name__}")
     if answer[0].shape != x.shape:
-        raise LawBroken(f"y must have the shape of x, {list(x.shape)}, got {list(answer[0].shape)}")
+        raise LawViolation(f"y must have the shape of x, {list(x.shape)}, got {list(answer[0].shape)}")
     return answer
 
 
 def same(case: str, what: str, got: Tensor, want: Tensor, tolerance: float | None = None) -> None:
     """Break the law unless the two agree, within their precision unless told."""
     if got.shape != want.shape:
-        raise LawBroken(f"{case}: {what} has shape {list(got.shape)}, expected {list(want.shape)}")
+        raise LawViolation(f"{case}: {what} has shape {list(got.shape)}, expected {list(want.shape)}")
     if not got.numel():
         return
     difference = (got - want).abs()
@@ -80,7 +80,7 @@ def same(case: str, what: str, got: Tensor, want: Tensor, tolerance: float | Non
         place = int(difference.nan_to_num(torch.inf, torch.inf).argmax())
         index = [int(i) for i in torch.unravel_index(torch.tensor(place), got.shape)]
         worst = float(difference.flatten()[place].detach())
-        raise LawBroken(f"{case}: {what} differs by {worst:.1e} at {index}, allowed {allowed:.1e}")
+        raise LawViolation(f"{case}: {what} differs by {worst:.1e} at {index}, allowed {allowed:.1e}")
 
 
 def same_values_and_gradients(

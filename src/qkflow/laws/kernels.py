@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qkflow.ops import csrc, kuramoto
+from qkflow.ops import kuramoto
+from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import delta_rule
-from qkflow.ops.delta_rule.backends import INTERPRETED, triton_fault
-from qkflow.ops.rotary import turns
+from qkflow.ops.delta_rule.dispatch import INTERPRETED, triton_error
+from qkflow.ops.rotary import rotary_factors
 from qkflow.ops.short_conv import short_conv
 from qkflow.ops.symplectic import naive
-from qkflow.ops.symplectic.reversible import alternate_fast
+from qkflow.ops.symplectic.reversible import drift_kick_reversible
 
 Precision = Literal["float32", "float64", "bfloat16"]
 Form = Callable[..., tuple[Tensor, ...]]
@@ -91,7 +92,7 @@ def agreements(device: torch.device | None = None) -> list[Agreement]:
     True
     """
     place = own_device() if device is None else device
-    able = {"C": csrc.fault() is None, "Triton": triton_fault(place) is None, None: True}
+    able = {"C": build.load_error() is None, "Triton": triton_error(place) is None, None: True}
     return [
         _agreement(trial, precision, torch.device("cpu") if trial.needs == "C" else place)
         for trial in _TRIALS
@@ -206,7 +207,7 @@ def _moved(q: Tensor, k: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor,
 
 
 def _moved_fast(q: Tensor, k: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
-    return alternate_fast(q, k, (w1, b1, w2, b2), dt, naive.drifts("leapfrog", _STEPS), "silu")
+    return drift_kick_reversible(q, k, (w1, b1, w2, b2), dt, naive.drift_coefficients("leapfrog", _STEPS), "silu")
 
 
 def _phases(g: torch.Generator) -> Sequence[Tensor]:
@@ -218,8 +219,8 @@ def _phases(g: torch.Generator) -> Sequence[Tensor]:
 
 def _drawn(theta: Tensor, mean: Tensor, along: Tensor, across: Tensor, first: Tensor) -> tuple[Tensor, ...]:
     points = kuramoto.points(theta)
-    pull = kuramoto.pull(theta, points, mean, along, across)
-    return points, pull, *kuramoto.delay(theta, points, _drift(points), (first, first))
+    pull = kuramoto.phase_increment(theta, points, mean, along, across)
+    return points, pull, *kuramoto.shift_points(theta, points, _drift(points), (first, first))
 
 
 def _drawn_truth(theta: Tensor, mean: Tensor, along: Tensor, across: Tensor, first: Tensor) -> tuple[Tensor, ...]:
@@ -231,12 +232,12 @@ def _drawn_truth(theta: Tensor, mean: Tensor, along: Tensor, across: Tensor, fir
 
 def _drift(like: Tensor) -> Tensor:
     """Turns of 35 positions, two heads and twelve coordinates."""
-    by = turns(0, 35, heads=2, width=24, base=100.0, like=like)
+    by = rotary_factors(0, 35, heads=2, width=24, base=100.0, like=like)
     return torch.view_as_real(by) if by.is_complex() else by
 
 
 _STEPS = 3
-_TRUTH = _delta("reference")
+_TRUTH = _delta("naive")
 _TRIALS = (
     _Trial(kernel="delta rule, Triton", needs="Triton", fast=_delta("triton"), truth=_TRUTH, case=_memory),
     _Trial(
@@ -247,11 +248,11 @@ _TRIALS = (
         case=_memory,
         differentiated=False,
     ),
-    _Trial(kernel="delta rule, native", needs="C", fast=_delta("native"), truth=_TRUTH, case=_memory),
+    _Trial(kernel="delta rule, native", needs="C", fast=_delta("cpu"), truth=_TRUTH, case=_memory),
     _Trial(
         kernel="delta rule, native, decoding",
         needs="C",
-        fast=_decoded("native"),
+        fast=_decoded("cpu"),
         truth=_TRUTH,
         case=_memory,
         differentiated=False,

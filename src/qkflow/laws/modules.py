@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from qkflow.laws.cases import Bench, LawAbsent, LawBroken, run, same, same_values_and_gradients
+from qkflow.laws.cases import Bench, LawNotApplicable, LawViolation, run, same, same_values_and_gradients
 from qkflow.layout import Layout
 
 BFLOAT16 = 0.05
@@ -19,7 +19,7 @@ BFLOAT16 = 0.05
 def compilation(bench: Bench) -> None:
     """The whole call compiles into one graph, with a state and a layout too and for any length, and stays the same."""
     if bench.backend == "inductor" and (fault := compiler_fault()):
-        raise LawAbsent(fault)
+        raise LawNotApplicable(fault)
     mechanism = bench.make()
 
     def fresh() -> Callable[..., Any]:
@@ -62,28 +62,28 @@ def declaration(bench: Bench) -> None:
     """Declared parameters, FLOPs and state bytes are the counted ones."""
     mechanism = bench.make()
     if not hasattr(mechanism, "cost"):
-        raise LawAbsent("no cost()")
+        raise LawNotApplicable("no cost()")
     for t in (16, 64):
         cost = mechanism.cost(t)
         counted = sum(p.numel() for p in mechanism.parameters())
         if cost.parameters != counted:
-            raise LawBroken(f"declares {cost.parameters} parameters, has {counted}")
+            raise LawViolation(f"declares {cost.parameters} parameters, has {counted}")
         x = bench.input(1, t)
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             _, state = run(mechanism, x)
         square = cost.linear_flops + cost.pair_flops * t * t
         if counter.get_total_flops() != square:
-            raise LawBroken(
+            raise LawViolation(
                 f"t={t}: declares {square} FLOPs with every pair counted, torch counts {counter.get_total_flops()}"
             )
         if cost.pair_flops and hasattr(mechanism, "weights"):
             meeting = int((mechanism.weights(x)[0, 0] != 0).sum())
             if abs(meeting - cost.pairs) > t / 2:
-                raise LawBroken(f"t={t}: declares {cost.pairs:g} pairs, {meeting} meet")
+                raise LawViolation(f"t={t}: declares {cost.pairs:g} pairs, {meeting} meet")
         with torch.enable_grad():
             _, state = run(mechanism, x)
         if state.nbytes != cost.state_bytes:
-            raise LawBroken(f"t={t}: declares a state of {cost.state_bytes} bytes, holds {state.nbytes}")
+            raise LawViolation(f"t={t}: declares a state of {cost.state_bytes} bytes, holds {state.nbytes}")
 
 
 def saving(bench: Bench) -> None:
@@ -113,10 +113,10 @@ def precision(bench: Bench) -> None:
                 steps.append(y)
         for case, got in (("whole", whole), ("token by token", torch.cat(steps, 1))):
             if got.dtype != torch.bfloat16:
-                raise LawBroken(f"t={t}, {case}: bfloat16 in, {got.dtype} out")
+                raise LawViolation(f"t={t}, {case}: bfloat16 in, {got.dtype} out")
             error = _size(got.double() - want) / usual
             if not error <= BFLOAT16:
-                raise LawBroken(f"t={t}, {case}: relative error {error:.3f} in bfloat16, allowed {BFLOAT16}")
+                raise LawViolation(f"t={t}, {case}: relative error {error:.3f} in bfloat16, allowed {BFLOAT16}")
 
 
 def _size(x: torch.Tensor) -> float:
@@ -140,7 +140,7 @@ def mapping(bench: Bench) -> None:
     mechanism = bench.make()
     for method in ("weights", "values", "read"):
         if not hasattr(mechanism, method):
-            raise LawAbsent(f"no {method}()")
+            raise LawNotApplicable(f"no {method}()")
     padded = Layout.padded([2, 5], 6, side="left")
     packed = Layout.packed([0, 3, 4, 9])
     for case, b, t, layout in (
@@ -152,14 +152,14 @@ def mapping(bench: Bench) -> None:
         x = bench.input(b, t).requires_grad_()
         weights = mechanism.weights(x, layout=layout)
         if bool(weights.triu(1).any()):
-            raise LawBroken(f"{case}: the map is not zero above the diagonal")
+            raise LawViolation(f"{case}: the map is not zero above the diagonal")
         if layout is None:
             z = torch.einsum("bhts,bshv->bthv", weights, mechanism.values(x))
             same_values_and_gradients(case, mechanism, [(mechanism.read(z, x), run(mechanism, x)[0])], x)
             continue
         apart = (layout.sequences[:, :, None] != layout.sequences[:, None, :]) | ~layout.valid[:, None, :]
         if bool(weights.masked_select(apart[:, None]).any()):
-            raise LawBroken(f"{case}: the map joins tokens of different sequences, or padding")
+            raise LawViolation(f"{case}: the map joins tokens of different sequences, or padding")
         for i in range(len(layout.lengths)):
             row, columns = (layout.sequences == i).nonzero(as_tuple=True)
             own = weights[row[0]][:, columns][:, :, columns]
@@ -170,13 +170,13 @@ def circuitry(bench: Bench) -> None:
     """Circuits name parameters that exist; QK decides the map and not the values, OV never decides the map."""
     mechanism = bench.make()
     if not hasattr(mechanism, "circuits"):
-        raise LawAbsent("no circuits()")
+        raise LawNotApplicable("no circuits()")
     circuits, parameters = mechanism.circuits(), dict(mechanism.named_parameters())
     for name in (*circuits.qk, *circuits.ov):
         if name not in parameters:
-            raise LawBroken(f"circuits() names {name!r}, which is no parameter")
+            raise LawViolation(f"circuits() names {name!r}, which is no parameter")
     if len({*circuits.qk, *circuits.ov}) < len(circuits.qk) + len(circuits.ov):
-        raise LawBroken("a parameter is named twice by circuits()")
+        raise LawViolation("a parameter is named twice by circuits()")
     if not hasattr(mechanism, "weights") or not hasattr(mechanism, "values"):
         return
     x = bench.input(1, 5)
@@ -187,5 +187,5 @@ def circuitry(bench: Bench) -> None:
             with torch.no_grad():  # by uneven factors: a norm behind it would take an even one back
                 parameters[name].mul_(torch.linspace(1.2, 1.8, parameters[name].numel()).view_as(parameters[name]))
             if circuit == "QK" and torch.equal(mechanism.weights(x), seen):
-                raise LawBroken(f"{name} changed, t=5: circuits() puts it in QK, yet the map stays as it was")
+                raise LawViolation(f"{name} changed, t=5: circuits() puts it in QK, yet the map stays as it was")
             same(f"{name} changed, t=5", f"what {circuit} must not decide", reading(x), before, tolerance=0.0)

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from qkflow.laws.cases import Bench, LawBroken, run, same, same_values_and_gradients
+from qkflow.laws.cases import Bench, LawViolation, run, same, same_values_and_gradients
 from qkflow.layout import Layout
 
 RAGGED = ([2], [1, 3], [4, 1, 2], [5, 3, 7])
@@ -126,7 +126,7 @@ def carrying(bench: Bench) -> None:
         with mode():
             _, state = run(mechanism, x[:, 4:], run(mechanism, x[:, :4])[1])  # by now a buffer has room to share
             if state.length.tolist() != [5, 5]:
-                raise LawBroken(f"t=5, {name}: the state's length is {state.length.tolist()}, expected [5, 5]")
+                raise LawViolation(f"t=5, {name}: the state's length is {state.length.tolist()}, expected [5, 5]")
             first, after = run(mechanism, more, state)
             once_more = run(mechanism, more, after)[0]
             run(mechanism, 2 * more, state)
@@ -134,15 +134,15 @@ def carrying(bench: Bench) -> None:
             again, _ = run(mechanism, more, state)
             same(f"{name}, continued twice", "output of the second time", again, first)
             if after.length.tolist() != [7, 7] or state.length.tolist() != [5, 5]:
-                raise LawBroken(
+                raise LawViolation(
                     f"{name}: lengths after 5 + 2 tokens are {state.length.tolist()}, {after.length.tolist()}"
                 )
             swapped, _ = run(mechanism, more[[1, 0, 0]], state.select(torch.tensor([1, 0, 0])))
             same(f"{name}, rows [1, 0, 0] selected", "output", swapped, first[[1, 0, 0]])
             if run(mechanism, more, state.detach().to("cpu"))[0].isnan().any() or state.nbytes <= 0:
-                raise LawBroken(f"{name}: a detached state must go on, and have a size")
+                raise LawViolation(f"{name}: a detached state must go on, and have a size")
     x.requires_grad_()
     _, state = run(mechanism, x)
     y, _ = run(mechanism, more, state.detach())
     if y.requires_grad and torch.autograd.grad(y.sum(), x, allow_unused=True)[0] is not None:
-        raise LawBroken("a detached state still passes gradients on")
+        raise LawViolation("a detached state still passes gradients on")

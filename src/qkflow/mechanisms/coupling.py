@@ -36,7 +36,7 @@ from qkflow.errors import UsageError, unknown
 from qkflow.mechanisms.forces import MLP, Potential, evolve, kick
 from qkflow.mechanisms.observed import SCHEMES, Observed
 from qkflow.ops.sensitivity import Move
-from qkflow.ops.symplectic.naive import Integrator, Shift, affine_coupling, affine_coupling_inverse, drifts
+from qkflow.ops.symplectic.naive import Integrator, Shift, affine_coupling, affine_coupling_inverse, drift_coefficients
 
 Dynamics = Literal["hamiltonian", "euler", "affine", "uncoupled", "nonlinear-query"]
 Force = Literal["mlp", "potential", "none"]
@@ -161,7 +161,7 @@ class Motion(Coupling):
         super().__init__(queries, keys, width, config)
         self.dt = nn.Parameter(torch.tensor(float(config.dt)))
         hidden = config.hidden or width
-        self._parts = drifts(config.integrator, config.steps)
+        self._parts = drift_coefficients(config.integrator, config.steps)
         self.force: MLP | Potential | None = None
         if config.force != "none":
             self.force = (MLP if config.force == "mlp" else Potential)(width, hidden, self._each)

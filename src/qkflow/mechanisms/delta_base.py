@@ -39,11 +39,10 @@ from qkflow.mechanisms.base import Circuits, Cost, Diagnostic, Mechanism, Stream
 from qkflow.mechanisms.coupling import Coupling, CouplingConfig
 from qkflow.mechanisms.decay import Decay, precise
 from qkflow.mechanisms.masking import validate_input
-from qkflow.ops import csrc
-from qkflow.ops.delta_rule import WIDEST, delta_rule, operator
-from qkflow.ops.delta_rule import Inputs as DeltaInputs
+from qkflow.ops.csrc import build
+from qkflow.ops.delta_rule import MAX_KEY_WIDTH, DeltaInputs, delta_rule, delta_rule_flops
 from qkflow.ops.norm import rms_norm
-from qkflow.ops.short_conv import MOST_TAPS, short_conv, tail_after
+from qkflow.ops.short_conv import MAX_TAPS, next_conv_state, short_conv
 from qkflow.state import RecurrentState, State
 
 Keys = Float[Tensor, "b t h k"]
@@ -73,8 +72,8 @@ class DeltaConfig:
         for name in ("heads", "key_width", "value_expansion"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
-        if not 1 <= self.conv <= MOST_TAPS:
-            raise UsageError(f"conv must be from 1, for no convolution, to {MOST_TAPS}, got {self.conv}")
+        if not 1 <= self.conv <= MAX_TAPS:
+            raise UsageError(f"conv must be from 1, for no convolution, to {MAX_TAPS}, got {self.conv}")
 
 
 class DeltaMechanism(Mechanism):
@@ -82,14 +81,14 @@ class DeltaMechanism(Mechanism):
 
     def __init__(self, width: int, heads: int, config: DeltaConfig, *, decay: bool) -> None:
         super().__init__()
-        csrc.prepare()  # before someone compiles
+        build.load()  # before someone compiles
         self.heads = heads if config.heads is None else config.heads
         if self.heads < 1:
             raise UsageError(f"heads must be at least 1, got {self.heads}")
         self.key_width = config.key_width or max(8, 8 * round(0.75 * width / self.heads / 8))
-        if self.key_width > WIDEST:
+        if self.key_width > MAX_KEY_WIDTH:
             raise UsageError(
-                f"a head's keys are at most {WIDEST} wide, got {self.key_width} for {self.heads} heads at a width of"
+                f"a head's keys are at most {MAX_KEY_WIDTH} wide, got {self.key_width} for {self.heads} heads at width"
                 f" {width}: ask for more heads or a smaller key_width"
             )
         self.width, self.config = width, config
@@ -112,11 +111,13 @@ class DeltaMechanism(Mechanism):
         z, matrix = delta_rule(*rows.inputs, None if rows.past is None else rows.past.matrix)
         z = z if layout is None else layout.batch(z)
         lengths = None if layout is None or layout.even else layout.lengths
-        tails = ()
+        conv_state = ()
         if self.config.conv > 1:
-            pairs = zip(rows.streams, rows.tails, strict=True)
-            tails = tuple(tail_after(new, self.config.conv, tail, lengths) for new, tail in pairs)
-        return self.read(z, rows.x), RecurrentState.after(rows.past, matrix, tails, rows.streams[0].shape[1], lengths)
+            pairs = zip(rows.streams, rows.conv_state, strict=True)
+            conv_state = tuple(next_conv_state(new, self.config.conv, tail, lengths) for new, tail in pairs)
+        return self.read(z, rows.x), RecurrentState.after(
+            rows.past, matrix, conv_state, rows.streams[0].shape[1], lengths
+        )
 
     def inputs(self, x: Stream) -> DeltaInputs:
         """What goes into the delta rule when the mechanism reads `x`, a batch of whole sequences."""
@@ -153,7 +154,7 @@ class DeltaMechanism(Mechanism):
         """Projections, the coupling, and the delta rule, counted in chunks of 64 tokens; nothing grows with pairs."""
         own = [part for name, part in self.named_modules() if not name.startswith("coupling")]
         each = 2 * sum(part.weight.numel() for part in own if isinstance(part, nn.Linear))
-        rule = operator.flops(t, self.heads, self.key_width, self.value_width)
+        rule = delta_rule_flops(t, self.heads, self.key_width, self.value_width)
         size, channels = self.key.weight.element_size(), self.heads * (2 * self.key_width + self.value_width)
         return Cost(
             parameters=sum(p.numel() for p in self.parameters()),
@@ -219,12 +220,12 @@ class DeltaMechanism(Mechanism):
             log_alpha = None if log_alpha is None else layout.rows(layout.clean(log_alpha))
             lam = None if lam is None else layout.rows(lam)
         past = self._past(state, len(streams[0]))
-        tails = (None, None, None) if past is None or not past.tails else past.tails
+        conv_state = (None, None, None) if past is None or not past.conv_state else past.conv_state
         convs = self.query_conv, self.key_conv, self.value_conv
-        q, k, v = (self._by_head(_convolved(*given)) for given in zip(streams, convs, tails, strict=True))
+        q, k, v = (self._by_head(_convolved(*given)) for given in zip(streams, convs, conv_state, strict=True))
         if self.coupling is not None:
             q, k = self.coupling(q, k)
-        return _Rows(x, streams, past, tails, DeltaInputs(_unit(q), _unit(k), v, beta, log_alpha, lam))
+        return _Rows(x, streams, past, conv_state, DeltaInputs(_unit(q), _unit(k), v, beta, log_alpha, lam))
 
     def _past(self, state: State | None, rows: int) -> RecurrentState | None:
         if state is None:
@@ -237,7 +238,7 @@ class DeltaMechanism(Mechanism):
         if len(state.matrix) != rows:
             raise UsageError(f"the state holds {len(state.matrix)} rows, the input {rows}: select() the rows first")
         want = [self.heads, self.value_width, self.key_width]
-        taps = [tail.shape[1] + 1 for tail in state.tails] or [1]
+        taps = [tail.shape[1] + 1 for tail in state.conv_state] or [1]
         if [*state.matrix.shape[1:]] != want or {*taps} != {self.config.conv}:
             raise UsageError(
                 f"{name} continues a memory of {want} behind {self.config.conv} taps, got {[*state.matrix.shape[1:]]}"
@@ -256,7 +257,7 @@ class _Rows(NamedTuple):
     streams: tuple[Tensor, ...]
     """Queries, keys and values as projected."""
     past: RecurrentState | None
-    tails: tuple[Tensor | None, ...]
+    conv_state: tuple[Tensor | None, ...]
     """The last tokens before each stream."""
     inputs: DeltaInputs
 

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkflow.ops import csrc
-from qkflow.ops.symplectic.cpu import Activation, Perceptron
-from qkflow.ops.symplectic.naive import alternate, energy, mlp_force, potential_force
-from qkflow.ops.symplectic.reversible import alternate_fast
+from qkflow.ops.csrc import build
+from qkflow.ops.symplectic.cpu import Activation, MLPWeights
+from qkflow.ops.symplectic.naive import drift_kick, energy, mlp_force, potential_force
+from qkflow.ops.symplectic.reversible import drift_kick_reversible
 
 Points = Float[Tensor, "b t h k"]
 
@@ -23,7 +23,7 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, hidden: int, heads: int | None = None, outputs: int | None = None) -> None:
         super().__init__()
-        csrc.prepare()  # before someone compiles
+        build.load()  # before someone compiles
         self.each = heads is not None
         each = () if heads is None else (heads,)
         outputs = width if outputs is None else outputs
@@ -36,7 +36,7 @@ class MLP(nn.Module):
         """As in `mlp_force`."""
         return mlp_force(q, *(w.to(q.dtype) for w in self.perceptron()))
 
-    def perceptron(self) -> Perceptron:
+    def perceptron(self) -> MLPWeights:
         """Its two layers."""
         own: Any = self._parameters  # not through the module's slow attributes: decoding would feel it
         return own["inner"], own["inner_bias"], own["outer"], own["outer_bias"]
@@ -53,7 +53,7 @@ class Potential(nn.Module):
 
     def __init__(self, width: int, hidden: int, heads: int | None = None) -> None:
         super().__init__()
-        csrc.prepare()  # before someone compiles
+        build.load()  # before someone compiles
         self.each = heads is not None
         each = () if heads is None else (heads,)
         self.rows = nn.Parameter(torch.randn(*each, hidden, width) * width**-0.5)
@@ -68,7 +68,7 @@ class Potential(nn.Module):
         """As in `qkflow.ops.symplectic.naive.energy`."""
         return energy(q, k, *self._terms(q))
 
-    def perceptron(self) -> Perceptron:
+    def perceptron(self) -> MLPWeights:
         r"""The same slope as two layers: -U^\top (a \odot \sigma(U q + b)), where U has the rows w and -w."""
         w = torch.cat([self.rows, -self.rows])
         outer = -(w * self.log_amplitude.exp().repeat(2)[:, None]).mT
@@ -96,8 +96,8 @@ def evolve(
     """
     dt = dt if dt.dtype == q.dtype else dt.to(q.dtype)
     if force.each or (q.dtype.itemsize < 4 and len(parts) > 2):
-        return alternate(q, k, force, dt, parts)
+        return drift_kick(q, k, force, dt, parts)
     w1, b1, w2, b2 = force.perceptron()
     if w1.dtype != q.dtype:
         w1, b1, w2, b2 = (w.to(q.dtype) for w in (w1, b1, w2, b2))
-    return alternate_fast(q, k, (w1, b1, w2, b2), dt, parts, force.activation)
+    return drift_kick_reversible(q, k, (w1, b1, w2, b2), dt, parts, force.activation)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from qkflow.errors import UsageError
 from qkflow.mechanisms.synchrony import SynchronyMechanism
 from qkflow.mechanisms.synchrony_config import SynchronyConfig
-from qkflow.ops.groups import TORUS, Group, check, group
+from qkflow.ops.groups import TORUS, Group, check_axioms, find_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class GroupConfig(SynchronyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        group(self.group)  # which knows whether there is one
+        find_group(self.group)  # raises if there is none
 
     def __call__(self, width: int, heads: int, layer: int, layers: int) -> GroupAttention:
         """The mechanism of one layer; they are all alike."""
@@ -79,7 +79,7 @@ class GroupAttention(SynchronyMechanism):
         on: Group | None = None,
     ) -> None:
         if on is not None:
-            check(on)
+            check_axioms(on)
             if config.group != GroupConfig.group:
                 raise UsageError(f"a group is given by name or as itself, got {config.group!r} and {on.name!r}")
-        super().__init__(width, heads, group(config.group) if on is None else on, config)
+        super().__init__(width, heads, find_group(config.group) if on is None else on, config)

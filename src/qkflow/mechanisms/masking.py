@@ -15,7 +15,7 @@ from torch import Tensor
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.mechanisms.base import Stream
-from qkflow.ops.attention.naive import Mask, visible
+from qkflow.ops.attention import Mask, causal_mask
 from qkflow.state import KVCache
 
 
@@ -58,7 +58,7 @@ def visible_keys(q: Tensor, k: Tensor, v: Tensor, past: KVCache, cache: KVCache,
         return Rows(q, keys, values, False, None, cache, first)
     offset = past.offset
     queries = torch.arange(t, device=q.device) + (offset if isinstance(offset, int) else offset[:, None])
-    mask = visible(queries, cache.positions[..., first:], window)
+    mask = causal_mask(queries, cache.positions[..., first:], window)
     return Rows(q, keys, values, False, mask, cache, first)
 
 

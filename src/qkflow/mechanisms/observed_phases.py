@@ -129,7 +129,7 @@ def row_energy(
     parts = gathered.unflatten(-1, (-1, *points.shape[2:])).unbind(2)  # [t h e a] for each harmonic
     for m, mean in enumerate(parts):
         if m:
-            here = kuramoto.turned(here, points)
+            here = kuramoto.rotate_points(here, points)
         if lag is not None:
             mean = on.multiply(on.turn(lag[m]).expand_as(mean), mean)
         alike = on.similarity(here, mean)

@@ -26,7 +26,7 @@ from qkflow.mechanisms.base import Circuits, Cost, Diagnostic, Mechanism, Stream
 from qkflow.mechanisms.coupling import Coupling, CouplingConfig
 from qkflow.mechanisms.masking import Rows, map_by_token, validate_input, visible_keys
 from qkflow.ops.norm import rms_norm
-from qkflow.ops.rotary import rotate, turns
+from qkflow.ops.rotary import apply_rotary, rotary_factors
 from qkflow.state import KVCache, State
 
 
@@ -188,7 +188,7 @@ class SoftmaxMechanism(Mechanism):
                 self.shape.queries,
                 self.shape.key_width,
             )  # there are never more heads of keys than of queries
-            by = turns(past.offset, q.shape[1], heads=heads, width=width, base=self.config.rotary_base, like=q)
-            q, k = rotate(q, by), rotate(k, by)
+            by = rotary_factors(past.offset, q.shape[1], heads=heads, width=width, base=self.config.rotary_base, like=q)
+            q, k = apply_rotary(q, by), apply_rotary(k, by)
         cache = past.extend((k, v), None if layout is None or layout.even else layout.lengths)
         return visible_keys(q, k, v, past, cache, self.config.window)

@@ -10,7 +10,7 @@ from torch import Tensor
 from qkflow.errors import UsageError
 from qkflow.mechanisms.masking import Rows
 from qkflow.mechanisms.softmax import HeadShape, SoftmaxConfig, SoftmaxMechanism
-from qkflow.ops.attention.naive import attention, attention_map
+from qkflow.ops.attention import attention, attention_map
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,10 +37,10 @@ from qkflow.mechanisms.masking import Rows, map_by_token, one_early, shift_right
 from qkflow.mechanisms.observed_phases import phase_exhibits
 from qkflow.mechanisms.synchrony_config import SynchronyConfig
 from qkflow.ops import kuramoto
-from qkflow.ops.attention.naive import attention, attention_map
+from qkflow.ops.attention import attention, attention_map
 from qkflow.ops.groups import TORUS, Group
-from qkflow.ops.rotary import rotate, turns
-from qkflow.ops.short_conv import tail_after
+from qkflow.ops.rotary import apply_rotary, rotary_factors
+from qkflow.ops.short_conv import next_conv_state
 from qkflow.state import KVCache, ShiftedKVCache, State
 
 _T = TypeVar("_T")
@@ -175,14 +175,14 @@ class SynchronyMechanism(Mechanism):
             by = self._turns(k, offset)
             points, firsts = self._apart(k), tuple(w.view_as(k[:, :1]).to(k.dtype) for w in past.last)
             theta = x.reshape(points.shape[:-1])
-            made = kuramoto.delay(theta, points, by, tuple(map(self._apart, firsts)))
+            made = kuramoto.shift_points(theta, points, by, tuple(map(self._apart, firsts)))
             key, *late = (x.flatten(-2) for x in made)
             end, by = points[:, -1:], None if by is None else by[..., -1:, :, :, :]
-            waiting = (end if by is None else kuramoto.turned(end, by.expand_as(end)), end)
+            waiting = (end if by is None else kuramoto.rotate_points(end, by.expand_as(end)), end)
             return key, late[0] if late else v, tuple(x.flatten(2).clone() for x in waiting[: len(made)])
         k = self._drift(k, offset)
         late = self._late((k, v))
-        last = tuple(tail_after(x.flatten(2), 2, w, lengths) for x, w in zip(late, past.last, strict=True))
+        last = tuple(next_conv_state(x.flatten(2), 2, w, lengths) for x, w in zip(late, past.last, strict=True))
         slots = [shift_right(x, w) for x, w in zip(late, past.last, strict=True)]
         k, v = (*slots, *(k, v)[len(slots) :])
         return k, v, last
@@ -227,7 +227,7 @@ class SynchronyMechanism(Mechanism):
         v = points if self.value is None else self.value(points.flatten(2)).view(points.shape)
         if self.config.harmonics == 1:
             return v
-        return torch.cat([p.flatten(-2) for p in kuramoto.powers(self._apart(v), self.config.harmonics)], -1)
+        return torch.cat([p.flatten(-2) for p in kuramoto.harmonics(self._apart(v), self.config.harmonics)], -1)
 
     def _drift(self, points: Points, offset: int | Tensor) -> Points:
         """Every element turned by its position: what scores see of it is the distance."""
@@ -235,7 +235,9 @@ class SynchronyMechanism(Mechanism):
         if base is None:
             return points
         if self.group == TORUS:
-            return rotate(points, turns(offset, t, heads=self.heads, width=2 * self.elements, base=base, like=points))
+            return apply_rotary(
+                points, rotary_factors(offset, t, heads=self.heads, width=2 * self.elements, base=base, like=points)
+            )
         wide = torch.promote_types(points.dtype, torch.float32)
         position = torch.arange(t, device=points.device) + (offset if isinstance(offset, int) else offset[:, None])
         speed = base ** -(torch.arange(self.elements, device=points.device, dtype=wide) / self.elements)
@@ -246,7 +248,7 @@ class SynchronyMechanism(Mechanism):
         """The torus's drift, as points."""
         if (base := self.config.rotary_base) is None:
             return None
-        by = turns(offset, points.shape[1], heads=self.heads, width=2 * self.elements, base=base, like=points)
+        by = rotary_factors(offset, points.shape[1], heads=self.heads, width=2 * self.elements, base=base, like=points)
         return torch.view_as_real(by) if by.is_complex() else by
 
     def _attend(self, rows: Rows) -> Points:
@@ -263,9 +265,9 @@ class SynchronyMechanism(Mechanism):
         if harmonics == 1 and self.group == TORUS:  # the same in one pass
             step = self.step.expand(self.heads, self.elements)
             weighed = (step, None) if self.lag is None else (step * self.lag[0].cos(), step * self.lag[0].sin())
-            return kuramoto.pull(x.reshape(here[0].shape[:-1]), here[0], self._apart(z), *weighed).flatten(2)
+            return kuramoto.phase_increment(x.reshape(here[0].shape[:-1]), here[0], self._apart(z), *weighed).flatten(2)
         if harmonics > 1:
-            here = kuramoto.powers(here[0], harmonics)
+            here = kuramoto.harmonics(here[0], harmonics)
         means = map(self._apart, _pieces(z, harmonics))
         pulls = [self._pull(m, at, mean) for m, (at, mean) in enumerate(zip(here, means, strict=True))]
         return sum(pulls[1:], pulls[0]).flatten(2)

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkflow.ops.attention.naive import Mask, attention, attention_map
+from qkflow.ops.attention import Mask, attention, attention_map
 
 
 def differential_lambda(

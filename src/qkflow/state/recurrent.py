@@ -22,7 +22,7 @@ class RecurrentState(State):
 
     matrix: Float[Tensor, "n h v k"]
     """What has been written."""
-    tails: tuple[Float[Tensor, "n w _"], ...]
+    conv_state: tuple[Float[Tensor, "n w _"], ...]
     """The last tokens of each stream that is convolved, the latest last; zeros before the first token."""
     seen: int
     """Tokens seen, while all rows are alike."""
@@ -39,13 +39,13 @@ class RecurrentState(State):
     @property
     def nbytes(self) -> int:
         """Bytes of the matrices and the tails: the same however many tokens were seen."""
-        return self.matrix.nbytes + sum(tail.nbytes for tail in self.tails)
+        return self.matrix.nbytes + sum(tail.nbytes for tail in self.conv_state)
 
     @staticmethod
     def after(
         past: RecurrentState | None,
         matrix: Float[Tensor, "n h v k"],
-        tails: tuple[Float[Tensor, "n w _"], ...],
+        conv_state: tuple[Float[Tensor, "n w _"], ...],
         t: int,
         lengths: Int[Tensor, " n"] | None = None,
     ) -> RecurrentState:
@@ -53,7 +53,7 @@ class RecurrentState(State):
         seen = 0 if past is None else past.seen
         if past is not None and (past.lengths is not None or lengths is not None):
             lengths = past.length + (t if lengths is None else lengths)
-        return RecurrentState(matrix, tails, seen + t, lengths)
+        return RecurrentState(matrix, conv_state, seen + t, lengths)
 
     def select(self, rows: Int[Tensor, " m"]) -> RecurrentState:
         """The rows asked for, copied."""
@@ -69,4 +69,4 @@ class RecurrentState(State):
 
     def _map(self, f: Callable[[Tensor], Tensor]) -> RecurrentState:
         lengths = None if self.lengths is None else f(self.lengths)
-        return RecurrentState(f(self.matrix), tuple(map(f, self.tails)), self.seen, lengths)
+        return RecurrentState(f(self.matrix), tuple(map(f, self.conv_state)), self.seen, lengths)

@@ -14,8 +14,8 @@ import torch
 
 from qkflow.data import Corpus
 from qkflow.errors import UsageError
-from qkflow.ops import csrc
-from qkflow.ops.delta_rule.backends import triton_fault
+from qkflow.ops.csrc import build
+from qkflow.ops.delta_rule import triton_error
 
 _PACKAGES = ("qkflow", "torch", "numpy", "safetensors", "tokenizers")
 
@@ -49,8 +49,8 @@ def platform_record(device: torch.device | None = None) -> dict[str, Any]:
 def _kernels(device: torch.device | None) -> str:
     """Which fast forms a device has: `triton` on a GPU, `native` on a CPU, or plain `torch`."""
     if device is not None and device.type == "cuda":
-        return "triton" if triton_fault(device) is None else "torch"
-    return "native" if csrc.ready() else "torch"
+        return "triton" if triton_error(device) is None else "torch"
+    return "native" if build.is_loaded() else "torch"
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

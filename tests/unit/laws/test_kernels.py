@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkflow.laws import kernels
 from qkflow.laws.kernels import WITHIN, Agreement, agreements
-from qkflow.ops import csrc
+from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import delta_rule
 
 Outcome = tuple[Tensor, Tensor]
@@ -31,14 +31,14 @@ def changed(monkeypatch: pytest.MonkeyPatch, backend: str, change: Callable[[Ten
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without kernels in C."""
-    monkeypatch.setattr(csrc, "fault", lambda: "there is no C compiler (cc, gcc or clang)")
+    monkeypatch.setattr(build, "load_error", lambda: "there is no C compiler (cc, gcc or clang)")
 
 
 def test_every_form_that_runs_here_is_near_its_reference() -> None:
     rows = agreements()
     assert [row for row in rows if not row.ok] == []
     names = {row.kernel for row in rows}
-    assert ("delta rule, native" in names) == (csrc.fault() is None)
+    assert ("delta rule, native" in names) == (build.load_error() is None)
     assert {(row.kernel, row.precision) for row in rows} == {
         (name, precision) for name in names for precision in ("float32", "float64")
     }

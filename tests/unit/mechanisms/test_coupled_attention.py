@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from qkflow.mechanisms import CoupledAttention, CouplingConfig, StandardAttention, mechanism
 from qkflow.ops.norm import rms_norm
-from qkflow.ops.rotary import rotate, turns
+from qkflow.ops.rotary import apply_rotary, rotary_factors
 
 WIDTH, HEADS = 32, 8
 K = WIDTH // HEADS
@@ -236,8 +236,8 @@ def test_what_is_cached_has_moved_then_been_normed_then_turned(coupling: str) ->
         layer.key_norm.uniform_(0.5, 2)
         q, k = layer.query(x).view(2, 6, HEADS, K), layer.key(x).view(2, 6, HEADS, K)
         k = rms_norm(layer.coupling(q, k)[1], layer.key_norm)
-        by = turns(0, 6, heads=HEADS, width=K, base=10000.0, like=k)
-        close(layer(x)[1].tensors[0], rotate(k, by))
+        by = rotary_factors(0, 6, heads=HEADS, width=K, base=10000.0, like=k)
+        close(layer(x)[1].tensors[0], apply_rotary(k, by))
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)

@@ -217,7 +217,7 @@ def test_a_state_is_as_large_after_many_tokens_as_after_one(name: str, dtype: to
     assert one.nbytes == many.nbytes == layer.cost(31).state_bytes == layer.cost(1).state_bytes
     assert many.length.tolist() == [31]
     assert many.matrix.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert {tail.dtype for tail in many.tails} == {dtype}
+    assert {tail.dtype for tail in many.conv_state} == {dtype}
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_row_without_tokens_goes_on_as_it_was() -> None:
     _, after = layer(stream(2, 3), before, Layout.padded([0, 3], 3))
     assert after.length.tolist() == [5, 8]
     assert torch.equal(after.matrix[0], before.matrix[0])
-    assert all(torch.equal(new[0], old[0]) for new, old in zip(after.tails, before.tails, strict=True))
+    assert all(torch.equal(new[0], old[0]) for new, old in zip(after.conv_state, before.conv_state, strict=True))
     assert not torch.equal(after.matrix[1], before.matrix[1])
 
 

@@ -18,8 +18,7 @@ from qkflow.layout import Layout
 from qkflow.mechanisms import mechanism
 from qkflow.mechanisms.kuramoto import GroupAttention, GroupConfig, KuramotoAttention, KuramotoConfig
 from qkflow.ops import kuramoto
-from qkflow.ops.groups import SO3, SU2, Group
-from qkflow.ops.groups import group as named
+from qkflow.ops.groups import SO3, SU2, Group, find_group
 from qkflow.state import KVCache, ShiftedKVCache
 
 GATES = ["static", "content", "complex", "off"]
@@ -266,7 +265,7 @@ def test_translated_elements_move_alike(name: str) -> None:
 
     Or by what commutes with turns.
     """
-    on = named(name)
+    on = find_group(name)
     width, c = 2 * 2 * on.size, on.points(on.random(4).double())
     free = on_group(width, 2, group=name, gate="static", rotary_base=None)
     assert parted(free, c, "left") < 1e-12

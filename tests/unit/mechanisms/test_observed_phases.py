@@ -70,7 +70,7 @@ def test_a_common_translation_changes_neither_order_nor_locking(on: Group, seed:
 
 def test_the_order_of_angles_is_that_of_the_operator() -> None:
     theta = 3 * torch.randn(7, 2, 3, dtype=torch.float64)
-    assert_close(order(kuramoto.points(theta)), kuramoto.order(theta.transpose(0, 1)), rtol=0, atol=1e-12)
+    assert_close(order(kuramoto.points(theta)), kuramoto.order_parameter(theta.transpose(0, 1)), rtol=0, atol=1e-12)
     assert_close(order(elements(SO3, 1, 0)), torch.ones(2, 3, dtype=torch.float64))
 
 

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from qkflow.data import CorpusConfig
 from qkflow.models import Decoder, DecoderConfig, generate
 from qkflow.models.generation import Sampling
-from qkflow.ops.delta_rule import use
+from qkflow.ops.delta_rule import use_backend
 from qkflow.training.config import TrainConfig
 from qkflow.training.optim import build_optimizer
 
@@ -35,7 +35,7 @@ def trained(mechanism: Any) -> Decoder:
     torch.manual_seed(0)
     model = Decoder(config(mechanism))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with use("chunked"):
+    with use_backend("chunked"):
         for step in range(3):
             x = tokens(4, 17, seed=step)
             logits, _ = model(x[:, :-1])
@@ -53,7 +53,7 @@ def test_what_is_trained_is_what_is_decoded(mechanism: Any, tmp_path: Path) -> N
     loaded.load_state_dict(load_file(tmp_path / "weights.safetensors"))
     with torch.no_grad():
         whole, _ = model(x)
-        with use("chunked"):
+        with use_backend("chunked"):
             assert_close(model(x)[0], whole, rtol=0, atol=1e-5)
         assert float(whole.std()) > 0.1
         for cut in (0, 2, 3, 17):

@@ -16,7 +16,7 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 from qkflow.errors import NotFiniteError, UsageError
-from qkflow.ops.groups import SO3, SU2, TORUS, Group, Rotations, check, group, near_identity
+from qkflow.ops.groups import SO3, SU2, TORUS, Group, Rotations, check_axioms, find_group, near_identity
 
 GROUPS = [TORUS, SU2, SO3, Rotations(2), Rotations(4)]
 every = pytest.mark.parametrize("on", GROUPS, ids=lambda on: on.name)
@@ -55,7 +55,7 @@ def inverse(on: Group, g: Tensor) -> Tensor:
 
 @every
 def test_a_group_of_ours_keeps_its_promises(on: Group) -> None:
-    check(on)
+    check_axioms(on)
 
 
 @every
@@ -281,11 +281,11 @@ def test_a_plane_of_rotations_is_the_torus() -> None:
 
 
 def test_groups_have_names() -> None:
-    assert [group(on.name) for on in GROUPS] == GROUPS
+    assert [find_group(on.name) for on in GROUPS] == GROUPS
     with pytest.raises(UsageError, match="unknown group 'su3': did you mean 'su2'"):
-        group("su3")
+        find_group("su3")
     with pytest.raises(UsageError, match="at least 2 dimensions, got 1"):
-        group("so1")
+        find_group("so1")
     assert isinstance(SU2, Group)
 
 
@@ -349,15 +349,15 @@ def unchecked() -> Iterator[None]:
 def test_a_group_that_breaks_a_promise_is_refused_by_its_name(breach: str, unchecked: None) -> None:
     what, how, message = BREACHES[breach]
     with pytest.raises(UsageError, match=message) as raised:
-        check(Changed(what, how))
+        check_axioms(Changed(what, how))
     assert "'odd'" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 def test_a_thing_that_is_no_group_is_refused_with_what_it_lacks(unchecked: None) -> None:
-    check(Changed("", None))
+    check_axioms(Changed("", None))
     with pytest.raises(UsageError, match="Changed is no group: it has no multiply"):
-        check(Changed("multiply", None))
+        check_axioms(Changed("multiply", None))
 
 
 @pytest.mark.parametrize("on_the_group", [False, True])

@@ -27,7 +27,7 @@ ANGLES = st.floats(-20, 20)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernels in C, where they can be built, and what graphs and other devices do instead."""
     if request.param == "torch":
-        monkeypatch.setattr(cpu, "fits", lambda *tensors: False)
+        monkeypatch.setattr(cpu, "supports", lambda *tensors: False)
     return request.param
 
 
@@ -69,9 +69,9 @@ def test_the_pull_along_the_circular_mean_is_the_coupling(form: str) -> None:
 def test_the_pull_of_turned_harmonics_is_that_of_lagging_sines(form: str) -> None:
     theta, map, lag = phases(2, 4, 1, 3), weights(2, 1, 4), phases(3)
     apart = theta[:, None] - theta[:, :, None]
-    for m, points in enumerate(kuramoto.powers(kuramoto.points(theta), 3), 1):
+    for m, points in enumerate(kuramoto.harmonics(kuramoto.points(theta), 3), 1):
         mean = torch.einsum("bhtu,buhjc->bthjc", map, points)
-        got = kuramoto.tangent(points, kuramoto.turned(mean, kuramoto.points(lag).expand_as(mean)))
+        got = kuramoto.tangent(points, kuramoto.rotate_points(mean, kuramoto.points(lag).expand_as(mean)))
         want = torch.einsum("bhtu,btuhj->bthj", map, (m * apart + lag).sin())
         same(got, want, theta, map, lag)
 
@@ -83,9 +83,9 @@ def test_a_pull_by_steps_and_lags_is_that_of_lagging_sines(lagging: bool, form: 
     mean = torch.einsum("bhtu,buhjc->bthjc", map, points)
     along, across = (step * lag.cos(), step * lag.sin()) if lagging else (step, None)
     want = step * torch.einsum("bhtu,btuhj->bthj", map, (apart + (lag if lagging else 0)).sin())
-    same(kuramoto.pull(theta, points, mean, along, across), want, theta, map, step, *[lag] * lagging)
+    same(kuramoto.phase_increment(theta, points, mean, along, across), want, theta, map, step, *[lag] * lagging)
     with torch.no_grad():
-        same(kuramoto.pull(theta, points, mean, along, across), want)
+        same(kuramoto.phase_increment(theta, points, mean, along, across), want)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -97,13 +97,13 @@ def test_late_points_are_those_of_the_token_before(drifting: str, count: int, fo
     by = None if by is None else kuramoto.points(by.detach())
     keys = points if by is None else torch.view_as_real(torch.view_as_complex(points) * torch.view_as_complex(by))
     wants = [torch.cat([first, x[:, :-1]], 1) for first, x in zip(firsts, (keys, points), strict=True)]
-    gots = kuramoto.delay(theta, points, by, tuple(firsts[:count]))
+    gots = kuramoto.shift_points(theta, points, by, tuple(firsts[:count]))
     assert len(gots) == count
     for got, want, first in zip(gots, wants, firsts, strict=False):
         same(got, want, theta, first)
     together = [torch.cat([x.flatten() for x in each[:count]]) for each in (gots, wants)]
     same(*together, theta, *firsts[:count])
-    nothing = kuramoto.delay(theta, points, by, (None,) * count)
+    nothing = kuramoto.shift_points(theta, points, by, (None,) * count)
     assert not any(bool(x[:, 0].any()) for x in nothing)
     assert all(torch.equal(x[:, 1:], y[:, 1:]) for x, y in zip(nothing, gots, strict=True))
 
@@ -111,7 +111,7 @@ def test_late_points_are_those_of_the_token_before(drifting: str, count: int, fo
 def test_points_are_cosines_and_sines_and_powers_those_of_multiples(form: str) -> None:
     theta = phases(3, 4)
     same(kuramoto.points(theta), torch.stack([theta.cos(), theta.sin()], -1), theta)
-    for m, points in enumerate(kuramoto.powers(kuramoto.points(theta), 4), 1):
+    for m, points in enumerate(kuramoto.harmonics(kuramoto.points(theta), 4), 1):
         same(points, kuramoto.points(m * theta), theta)
     with torch.no_grad():
         same(kuramoto.points(theta), torch.stack([theta.cos(), theta.sin()], -1))
@@ -191,9 +191,9 @@ def test_uniform_coupling_never_lowers_the_order(theta: list[float], step: float
     here = torch.tensor(theta, dtype=torch.float64).view(1, -1, 1, 1)
     uniform = torch.full((1, 1, len(theta), len(theta)), 1 / len(theta), dtype=torch.float64)
     for _ in range(4):
-        before = kuramoto.order(here[:, :, 0])
+        before = kuramoto.order_parameter(here[:, :, 0])
         here = here + step * kuramoto.coupling(here, uniform)
-        assert float(kuramoto.order(here[:, :, 0]) - before) > -1e-12
+        assert float(kuramoto.order_parameter(here[:, :, 0]) - before) > -1e-12
 
 
 def test_too_long_a_step_of_uniform_coupling_lowers_the_order() -> None:
@@ -201,13 +201,13 @@ def test_too_long_a_step_of_uniform_coupling_lowers_the_order() -> None:
     theta = torch.tensor([-0.3, 0.3], dtype=torch.float64).view(1, 2, 1, 1)
     uniform = torch.full((1, 1, 2, 2), 0.5, dtype=torch.float64)
     after = theta + 3 * kuramoto.coupling(theta, uniform)
-    assert float(kuramoto.order(after[:, :, 0])) < float(kuramoto.order(theta[:, :, 0]))
+    assert float(kuramoto.order_parameter(after[:, :, 0])) < float(kuramoto.order_parameter(theta[:, :, 0]))
 
 
 def test_the_order_is_the_length_of_the_mean_point_of_each_coordinate() -> None:
     theta = phases(2, 5, 3)
     want = torch.polar(torch.ones_like(theta), theta).mean(-2).abs()
-    same(kuramoto.order(theta), want, theta)
+    same(kuramoto.order_parameter(theta), want, theta)
 
 
 def test_first_and_second_derivatives_are_those_of_differences(form: str) -> None:
@@ -215,16 +215,16 @@ def test_first_and_second_derivatives_are_those_of_differences(form: str) -> Non
     for check in (gradcheck, gradgradcheck):
         assert check(kuramoto.points, theta)
         assert check(kuramoto.tangent, (points, mean))
-        assert check(kuramoto.turned, (points, mean))
+        assert check(kuramoto.rotate_points, (points, mean))
         assert check(lambda x, m: kuramoto.tangent(kuramoto.points(x), m), (theta, mean))
 
 
 def pulled(theta: Tensor, mean: Tensor, along: Tensor, across: Tensor | None = None) -> Tensor:
-    return kuramoto.pull(theta, kuramoto.points(theta), mean, along, across)
+    return kuramoto.phase_increment(theta, kuramoto.points(theta), mean, along, across)
 
 
 def delayed(theta: Tensor, by: Tensor, first: Tensor) -> tuple[Tensor, ...]:
-    return kuramoto.delay(theta, kuramoto.points(theta), by, (first, first))
+    return kuramoto.shift_points(theta, kuramoto.points(theta), by, (first, first))
 
 
 def test_first_and_second_derivatives_of_pulls_and_delays_are_those_of_differences(form: str) -> None:

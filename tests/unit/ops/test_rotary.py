@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from qkflow.ops.rotary import halves_to_pairs, pairs_to_halves, rotate, turns
+from qkflow.ops.rotary import apply_rotary, halves_to_pairs, pairs_to_halves, rotary_factors
 
 BASE = 10000.0
 
 
 def turned(x: Tensor, offset: int | Tensor = 0, *, heads: int | None = None, base: float = BASE) -> Tensor:
-    by = turns(offset, x.shape[1], heads=heads or x.shape[2], width=x.shape[-1], base=base, like=x)
-    return rotate(x, by)
+    by = rotary_factors(offset, x.shape[1], heads=heads or x.shape[2], width=x.shape[-1], base=base, like=x)
+    return apply_rotary(x, by)
 
 
 def random(b: int = 2, t: int = 5, h: int = 3, k: int = 8) -> Tensor:
@@ -90,9 +90,9 @@ def test_the_same_turns_asked_for_again_and_in_other_formats_are_right() -> None
 
 def test_complex_numbers_and_cosines_give_the_same_values_and_gradients() -> None:
     x = random().requires_grad_()
-    by = turns(4, 5, heads=3, width=8, base=BASE, like=x)
+    by = rotary_factors(4, 5, heads=3, width=8, base=BASE, like=x)
     assert by.is_complex()
-    complex_way, real_way = rotate(x, by), rotate(x, torch.view_as_real(by))
+    complex_way, real_way = apply_rotary(x, by), apply_rotary(x, torch.view_as_real(by))
     assert_close(real_way, complex_way, rtol=0, atol=1e-14)
     weight = torch.randn_like(x)
     gradients = [torch.autograd.grad(y, x, weight)[0] for y in (complex_way, real_way)]

@@ -14,19 +14,19 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from qkflow.errors import UsageError
-from qkflow.ops import csrc
 from qkflow.ops import short_conv as module
-from qkflow.ops.short_conv import short_conv, tail_after
+from qkflow.ops.csrc import build
+from qkflow.ops.short_conv import next_conv_state, short_conv
 
 PATIENT = settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(params=["native", "plain"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "native" and csrc.fault() is not None:
+    if request.param == "native" and build.load_error() is not None:
         pytest.skip("there is no native kernel here")
     if request.param == "plain":
-        monkeypatch.setattr(module, "_native", lambda x, weight: False)
+        monkeypatch.setattr(module, "_has_kernel", lambda x, weight: False)
     return request.param
 
 
@@ -84,7 +84,7 @@ def test_a_tail_in_another_precision_is_read_as_the_numbers_it_holds(form: str, 
     x, weight, tail = given_to_it(2, 5, 3, 4, tail=True, dtype=torch.float32)
     tail = tail.detach().to(dtype)
     assert torch.equal(short_conv(x, weight, tail), short_conv(x, weight, tail.float()))
-    assert tail_after(x[:, :1], 4, tail).dtype == x.dtype
+    assert next_conv_state(x[:, :1], 4, tail).dtype == x.dtype
 
 
 def test_no_rows_give_no_gradient(form: str) -> None:
@@ -98,7 +98,7 @@ def test_shapes_that_do_not_fit_are_named(form: str) -> None:
     with pytest.raises(UsageError, match=r"got \[2, 5, 3\] and \[2, 4\]"):
         unchecked(x, weight[:2])
     for wrong in (tail[:1], tail[:, 1:], tail[..., 1:]):
-        with pytest.raises(UsageError, match=r"the tail must be \[n, taps - 1, channels\] = \[2, 3, 3\]"):
+        with pytest.raises(UsageError, match=r"the state must be \[n, taps - 1, channels\] = \[2, 3, 3\]"):
             unchecked(x, weight, wrong)
 
 
@@ -145,7 +145,7 @@ def test_a_tail_is_the_last_tokens_seen_of_each_row(data: st.DataObject) -> None
     lengths = data.draw(st.none() | st.lists(st.integers(0, t), min_size=n, max_size=n))
     tail = torch.arange(1.0, taps).expand(n, -1)[..., None] if data.draw(st.booleans()) else None
     x = 100 * torch.arange(1.0, n + 1)[:, None, None] + torch.arange(t)[:, None]
-    got = tail_after(x, taps, tail, None if lengths is None else torch.tensor(lengths))
+    got = next_conv_state(x, taps, tail, None if lengths is None else torch.tensor(lengths))
     for row in range(n):
         before = [0.0] * (taps - 1) if tail is None else tail[row].flatten().tolist()
         own = x[row].flatten().tolist()[: t if lengths is None else lengths[row]]
@@ -153,7 +153,7 @@ def test_a_tail_is_the_last_tokens_seen_of_each_row(data: st.DataObject) -> None
 
 
 def test_a_tail_holds_on_to_nothing_else() -> None:
-    tail = tail_after(torch.randn(1, 1000, 4), 4)
+    tail = next_conv_state(torch.randn(1, 1000, 4), 4)
     assert tail.untyped_storage().nbytes() == tail.nbytes
 
 

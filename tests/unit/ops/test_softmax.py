@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from qkflow.ops.attention.naive import attention, attention_map, visible
+from qkflow.ops.attention import attention, attention_map, causal_mask
 
 
 def inputs(t: int, s: int, *, heads: int = 4, groups: int = 4, width: int = 8, values: int = 8) -> list[Tensor]:
@@ -95,7 +95,7 @@ positions = st.lists(st.integers(-1, 8), min_size=1, max_size=7)
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=5), positions, st.none() | st.integers(1, 5))
 @settings(deadline=None, max_examples=25)
 def test_who_is_visible_is_what_the_sentence_says(queries: list[int], keys: list[int], window: int | None) -> None:
-    mask = visible(torch.tensor(queries), torch.tensor(keys), window)
+    mask = causal_mask(torch.tensor(queries), torch.tensor(keys), window)
     assert mask.shape == (len(queries), len(keys))
     for query, row in zip(queries, mask.tolist(), strict=True):
         want = [0 <= key <= query and (window is None or query - key < window) for key in keys]
@@ -104,9 +104,9 @@ def test_who_is_visible_is_what_the_sentence_says(queries: list[int], keys: list
 
 def test_rows_with_places_of_their_own_get_a_mask_each() -> None:
     queries, keys = torch.tensor([[2, 3], [0, 1]]), torch.tensor([[0, 1, 2, 3], [0, 1, -1, -1]])
-    mask = visible(queries, keys)
+    mask = causal_mask(queries, keys)
     assert mask.shape == (2, 1, 2, 4)
     assert mask[0, 0].int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
     assert mask[1, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0]]
-    shared = visible(torch.tensor([1]), keys)
-    assert torch.equal(shared, visible(torch.tensor([[1], [1]]), keys))
+    shared = causal_mask(torch.tensor([1]), keys)
+    assert torch.equal(shared, causal_mask(torch.tensor([[1], [1]]), keys))

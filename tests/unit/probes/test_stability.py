@@ -102,7 +102,7 @@ def test_memory_and_errors_are_those_of_the_delta_rule() -> None:
     given = inputs(3)
     run = track(*given)
     for t in (1, 7, 20):
-        _, state = delta_rule(*(x[:, :t] for x in given), backend="reference")  # pyright: ignore
+        _, state = delta_rule(*(x[:, :t] for x in given), backend="naive")  # pyright: ignore
         assert_close(run.memory[:, t - 1], state.norm(dim=(-2, -1)))
     x = given.k + given.lam[..., None] * given.q  # pyright: ignore[reportOptionalSubscript]
     assert_close(run.left[:, -1], given.v[:, -1] - torch.einsum("nhvk,nhk->nhv", state, x[:, -1]))

@@ -17,7 +17,7 @@ from torch import nn
 from qkflow.data import Corpus, CorpusConfig, open_corpus
 from qkflow.errors import Interrupted
 from qkflow.models import DecoderConfig
-from qkflow.ops import csrc
+from qkflow.ops.csrc import build
 from qkflow.training import Callback, Result, Run, TrainConfig, train
 
 Configure = Callable[..., TrainConfig]
@@ -70,7 +70,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _alone(texts: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    csrc.prepare()  # from the suite's own cache, where they may be built already
+    build.load()  # from the suite's own cache, where they may be built already
     monkeypatch.setenv("QKFLOW_CACHE", str(texts.parent / "cache"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from qkflow.config import from_dict
-from qkflow.ops import csrc
+from qkflow.ops.csrc import build
 from qkflow.training import Callback, TrainConfig, steps_for_budget, train
 from qkflow.training.dtensor import local
 from qkflow.training.learner import Learner
@@ -102,7 +102,7 @@ def obey(order: dict[str, Any]) -> dict[str, Any]:
 
 def serve(rank: int, folder: Path) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    csrc.prepare()  # from the suite's own cache, where they may be built already
+    build.load()  # from the suite's own cache, where they may be built already
     os.environ |= {"QKFLOW_CACHE": os.environ["CORPORA"], "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)

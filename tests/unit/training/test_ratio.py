@@ -12,7 +12,7 @@ import torch
 
 from qkflow.errors import UsageError
 from qkflow.models import Decoder
-from qkflow.ops import csrc
+from qkflow.ops.csrc import build
 from qkflow.training import read_metrics, train
 from qkflow.training.learner import Learner
 from qkflow.training.optim import build_optimizer
@@ -21,7 +21,7 @@ from qkflow.training.run_dir import read_config
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
-    csrc.prepare()  # from the suite's own cache, where they may be built already
+    build.load()  # from the suite's own cache, where they may be built already
 
 
 def learner(config: Any, corpus: Any) -> Learner:

@@ -322,7 +322,7 @@ static void one_token(int key, int value, real alpha, real beta, real scale, con
 }
 
 /* a few tokens, as in decoding: the recurrence itself, on one thread */
-int NAME(delta_few)(long rows, long tokens, int heads, int key, int value, double scale, const real *q, const real *k,
+int NAME(delta_recurrent)(long rows, long tokens, int heads, int key, int value, double scale, const real *q, const real *k,
                     const real *v, const real *beta, const real *log_alpha, const real *lam, const real *state, real *o,
                     real *final) {
     real x[WIDEST];

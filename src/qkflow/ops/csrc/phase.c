@@ -80,7 +80,7 @@ int NAME(tangent)(long count, int threads, const real *restrict point, const rea
 
 /* y = along (cos S - sin C) + across (cos C + sin S), where along and across are those of a token's coordinates; across
    may be none */
-int NAME(pull)(long tokens, long size, int threads, const real *point, const real *mean, const real *along,
+int NAME(phase_increment)(long tokens, long size, int threads, const real *point, const real *mean, const real *along,
                const real *across, real *y) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (long t = 0; t < tokens; t++) {
@@ -115,7 +115,7 @@ static inline __attribute__((always_inline)) void pulled(const int both, long si
 }
 
 /* Sums over tokens are kept by task and added up in the order of tasks: bits do not depend on the number of threads. */
-int NAME(pull_backward)(long tokens, long size, int threads, const real *gy, const real *point, const real *mean,
+int NAME(phase_increment_backward)(long tokens, long size, int threads, const real *gy, const real *point, const real *mean,
                         const real *along, const real *across, real *gx, real *gmean, real *galong, real *gacross) {
     long tasks = (tokens + TOKENS - 1) / TOKENS, both = across != NULL;
     real *sums = aligned((tasks ? tasks : 1) * 2 * size);
@@ -150,7 +150,7 @@ static inline void turn(long size, const real *restrict p, const real *restrict 
 
 /* Points as keys, one token late and turned by their position; before the first stands what a call before has left,
    which may be none: zeros. `by` is [t, size] turns, or none. late is a copy of the points one token late, or none. */
-int NAME(delay)(long rows, long t, long size, int threads, const real *point, const real *by, const real *first_key,
+int NAME(shift_points)(long rows, long t, long size, int threads, const real *point, const real *by, const real *first_key,
                 const real *first_late, real *key, real *late) {
     long width = 2 * size;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
@@ -180,7 +180,7 @@ int NAME(delay)(long rows, long t, long size, int threads, const real *point, co
 
 /* By the angles themselves; glate may be none. What stands before the first token takes its gradients from those of the
    first slots. */
-int NAME(delay_backward)(long rows, long t, long size, int threads, const real *gkey, const real *glate,
+int NAME(shift_points_backward)(long rows, long t, long size, int threads, const real *gkey, const real *glate,
                          const real *point, const real *by, real *gx) {
     long width = 2 * size;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)

@@ -13,7 +13,7 @@ enum { SILU = 0, SIGMOID = 1 };
 typedef struct {
     long rows;
     int width, hidden, activation, steps;
-    const double *parts; /* steps + 1 of them */
+    const double *coefficients; /* steps + 1 drifts, in units of dt */
     double dt;
     const real *w1, *b1, *w2, *b2;
 } Motion;
@@ -124,22 +124,22 @@ static void forward_tile(const Motion *m, const Packed *p, int rows, const real 
     load(rows, all, m->width, W, q, Q);
     load(rows, all, m->width, W, k, K);
     for (int step = 0; step < m->steps; step++) {
-        if (m->parts[step] != 0) add_scaled(all * W, (real)(m->parts[step] * m->dt), K, Q);
+        if (m->coefficients[step] != 0) add_scaled(all * W, (real)(m->coefficients[step] * m->dt), K, Q);
         set_rows(all, M, p->bias, Z);
         add_product(all, M, m->width, Q, W, 1, p->inner, M, Z, M);
         activate(m->activation, all * M, Z);
         add_rows(all, W, p->shift, K);
         add_product(all, W, m->hidden, Z, M, 1, p->outer, W, K, W);
     }
-    if (m->parts[m->steps] != 0) add_scaled(all * W, (real)(m->parts[m->steps] * m->dt), K, Q);
+    if (m->coefficients[m->steps] != 0) add_scaled(all * W, (real)(m->coefficients[m->steps] * m->dt), K, Q);
     store(rows, m->width, W, Q, q_out);
     store(rows, m->width, W, K, k_out);
 }
 
-int NAME(alternate)(long rows, int width, int hidden, int activation, int steps, const double *parts, double dt,
-                    const real *w1, const real *b1, const real *w2, const real *b2, int threads, const real *q,
+int NAME(drift_kick)(long rows, int width, int hidden, int activation, int steps, int threads, double dt,
+                     const double *coefficients, const real *w1, const real *b1, const real *w2, const real *b2, const real *q,
                     const real *k, real *q_out, real *k_out) {
-    Motion m = {rows, width, hidden, activation, steps, parts, dt, w1, b1, w2, b2};
+    Motion m = {rows, width, hidden, activation, steps, coefficients, dt, w1, b1, w2, b2};
     Packed p;
     if (pack(&m, &p)) return 1;
     long tiles = (rows + TILE - 1) / TILE;
@@ -183,8 +183,8 @@ static void add_image(int rows, int columns, const real *matrix, const real *bia
 }
 
 /* the same motion for a few rows, as in decoding: nothing is packed, no thread is woken */
-int NAME(alternate_few)(long rows, int width, int hidden, int activation, int steps, const double *parts, double dt,
-                        const real *w1, const real *b1, const real *w2, const real *b2, int threads, const real *q,
+int NAME(drift_kick_few)(long rows, int width, int hidden, int activation, int steps, int threads, double dt,
+                     const double *coefficients, const real *w1, const real *b1, const real *w2, const real *b2, const real *q,
                         const real *k, real *q_out, real *k_out) {
     (void)threads;
     real *memory = aligned((size_t)width + hidden);
@@ -194,7 +194,7 @@ int NAME(alternate_few)(long rows, int width, int hidden, int activation, int st
         memcpy(Q, q + row * width, sizeof(real) * width);
         memcpy(K, k + row * width, sizeof(real) * width);
         for (int step = 0; step <= steps; step++) {
-            if (parts[step] != 0) add_scaled(width, (real)(parts[step] * dt), K, Q);
+            if (coefficients[step] != 0) add_scaled(width, (real)(coefficients[step] * dt), K, Q);
             if (step == steps) break;
             memset(Z, 0, sizeof(real) * hidden);
             add_image(hidden, width, w1, b1, Q, 1, Z);
@@ -236,9 +236,9 @@ static void backward_tile(const Motion *m, const Packed *p, int rows, int drift,
             sum_rows(rows, W, GK, sums->shift);
             add_product(all, W, m->hidden, GZ, M, 1, p->inner_back, W, GQ, W);
         }
-        if (m->parts[step] != 0) {
-            real by = (real)(m->parts[step] * m->dt);
-            sums->dt += m->parts[step] * dot(rows, W, GQ, K);
+        if (m->coefficients[step] != 0) {
+            real by = (real)(m->coefficients[step] * m->dt);
+            sums->dt += m->coefficients[step] * dot(rows, W, GQ, K);
             add_scaled(all * W, -by, K, Q);
             add_scaled(all * W, by, GQ, GK);
         }
@@ -248,14 +248,14 @@ static void backward_tile(const Motion *m, const Packed *p, int rows, int drift,
 }
 
 /* gradients: gq and gk by row, `sums` = W1, b1, W2, b2, dt one after the other */
-int NAME(alternate_backward)(long rows, int width, int hidden, int activation, int steps, const double *parts, double dt,
-                             const real *w1, const real *b1, const real *w2, const real *b2, int threads, const real *q,
+int NAME(drift_kick_backward)(long rows, int width, int hidden, int activation, int steps, int threads, double dt,
+                     const double *coefficients, const real *w1, const real *b1, const real *w2, const real *b2, const real *q,
                              const real *k, const real *gq, const real *gk, real *gq_out, real *gk_out, real *sums) {
-    Motion m = {rows, width, hidden, activation, steps, parts, dt, w1, b1, w2, b2};
+    Motion m = {rows, width, hidden, activation, steps, coefficients, dt, w1, b1, w2, b2};
     Packed p;
     if (pack(&m, &p)) return 1;
     int drift = 0; /* the first one: kicks that came after it are undone, so that it finds the key it saw */
-    while (drift < steps && parts[drift] == 0) drift++;
+    while (drift < steps && coefficients[drift] == 0) drift++;
     long tiles = (rows + TILE - 1) / TILE;
     size_t matrix = (size_t)p.W * p.M, own = 2 * matrix + p.W + p.M, each = (size_t)TILE * (4 * p.W + 2 * p.M) + own;
     real *memory = aligned(each * threads);

@@ -1,21 +1,21 @@
-r"""The delta rule chunk by chunk, in plain torch for any device: products of matrices and a triangular solve.
+r"""The delta rule chunk by chunk, in PyTorch for any device: matrix products and a triangular solve.
 
-Inside a chunk of C tokens with memory H = S^\top before it, G the sum of the log decays up to and with each token,
-D_{ij} = e^{G_i - G_j}, and n_i the error that token i corrects (u_i = \beta_i n_i is what it writes):
+For a chunk of C tokens let H = S^\top be the state before it, G the cumulative sum of the log decays (including each
+token's own), D_{ij} = e^{G_i - G_j}, n_i the error that token i corrects and u_i = \beta_i n_i what it writes:
 
-    M = tril(X K^\top \odot D, -1),   P = \sigma tril(Q K^\top \odot D),   \tilde K = diag(e^{G_C - G}) K
-    (I + M diag(\beta)) N = V - diag(e^G) X H,   U = diag(\beta) N
-    O = \sigma diag(e^G) Q H + P U,   H' = e^{G_C} H + \tilde K^\top U
+    M = tril(X K^\top \odot D, -1),   P = \sigma tril(Q K^\top \odot D),   \tilde K = diag(e^{G_C - G}) K      (1)
+    (I + M diag(\beta)) N = V - diag(e^G) X H,   U = diag(\beta) N                                            (2)
+    O = \sigma diag(e^G) Q H + P U,   H' = e^{G_C} H + \tilde K^\top U                                        (3)
 
-The solve runs ahead for all chunks at once, on V and on X, so that the loop over chunks is two products. Backward, with
-bars for gradients, is the same kind of loop the other way round:
+The solve does not depend on H: it is applied to V and X for all chunks at once, so the loop over chunks has only two
+products. The backward pass, with bars for gradients, is a loop of the same kind in reverse order:
 
-    (I + M^\top diag(\beta)) \hat U = P^\top \bar O + \tilde K \bar H',   \bar N = \bar V = diag(\beta) \hat U
-    \bar M = -\bar N U^\top,   \bar P = \bar O U^\top,   \bar\beta_i = \hat u_i \cdot n_i
-    \bar H = e^{G_C} \bar H' + \sigma Q^\top diag(e^G) \bar O - X^\top diag(e^G) \bar N
-    \bar G_i = \bar o_i \cdot o_i - \bar v_i \cdot v_i,   and \langle H', \bar H' \rangle more at the chunk's end
+    (I + M^\top diag(\beta)) \hat U = P^\top \bar O + \tilde K \bar H',   \bar N = \bar V = diag(\beta) \hat U  (4)
+    \bar H = e^{G_C} \bar H' + \sigma Q^\top diag(e^G) \bar O - X^\top diag(e^G) \bar N                        (5)
+    \bar M = -\bar N U^\top,   \bar P = \bar O U^\top,   \bar\beta_i = \hat u_i \cdot n_i                       (6)
+    \bar G_i = \bar o_i \cdot o_i - \bar v_i \cdot v_i,   plus \langle H', \bar H' \rangle at the chunk's end   (7)
 
-The last line is a symmetry: a decay before token i rescales all that later tokens find, but not what they write.
+(7) follows from a symmetry: a decay before token i rescales all that later tokens read, but not what they write.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from qkflow.ops.delta_rule.inputs import Inputs
+from qkflow.ops.delta_rule.inputs import DeltaInputs
 
 CHUNK = 64
-"""Tokens of a chunk unless told otherwise."""
-NOTHING = -1000.0
-"""A log decay of which nothing is left in any precision."""
+"""Default number of tokens per chunk."""
+MIN_LOG_DECAY = -1000.0
+"""A log decay at which nothing is left in any precision."""
 
 
 class Forward(NamedTuple):
-    """What a forward pass gives; the last two are empty unless they were to be kept for its backward pass."""
+    """The results of a forward pass. The last two are empty unless they are saved for the backward pass."""
 
     o: Tensor
     """[n t h v]"""
     final: Tensor
     """[n h v k]"""
     errors: Tensor
-    """N, what each token found wrong before it wrote, as the same form's backward pass wants it."""
-    marks: Tensor
-    """Memories on the way, likewise."""
+    """N, in the layout of the backend's own backward pass."""
+    checkpoints: Tensor
+    """States between chunks, likewise."""
 
 
-class Kept(NamedTuple):
-    """What a backward pass needs of its forward pass."""
+class Saved(NamedTuple):
+    """What a backward pass needs from its forward pass."""
 
     o: Tensor
     errors: Tensor
-    marks: Tensor
+    checkpoints: Tensor
 
 
 class _Chunks(NamedTuple):
-    """All chunks of all rows and heads, [c m C ...] with m for rows and heads, and what is inside them."""
+    """All chunks of all rows and heads, [c m C ...] with m = rows x heads."""
 
     q: Tensor
     k: Tensor
@@ -66,112 +66,113 @@ class _Chunks(NamedTuple):
     """[c m C 1]"""
     decay: Tensor
     """e^G, [c m C 1]"""
-    rest: Tensor
+    decay_to_end: Tensor
     """e^{G_C - G}, [c m C 1]"""
     D: Tensor | None
-    """Zero above the diagonal; None where nothing decays."""
+    """Zero above the diagonal; None without decay."""
     M: Tensor
-    """Right below the diagonal alone, which is all that a solve with ones on it reads."""
+    """Valid below the diagonal only; a unit-triangular solve reads nothing else."""
     P: Tensor
     """Without the scale."""
 
 
-def forward(given: Inputs, state: Tensor | None, scale: float, chunk: int, keep: bool) -> Forward:
-    """Outputs and the memory after the last token; `chunk` 0 leaves it to us."""
-    q, v, chunk = given.q, given.v, chunk or CHUNK
-    (n, t, h, width), deep = q.shape, v.shape[3]
-    part = _inside(given, chunk)
-    right = torch.cat([_split(v, chunk), part.x * part.decay], -1)
-    ahead, by = _solved(part.M * part.beta.mT, right, upper=False).split([deep, width], -1)
-    written = (part.k * (part.beta * part.rest)).mT  # times N it is what a chunk adds to H
-    N, H = torch.empty_like(right[..., :deep]), q.new_empty(len(right) + 1, n * h, width, deep)
+def forward(inputs: DeltaInputs, state: Tensor | None, scale: float, chunk: int, save: bool) -> Forward:
+    """Outputs and the final state; `chunk` 0 selects the default size."""
+    q, v, chunk = inputs.q, inputs.v, chunk or CHUNK
+    (n, t, h, key_width), value_width = q.shape, v.shape[3]
+    c = _chunks(inputs, chunk)  # (1)
+    right = torch.cat([_split(v, chunk), c.x * c.decay], -1)
+    v_solved, x_solved = _solve(c.M * c.beta.mT, right, upper=False).split([value_width, key_width], -1)
+    k_write = (c.k * (c.beta * c.decay_to_end)).mT
+    N, H = torch.empty_like(right[..., :value_width]), q.new_empty(len(right) + 1, n * h, key_width, value_width)
     H[0] = 0 if state is None else state.flatten(0, 1).mT
-    for c in range(len(right)):
-        torch.baddbmm(ahead[c], by[c], H[c], alpha=-1, out=N[c])
-        torch.baddbmm(H[c] * part.decay[c, :, -1:], written[c], N[c], out=H[c + 1])
-    o = _summed(part.P, N * (scale * part.beta), part.q * (scale * part.decay), H[:-1])
-    final = H[-1].mT.contiguous().view(n, h, deep, width)
-    return Forward(_joined(o, n, h, t), final, *((N, H) if keep else (q.new_empty(0), q.new_empty(0))))
+    for i in range(len(right)):
+        torch.baddbmm(v_solved[i], x_solved[i], H[i], alpha=-1, out=N[i])  # (2)
+        torch.baddbmm(H[i] * c.decay[i, :, -1:], k_write[i], N[i], out=H[i + 1])  # (3)
+    o = _sum_of_products(c.P, N * (scale * c.beta), c.q * (scale * c.decay), H[:-1])  # (3)
+    final = H[-1].mT.contiguous().view(n, h, value_width, key_width)
+    return Forward(_join(o, n, h, t), final, *((N, H) if save else (q.new_empty(0), q.new_empty(0))))
 
 
 def backward(
-    go: Tensor | None, gfinal: Tensor | None, given: Inputs, kept: Kept, scale: float, chunk: int
+    go: Tensor | None, gfinal: Tensor | None, inputs: DeltaInputs, saved: Saved, scale: float, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the inputs, and of the memory before the first token."""
-    q, v, lam, chunk = given.q, given.v, given.lam, chunk or CHUNK
-    (n, t, h, width), deep = q.shape, v.shape[3]
-    part, N, H = _inside(given, chunk), kept.errors, kept.marks
+    """Gradients of the inputs and of the initial state."""
+    q, v, lam, chunk = inputs.q, inputs.v, inputs.lam, chunk or CHUNK
+    (n, t, h, key_width), value_width = q.shape, v.shape[3]
+    c, N, H = _chunks(inputs, chunk), saved.errors, saved.checkpoints
     go = torch.zeros_like(v) if go is None else go
-    gO, U = scale * _split(go, chunk), part.beta * N
-    right = torch.cat([part.P.mT @ gO, part.k * part.rest], -1)
-    ahead, by = _solved((part.beta * part.M).mT, right, upper=True).split([deep, width], -1)
-    read, corrected = gO * part.decay, (part.x * (part.beta * part.decay)).mT
-    wanted, hat, gH = part.q.mT @ read, torch.empty_like(N), torch.empty_like(H)
+    gO, U = scale * _split(go, chunk), c.beta * N
+    right = torch.cat([c.P.mT @ gO, c.k * c.decay_to_end], -1)
+    o_solved, k_solved = _solve((c.beta * c.M).mT, right, upper=True).split([value_width, key_width], -1)
+    gO_decayed, x_erase = gO * c.decay, (c.x * (c.beta * c.decay)).mT
+    gH_read, U_hat, gH = c.q.mT @ gO_decayed, torch.empty_like(N), torch.empty_like(H)
     gH[-1] = 0 if gfinal is None else gfinal.flatten(0, 1).mT
-    for c in reversed(range(len(N))):
-        torch.baddbmm(ahead[c], by[c], gH[c + 1], out=hat[c])
-        torch.baddbmm(wanted[c], corrected[c], hat[c], alpha=-1, out=gH[c])
-        gH[c].addcmul_(gH[c + 1], part.decay[c, :, -1:])
-    gV = part.beta * hat
-    gA, gB = (gV @ U.mT).neg_().tril_(-1), (gO @ U.mT).tril_()
-    if part.D is not None:
-        gA, gB = gA.mul_(part.D), gB.mul_(part.D)
-    gX = _summed(gA, part.k, gV * -part.decay, H[:-1].mT)
-    gQ = _summed(gB, part.k, read, H[:-1].mT)
-    gK = _summed(gA.mT, part.x, gB.mT, part.q).add_((U * part.rest) @ gH[1:].mT).add_(gX)
-    gv, glam, gG = _joined(gV, n, h, t), q.new_empty(0), q.new_empty(0)
+    for i in reversed(range(len(N))):
+        torch.baddbmm(o_solved[i], k_solved[i], gH[i + 1], out=U_hat[i])  # (4)
+        torch.baddbmm(gH_read[i], x_erase[i], U_hat[i], alpha=-1, out=gH[i])  # (5)
+        gH[i].addcmul_(gH[i + 1], c.decay[i, :, -1:])
+    gV = c.beta * U_hat
+    gM, gP = (gV @ U.mT).neg_().tril_(-1), (gO @ U.mT).tril_()  # (6)
+    if c.D is not None:
+        gM, gP = gM.mul_(c.D), gP.mul_(c.D)
+    gX = _sum_of_products(gM, c.k, gV * -c.decay, H[:-1].mT)
+    gQ = _sum_of_products(gP, c.k, gO_decayed, H[:-1].mT)
+    gK = _sum_of_products(gM.mT, c.x, gP.mT, c.q).add_((U * c.decay_to_end) @ gH[1:].mT).add_(gX)
+    gv, glam, gG = _join(gV, n, h, t), q.new_empty(0), q.new_empty(0)
     if lam is not None:
-        glam = _joined((gX * part.q).sum(-1), n, h, t)
+        glam = _join((gX * c.q).sum(-1), n, h, t)
         gQ.addcmul_(_split(lam, chunk).unsqueeze(-1), gX)
-    if given.log_alpha is not None:
-        each = _split((go * kept.o).sum(-1) - (gv * v).sum(-1), chunk)
-        each[..., -1] += (H[1:] * gH[1:]).sum((-1, -2))
-        gG = _joined(each.flip(-1).cumsum(-1).flip(-1), n, h, t)
-    gbeta = _joined((hat * N).sum(-1), n, h, t)
-    gstate = gH[0].mT.contiguous().view(n, h, deep, width)
-    return _joined(gQ, n, h, t), _joined(gK, n, h, t), gv, gbeta, gG, glam, gstate
+    if inputs.log_alpha is not None:
+        gG_token = _split((go * saved.o).sum(-1) - (gv * v).sum(-1), chunk)  # (7)
+        gG_token[..., -1] += (H[1:] * gH[1:]).sum((-1, -2))
+        gG = _join(gG_token.flip(-1).cumsum(-1).flip(-1), n, h, t)
+    gbeta = _join((U_hat * N).sum(-1), n, h, t)  # (6)
+    gstate = gH[0].mT.contiguous().view(n, h, value_width, key_width)
+    return _join(gQ, n, h, t), _join(gK, n, h, t), gv, gbeta, gG, glam, gstate
 
 
-def _inside(given: Inputs, chunk: int) -> _Chunks:
-    log_alpha = given.log_alpha
-    q, k, b = _split(given.q, chunk), _split(given.k, chunk), _split(given.beta, chunk).unsqueeze(-1)
-    x = k if given.lam is None else torch.addcmul(k, _split(given.lam, chunk).unsqueeze(-1), q)
+def _chunks(inputs: DeltaInputs, chunk: int) -> _Chunks:
+    """Equation (1), except for the scale of P."""
+    log_alpha = inputs.log_alpha
+    q, k, beta = _split(inputs.q, chunk), _split(inputs.k, chunk), _split(inputs.beta, chunk).unsqueeze(-1)
+    x = k if inputs.lam is None else torch.addcmul(k, _split(inputs.lam, chunk).unsqueeze(-1), q)
     M, P = x @ k.mT, q @ k.mT
     if log_alpha is None:
-        one = torch.ones_like(b)
-        return _Chunks(q, k, x, b, one, one, None, M, P.tril_())
-    wide = log_alpha.float() if log_alpha.device.type == "mps" else log_alpha.double()  # which has no float64
-    # differences of float32 sums would lose their digits, and so would those of sums with all too large numbers
-    G = _split(wide.clamp(min=NOTHING), chunk).cumsum(-1)
-    D = _exp((G.unsqueeze(-1) - G.unsqueeze(-2)).to(q.dtype, copy=True).clamp_(max=0)).tril_()
-    decay, rest = (_exp(y.to(q.dtype, copy=True)).unsqueeze(-1) for y in (G, G[..., -1:] - G))
-    return _Chunks(q, k, x, b, decay, rest, D, M.mul_(D), P.mul_(D))
+        ones = torch.ones_like(beta)
+        return _Chunks(q, k, x, beta, ones, ones, None, M, P.tril_())
+    # differences of float32 sums would cancel, so sum in float64 (which MPS does not have) and clamp huge decays
+    log_alpha = log_alpha.float() if log_alpha.device.type == "mps" else log_alpha.double()
+    G = _split(log_alpha.clamp(min=MIN_LOG_DECAY), chunk).cumsum(-1)
+    D = _exp_((G.unsqueeze(-1) - G.unsqueeze(-2)).to(q.dtype, copy=True).clamp_(max=0)).tril_()
+    decay, decay_to_end = (_exp_(y.to(q.dtype, copy=True)).unsqueeze(-1) for y in (G, G[..., -1:] - G))
+    return _Chunks(q, k, x, beta, decay, decay_to_end, D, M.mul_(D), P.mul_(D))
 
 
-def _exp(x: Tensor) -> Tensor:
-    """e^x in the place of x, and zero where products with it would be too small for processors to be fast with them."""
-    least = 0.7 * math.log(torch.finfo(x.dtype).tiny)
-    return torch.threshold_(x, least, -math.inf).exp_()
+def _exp_(x: Tensor) -> Tensor:
+    """In-place exponential that flushes tiny results to zero, since arithmetic with denormal numbers is slow."""
+    smallest = 0.7 * math.log(torch.finfo(x.dtype).tiny)
+    return torch.threshold_(x, smallest, -math.inf).exp_()
 
 
-def _solved(L: Tensor, right: Tensor, *, upper: bool) -> Tensor:
-    """Transposed, since solvers want columns one behind the other: as it stands it would be copied there and back."""
+def _solve(L: Tensor, right: Tensor, *, upper: bool) -> Tensor:
+    """Solve L y = right. Transposed, because LAPACK is column-major and would copy the operands otherwise."""
     return torch.linalg.solve_triangular(L.mT, right.mT, upper=not upper, left=False, unitriangular=True).mT
 
 
-def _summed(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-    """A b + c d, chunk by chunk."""
+def _sum_of_products(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """A b + c d for every chunk."""
     first = (a @ b).flatten(0, 1)
     return torch.baddbmm(first, c.flatten(0, 1), d.flatten(0, 1), out=first).unflatten(0, a.shape[:2])
 
 
 def _split(x: Tensor, chunk: int) -> Tensor:
-    """Chunks of whole length, perhaps `x` itself; what is added behind the end has beta = 0, and changes nothing."""
-    short = -x.shape[1] % chunk
-    if short:
-        x = torch.cat([x, x.new_zeros(x.shape[0], short, *x.shape[2:])], 1)
+    """Split into whole chunks. Padding tokens have beta = 0 and change nothing. May return `x` itself."""
+    padding = -x.shape[1] % chunk
+    if padding:
+        x = torch.cat([x, x.new_zeros(x.shape[0], padding, *x.shape[2:])], 1)
     return rearrange(x, "n (c i) h ... -> c (n h) i ...", i=chunk).contiguous()
 
 
-def _joined(x: Tensor, n: int, h: int, t: int) -> Tensor:
+def _join(x: Tensor, n: int, h: int, t: int) -> Tensor:
     return rearrange(x, "c (n h) i ... -> n (c i) h ...", n=n, h=h)[:, :t].contiguous()

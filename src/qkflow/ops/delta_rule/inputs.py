@@ -1,35 +1,90 @@
-"""What the delta rule is given, whichever form computes it."""
+"""The inputs of the delta rule and their validation."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
-WIDEST = 256
-"""The widest heads of keys. Values may be of any width: rows of the memory do not see each other."""
+from qkflow.errors import NotFiniteError, UsageError
+
+MAX_KEY_WIDTH = 256
+"""Largest width of a head's keys. Values may have any width, since the rows of the state are independent."""
+MAX_CHUNK = 128
+MAX_BETA = 2.0
+"""Largest beta. Above it a unit key is overwritten by more than twice its error and the state is unstable."""
 
 Keys = Float[Tensor, "n t h k"]
 Values = Float[Tensor, "n t h v"]
 Gates = Float[Tensor, "n t h"]
-Memories = Float[Tensor, "n h v k"]
+States = Float[Tensor, "n h v k"]
 
 
-class Inputs(NamedTuple):
-    """Queries, keys and values of every token and head, and the gates between them."""
+class DeltaInputs(NamedTuple):
+    """Queries, keys, values and gates of every token and head."""
 
     q: Keys
     k: Keys
     v: Values
     beta: Gates
-    """How much of its error a token corrects."""
+    """Write strength."""
     log_alpha: Gates | None
-    """How much is kept from token to token; None is all of it."""
+    """Log of the decay from one token to the next; None means no decay."""
     lam: Gates | None
-    """How much of the query a token corrects for; None is nothing."""
+    """Weight of the query in the erase direction k + lam q; None means 0."""
 
-    def map(self, f: Callable[[Tensor], Tensor]) -> Inputs:
-        """The same with `f` over all that is there."""
-        return Inputs(*(x if x is None else f(x) for x in self))  # pyright: ignore[reportArgumentType]
+    def map(self, f: Callable[[Tensor], Tensor]) -> DeltaInputs:
+        """Apply `f` to every tensor."""
+        return DeltaInputs(*(x if x is None else f(x) for x in self))  # pyright: ignore[reportArgumentType]
+
+
+def check_shapes(inputs: DeltaInputs, state: Tensor | None, rows: int, chunk: int | None) -> None:
+    """Raise if shapes, dtypes or devices do not match."""
+    q, k, v = inputs[:3]
+    if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or v.shape[:3] != q.shape[:3]:
+        raise UsageError(
+            "queries and keys must be [b, t, heads, k] and values [b, t, heads, v], got"
+            f" {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+        )
+    b, t, h, width = q.shape
+    for name in ("beta", "log_alpha", "lam"):
+        if (gate := getattr(inputs, name)) is not None and gate.shape != (b, t, h):
+            raise UsageError(f"{name} must be [b, t, heads] = {[b, t, h]}, got {list(gate.shape)}")
+    if t < 1:
+        raise UsageError("expected at least one token, got none")
+    if not 1 <= width <= MAX_KEY_WIDTH or v.shape[3] < 1:
+        raise UsageError(f"keys must be 1 to {MAX_KEY_WIDTH} wide and values at least 1, got {width} and {v.shape[3]}")
+    if state is not None and state.shape != (rows, h, v.shape[3], width):
+        raise UsageError(
+            f"the state must be [rows, heads, v, k] = {[rows, h, v.shape[3], width]}, got {list(state.shape)}"
+        )
+    if chunk is not None and not 1 <= chunk <= MAX_CHUNK:
+        raise UsageError(f"chunk must be from 1 to {MAX_CHUNK}, got {chunk}")
+    for name, x in (*inputs._asdict().items(), ("state", state)):
+        if x is not None and not x.is_floating_point():
+            raise UsageError(f"{name} must have a floating-point dtype, got {x.dtype}")
+        if x is not None and x.device != q.device:
+            raise UsageError(f"{name} is on {x.device} and the queries are on {q.device}: move them to one device")
+
+
+def check_gates(beta: Tensor, log_alpha: Tensor | None, lam: Tensor | None) -> None:
+    """Raise if a gate is out of range. Skipped for fake tensors, and on GPUs, where it would synchronize."""
+    if beta.device.type != "cpu" or is_fake(beta):
+        return
+    for name, gate, low, high, bounds in (
+        ("beta", beta, 0.0, MAX_BETA, f"from 0 to {MAX_BETA:g}"),
+        ("log_alpha", log_alpha, -math.inf, 0.0, "finite and at most 0"),
+        ("lam", lam, -math.inf, math.inf, "finite"),
+    ):
+        if gate is None or not gate.numel():
+            continue
+        smallest, largest = (float(x) for x in gate.detach().aminmax())
+        is_finite = math.isfinite(smallest) and math.isfinite(largest)
+        if not (is_finite and low <= smallest and largest <= high):
+            raise (UsageError if is_finite else NotFiniteError)(
+                f"{name} must be {bounds}, got values from {smallest:g} to {largest:g}"
+            )

@@ -1,77 +1,91 @@
-r"""The delta rule backward in Triton: five kernels over chunks. `chunked.py` has the algebra, with bars for gradients.
+r"""Triton backward kernels of the delta rule; `chunked.py` has the equations, with bars for gradients.
 
-| kernel            | a program is for             | gives                                                            |
-|-------------------|------------------------------|------------------------------------------------------------------|
-| `inside_backward` | a chunk                      | T^\top diag(\beta) \tilde K and T^\top diag(\beta) P^\top \bar O  |
-| `states_backward` | a row, head, block of values | \bar N = \bar V and \bar H, from chunk to chunk                  |
-| `pairs_backward`  | a chunk                      | E and F                                                          |
-| `gradients`       | a chunk, block of keys       | \bar Q, \bar K, \bar\beta, \bar\lambda                           |
-| `decay_backward`  | a chunk                      | \bar G summed back to the log decays                             |
+| kernel                  | one program per            | computes                                                |
+|-------------------------|----------------------------|---------------------------------------------------------|
+| `intra_chunk_backward`  | chunk                      | T^\top diag(\beta) times \tilde K and times P^\top \bar O |
+| `chunk_states_backward` | row, head, block of values | \bar N = \bar V and \bar H, from chunk to chunk          |
+| `scores_backward`       | chunk                      | E and F                                                 |
+| `inputs_backward`       | chunk, block of keys       | \bar Q, \bar K, \bar\beta, \bar\lambda                  |
+| `decay_backward`        | chunk                      | \bar G, summed to the gradients of the log decays       |
 
-With E = \sigma tril(\bar O N^\top \odot D) and F = tril(\bar N N^\top \odot D, -1), both before \beta, all that goes
-back to a token's key as it was written is one row of Y, whence its gradient and that of \beta:
+With E = \sigma tril(\bar O N^\top \odot D) and F = tril(\bar N N^\top \odot D, -1), both without \beta, a token's row
+of Y collects the gradients of its key as written:
 
     Y = E^\top Q - F^\top X + diag(e^{G_C - G}) N \bar H'^\top
     \bar X = -F diag(\beta) K - diag(e^G) \bar N H^\top,  \bar K = diag(\beta) Y + \bar X,  \bar\beta_i = k_i \cdot y_i
     \bar Q = E diag(\beta) K + \sigma diag(e^G) \bar O H^\top + diag(\lambda) \bar X
 
-No two programs add to the same number: sums over blocks of keys are left to the host, so that bits never change.
+No two programs add to the same number; the host sums over blocks, so results are deterministic.
 """
-# Triton's language is checked by its own compiler
+# Triton code is checked by Triton's own compiler
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
-# ruff: noqa: RUF005 - Triton is not the whole of Python
+# ruff: noqa: RUF005 - Triton supports a subset of Python
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from qkflow.ops.delta_rule.triton_forward import place
-from qkflow.ops.delta_rule.triton_parts import between, decay, fine, gate, inverse, product, read, turn, turned, write
+from qkflow.ops.delta_rule.triton_forward import chunk_position
+from qkflow.ops.delta_rule.triton_tiles import (
+    decay_matrix,
+    dot_f32,
+    dot_like,
+    load_decays,
+    load_gate,
+    load_tile,
+    load_transposed,
+    store_tile,
+    store_transposed,
+    unit_lower_inverse,
+)
 
 
 @triton.jit
-def inside_backward(
-    q, k, beta, log_alpha, lam, go, by, ahead, scale, t, h,
+def intra_chunk_backward(
+    q, k, beta, log_alpha, lam, go, x_solved, v_solved, scale, t, h,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """What every chunk can do without the gradient of the memory after it."""
-    like: tl.constexpr = by.dtype.element_ty
+    """The part of a chunk that does not depend on the gradient of the state after it."""
+    like: tl.constexpr = x_solved.dtype.element_ty
     chunks = tl.cdiv(t, C)
     m, c = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    at, left = place(m, c, t, h, C)
+    start, remaining = chunk_position(m, c, t, h, C)
     i = tl.arange(0, C)
-    _, rest, _, high, low = decay(log_alpha, at, i, h, left, C)
-    mix, strength = gate(lam, at, i, h, left), gate(beta, at, i, h, left)
+    _, decay_to_end, _, high, low = load_decays(log_alpha, start, i, h, remaining, C)
+    lam_i, beta_i = load_gate(lam, start, i, h, remaining), load_gate(beta, start, i, h, remaining)
     M, P = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     for first in range(0, K, BK):
         col = first + tl.arange(0, BK)
-        key, query = read(k + at * K, i, h * K, left, col, K), read(q + at * K, i, h * K, left, col, K)
-        M += product(key, tl.trans(key), like)
-        P += product(query, tl.trans(key), like)
+        key, query = (
+            load_tile(k + start * K, i, h * K, remaining, col, K),
+            load_tile(q + start * K, i, h * K, remaining, col, K),
+        )
+        M += dot_like(key, tl.trans(key), like)
+        P += dot_like(query, tl.trans(key), like)
     if lam is not None:
-        M += mix[:, None] * P
-    D = between(high, low, i)
-    back = tl.trans(inverse(M * D * strength[None, :], left, C)) * strength[None, :]
+        M += lam_i[:, None] * P
+    D = decay_matrix(high, low, i)
+    T_back = tl.trans(unit_lower_inverse(M * D * beta_i[None, :], remaining, C)) * beta_i[None, :]
     P = tl.trans(P * D * scale)
     for first in range(0, V, BV):
         col = first + tl.arange(0, BV)
-        given = read(go + at * V, i, h * V, left, col, V)
-        write(ahead + at * V, i, h * V, left, col, V, fine(back, fine(P, given, like), like))
-    back *= rest[None, :]
+        gO = load_tile(go + start * V, i, h * V, remaining, col, V)
+        store_tile(v_solved + start * V, i, h * V, remaining, col, V, dot_f32(T_back, dot_f32(P, gO, like), like))
+    T_back *= decay_to_end[None, :]
     for first in range(0, K, BK):
         col = first + tl.arange(0, BK)
-        key = read(k + at * K, i, h * K, left, col, K)
-        write(by + at * K, i, h * K, left, col, K, fine(back, key, like))
+        key = load_tile(k + start * K, i, h * K, remaining, col, K)
+        store_tile(x_solved + start * K, i, h * K, remaining, col, K, dot_f32(T_back, key, like))
 
 
 @triton.jit
-def states_backward(
-    q, k, log_alpha, lam, go, gfinal, marks, by, gn, gv, gmarks, ends, gstate, scale, t, h,
+def chunk_states_backward(
+    q, k, log_alpha, lam, go, gfinal, checkpoints, x_solved, gn, gv, gcheckpoints, gG_end, gstate, scale, t, h,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    r"""The memory's gradient from chunk to chunk; `gn` holds what is known ahead before, and \bar N after."""
-    like: tl.constexpr = by.dtype.element_ty
+    r"""The state's gradient from chunk to chunk; `gn` holds the output of `intra_chunk_backward`, then \bar N."""
+    like: tl.constexpr = x_solved.dtype.element_ty
     blocks: tl.constexpr = (K + BK - 1) // BK
     chunks, m = tl.cdiv(t, C), tl.program_id(0)
     i, row, col = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
@@ -81,44 +95,44 @@ def states_backward(
         if gfinal is None:
             gH = gH + (tl.zeros((BK, BV), tl.float32),)
         else:
-            gH = gH + (turned(gfinal + memory, j * BK + row, K, col, V),)
-    for back in range(chunks):
-        c = chunks - 1 - back
-        at, left = place(m, c, t, h, C)
-        mark = (m.to(tl.int64) * chunks + c) * K * V
-        gN = read(gn + at * V, i, h * V, left, col, V)
+            gH = gH + (load_transposed(gfinal + memory, j * BK + row, K, col, V),)
+    for step in range(chunks):
+        c = chunks - 1 - step
+        start, remaining = chunk_position(m, c, t, h, C)
+        checkpoint = (m.to(tl.int64) * chunks + c) * K * V
+        gN = load_tile(gn + start * V, i, h * V, remaining, col, V)
         end = 0.0
         for j in tl.static_range(blocks):
-            write(gmarks + mark, j * BK + row, V, K, col, V, gH[j])
+            store_tile(gcheckpoints + checkpoint, j * BK + row, V, K, col, V, gH[j])
             if log_alpha is not None:
-                after = read(marks + mark + (m.to(tl.int64) + 1) * K * V, j * BK + row, V, K, col, V)
-                end += tl.sum(after * gH[j])
-            gN += product(read(by + at * K, i, h * K, left, j * BK + row, K), gH[j], like)
+                H_after = load_tile(checkpoints + checkpoint + (m.to(tl.int64) + 1) * K * V, j * BK + row, V, K, col, V)
+                end += tl.sum(H_after * gH[j])
+            gN += dot_like(load_tile(x_solved + start * K, i, h * K, remaining, j * BK + row, K), gH[j], like)
         if log_alpha is not None:
-            tl.store(ends + (tl.program_id(1) * tl.num_programs(0) + m).to(tl.int64) * chunks + c, end)
-        write(gn + at * V, i, h * V, left, col, V, gN)
+            tl.store(gG_end + (tl.program_id(1) * tl.num_programs(0) + m).to(tl.int64) * chunks + c, end)
+        store_tile(gn + start * V, i, h * V, remaining, col, V, gN)
         if gv is not None:
-            write(gv + at * V, i, h * V, left, col, V, gN)
-        grown, _, last, _, _ = decay(log_alpha, at, i, h, left, C)
-        gO = read(go + at * V, i, h * V, left, col, V) * (scale * grown)[:, None]
-        gN *= grown[:, None]
-        mix = gate(lam, at, i, h, left)
-        before = ()
+            store_tile(gv + start * V, i, h * V, remaining, col, V, gN)
+        decay, _, last, _, _ = load_decays(log_alpha, start, i, h, remaining, C)
+        gO = load_tile(go + start * V, i, h * V, remaining, col, V) * (scale * decay)[:, None]
+        gN *= decay[:, None]
+        lam_i = load_gate(lam, start, i, h, remaining)
+        previous = ()
         for j in tl.static_range(blocks):
-            key = read(k + at * K, i, h * K, left, j * BK + row, K)
-            query = read(q + at * K, i, h * K, left, j * BK + row, K)
+            key = load_tile(k + start * K, i, h * K, remaining, j * BK + row, K)
+            query = load_tile(q + start * K, i, h * K, remaining, j * BK + row, K)
             x = key.to(tl.float32)
             if lam is not None:
-                x += mix[:, None] * query
-            new = gH[j] * last + fine(tl.trans(query), gO, like) - fine(tl.trans(x), gN, like)
-            before = before + (new,)
-        gH = before
+                x += lam_i[:, None] * query
+            gH_j = gH[j] * last + dot_f32(tl.trans(query), gO, like) - dot_f32(tl.trans(x), gN, like)
+            previous = previous + (gH_j,)
+        gH = previous
     for j in tl.static_range(blocks):
-        turn(gstate + memory, j * BK + row, K, col, V, gH[j])
+        store_transposed(gstate + memory, j * BK + row, K, col, V, gH[j])
 
 
 @triton.jit
-def pairs_backward(
+def scores_backward(
     log_alpha, go, errors, gn, E, F, scale, t, h,
     V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -126,93 +140,94 @@ def pairs_backward(
     like: tl.constexpr = go.dtype.element_ty
     chunks = tl.cdiv(t, C)
     m, c = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    at, left = place(m, c, t, h, C)
+    start, remaining = chunk_position(m, c, t, h, C)
     i = tl.arange(0, C)
     read_out, corrected = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     for first in range(0, V, BV):
         col = first + tl.arange(0, BV)
-        N = tl.trans(read(errors + at * V, i, h * V, left, col, V))
-        read_out += fine(read(go + at * V, i, h * V, left, col, V), N, like)
-        corrected += fine(read(gn + at * V, i, h * V, left, col, V), N, like)
-    _, _, _, high, low = decay(log_alpha, at, i, h, left, C)
-    D = between(high, low, i)
-    here = tl.program_id(0).to(tl.int64) * C * C
-    write(E + here, i, C, C, i, C, read_out * D * scale)
-    write(F + here, i, C, C, i, C, tl.where(i[:, None] > i[None, :], corrected * D, 0.0))
+        N = tl.trans(load_tile(errors + start * V, i, h * V, remaining, col, V))
+        read_out += dot_f32(load_tile(go + start * V, i, h * V, remaining, col, V), N, like)
+        corrected += dot_f32(load_tile(gn + start * V, i, h * V, remaining, col, V), N, like)
+    _, _, _, high, low = load_decays(log_alpha, start, i, h, remaining, C)
+    D = decay_matrix(high, low, i)
+    offset = tl.program_id(0).to(tl.int64) * C * C
+    store_tile(E + offset, i, C, C, i, C, read_out * D * scale)
+    store_tile(F + offset, i, C, C, i, C, tl.where(i[:, None] > i[None, :], corrected * D, 0.0))
 
 
 @triton.jit
-def gradients(
-    q, k, beta, log_alpha, lam, go, errors, marks, gn, gmarks, E, F, gq, gk, gbeta, glam, reads, scale, t, h,
+def inputs_backward(
+    q, k, beta, log_alpha, lam, go, errors, checkpoints, gn, gcheckpoints, E, F,
+    gq, gk, gbeta, glam, gG_read, scale, t, h,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """All else that takes products, for one block of keys."""
+    """Gradients of queries, keys, beta and lambda, for one block of keys."""
     like: tl.constexpr = go.dtype.element_ty
     chunks = tl.cdiv(t, C)
     m, c = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    at, left = place(m, c, t, h, C)
+    start, remaining = chunk_position(m, c, t, h, C)
     i, row = tl.arange(0, C), tl.program_id(1) * BK + tl.arange(0, BK)
-    mark = (m.to(tl.int64) * chunks + c) * K * V
+    checkpoint = (m.to(tl.int64) * chunks + c) * K * V
     gQ, gX, Y = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
     for first in range(0, V, BV):
         col = first + tl.arange(0, BV)
-        H = tl.trans(read(marks + mark + m.to(tl.int64) * K * V, row, V, K, col, V))
-        gQ += product(read(go + at * V, i, h * V, left, col, V), H, like)
-        gX += product(read(gn + at * V, i, h * V, left, col, V), H, like)
-        gH = tl.trans(read(gmarks + mark, row, V, K, col, V))
-        Y += fine(read(errors + at * V, i, h * V, left, col, V), gH, like)
-    grown, rest, _, _, _ = decay(log_alpha, at, i, h, left, C)
-    gQ *= (scale * grown)[:, None]
-    gX *= -grown[:, None]
-    Y *= rest[:, None]
-    here = tl.program_id(0).to(tl.int64) * C * C
-    for first in range(0, tl.minimum(left, C), BC):
+        H = tl.trans(load_tile(checkpoints + checkpoint + m.to(tl.int64) * K * V, row, V, K, col, V))
+        gQ += dot_like(load_tile(go + start * V, i, h * V, remaining, col, V), H, like)
+        gX += dot_like(load_tile(gn + start * V, i, h * V, remaining, col, V), H, like)
+        gH = tl.trans(load_tile(gcheckpoints + checkpoint, row, V, K, col, V))
+        Y += dot_f32(load_tile(errors + start * V, i, h * V, remaining, col, V), gH, like)
+    decay, decay_to_end, _, _, _ = load_decays(log_alpha, start, i, h, remaining, C)
+    gQ *= (scale * decay)[:, None]
+    gX *= -decay[:, None]
+    Y *= decay_to_end[:, None]
+    offset = tl.program_id(0).to(tl.int64) * C * C
+    for first in range(0, tl.minimum(remaining, C), BC):
         j = first + tl.arange(0, BC)
-        key = read(k + at * K, j, h * K, left, row, K).to(tl.float32)
-        query = read(q + at * K, j, h * K, left, row, K).to(tl.float32)
-        Y += fine(tl.trans(read(E + here, j, C, C, i, C)), query, like)
+        key = load_tile(k + start * K, j, h * K, remaining, row, K).to(tl.float32)
+        query = load_tile(q + start * K, j, h * K, remaining, row, K).to(tl.float32)
+        Y += dot_f32(tl.trans(load_tile(E + offset, j, C, C, i, C)), query, like)
         x = key
         if lam is not None:
-            x += gate(lam, at, j, h, left)[:, None] * query
-        Y -= fine(tl.trans(read(F + here, j, C, C, i, C)), x, like)
-        key *= gate(beta, at, j, h, left)[:, None]
-        gQ += fine(read(E + here, i, C, C, j, C), key, like)
-        gX -= fine(read(F + here, i, C, C, j, C), key, like)
-    part = tl.program_id(1) * (tl.num_programs(0) // chunks).to(tl.int64) * t + at
-    query = read(q + at * K, i, h * K, left, row, K)
+            x += load_gate(lam, start, j, h, remaining)[:, None] * query
+        Y -= dot_f32(tl.trans(load_tile(F + offset, j, C, C, i, C)), x, like)
+        key *= load_gate(beta, start, j, h, remaining)[:, None]
+        gQ += dot_f32(load_tile(E + offset, i, C, C, j, C), key, like)
+        gX -= dot_f32(load_tile(F + offset, i, C, C, j, C), key, like)
+    block = tl.program_id(1) * (tl.num_programs(0) // chunks).to(tl.int64) * t + start
+    query = load_tile(q + start * K, i, h * K, remaining, row, K)
     if log_alpha is not None:
-        tl.store(reads + part + i * h, tl.sum(gQ * query, 1), mask=i < left)
+        tl.store(gG_read + block + i * h, tl.sum(gQ * query, 1), mask=i < remaining)
     if lam is not None:
-        tl.store(glam + part + i * h, tl.sum(gX * query, 1), mask=i < left)
-        gQ += gate(lam, at, i, h, left)[:, None] * gX
-    write(gq + at * K, i, h * K, left, row, K, gQ)
-    key = read(k + at * K, i, h * K, left, row, K)
-    tl.store(gbeta + part + i * h, tl.sum(key * Y, 1), mask=i < left)
-    write(gk + at * K, i, h * K, left, row, K, Y * gate(beta, at, i, h, left)[:, None] + gX)
+        tl.store(glam + block + i * h, tl.sum(gX * query, 1), mask=i < remaining)
+        gQ += load_gate(lam, start, i, h, remaining)[:, None] * gX
+    store_tile(gq + start * K, i, h * K, remaining, row, K, gQ)
+    key = load_tile(k + start * K, i, h * K, remaining, row, K)
+    tl.store(gbeta + block + i * h, tl.sum(key * Y, 1), mask=i < remaining)
+    store_tile(gk + start * K, i, h * K, remaining, row, K, Y * load_gate(beta, start, i, h, remaining)[:, None] + gX)
 
 
 @triton.jit
 def decay_backward(
-    v, gn, reads, ends, galpha, t, h,
+    v, gn, gG_read, gG_end, galpha, t, h,
     V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr,
 ):  # fmt: skip
-    r"""The symmetry of decays, with \bar o_i \cdot o_i as q_i times its gradient by that, summed from the chunk's end.
+    r"""Equation (7) of `chunked.py`, with \bar o_i \cdot o_i computed as q_i \cdot \bar q_i through the read-out.
 
-    `reads` has a part for each block of keys, and `ends` for each of values.
+    `gG_read` has one term per block of keys, and `gG_end` one per block of values.
     """
     chunks = tl.cdiv(t, C)
     m, c = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    at, left = place(m, c, t, h, C)
+    start, remaining = chunk_position(m, c, t, h, C)
     i = tl.arange(0, C)
-    each = tl.zeros((C,), tl.float32)
-    for part in tl.static_range(NK):
-        each += gate(reads + part * (tl.num_programs(0) // chunks).to(tl.int64) * t, at, i, h, left)
+    gG = tl.zeros((C,), tl.float32)
+    for block in tl.static_range(NK):
+        gG += load_gate(gG_read + block * (tl.num_programs(0) // chunks).to(tl.int64) * t, start, i, h, remaining)
     for first in range(0, V, BV):
         col = first + tl.arange(0, BV)
-        value = read(v + at * V, i, h * V, left, col, V)
-        each -= tl.sum(value * read(gn + at * V, i, h * V, left, col, V), 1)
+        value = load_tile(v + start * V, i, h * V, remaining, col, V)
+        gG -= tl.sum(value * load_tile(gn + start * V, i, h * V, remaining, col, V), 1)
     end = 0.0
-    for part in tl.static_range(NV):
-        end += tl.load(ends + part * tl.num_programs(0).to(tl.int64) + tl.program_id(0))
-    each += tl.where(i == C - 1, end, 0.0)
-    tl.store(galpha + at + i * h, tl.cumsum(each, 0, reverse=True), mask=i < left)
+    for block in tl.static_range(NV):
+        end += tl.load(gG_end + block * tl.num_programs(0).to(tl.int64) + tl.program_id(0))
+    gG += tl.where(i == C - 1, end, 0.0)
+    tl.store(galpha + start + i * h, tl.cumsum(gG, 0, reverse=True), mask=i < remaining)

@@ -1,89 +1,91 @@
-r"""The delta rule forward in Triton: three kernels over chunks, and one for a few tokens. `chunked.py` has the algebra.
+r"""Triton forward kernels of the delta rule; `chunked.py` has the equations.
 
-| kernel    | a program is for              | gives                                                             |
-|-----------|-------------------------------|-------------------------------------------------------------------|
-| `inside`  | a chunk                       | T = (I + M diag(\beta))^{-1}, then T diag(e^G) X and T V           |
-| `states`  | a row, head, block of values  | N and H, from chunk to chunk, with H in registers                  |
-| `outputs` | a chunk, block of values      | O                                                                  |
-| `few`     | a row, head, block of values  | the recurrence itself, token by token                              |
+| kernel          | one program per              | computes                                                    |
+|-----------------|------------------------------|-------------------------------------------------------------|
+| `intra_chunk`   | chunk                        | T = (I + M diag(\beta))^{-1}, then T diag(e^G) X and T V     |
+| `chunk_states`  | row, head, block of values   | N and H, from chunk to chunk, with H in registers            |
+| `chunk_outputs` | chunk, block of values       | O                                                            |
+| `recurrent`     | row, head, block of values   | the recurrence, token by token, for a few tokens             |
 
-Tensors lie as [n t h ...], memories between chunks as [n h chunk k v]; `K`, `V` are widths, `B..` those of blocks.
+Tensors are [n t h ...] and states between chunks [n h chunk k v]. `K` and `V` are widths, `BK` and `BV` block widths.
 """
 
-# Triton's language is checked by its own compiler
+# Triton code is checked by Triton's own compiler
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
-# ruff: noqa: RUF005, SIM108 - Triton is not the whole of Python
+# ruff: noqa: RUF005, SIM108 - Triton supports a subset of Python
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from qkflow.ops.delta_rule.triton_parts import (
-    between,
+from qkflow.ops.delta_rule.triton_tiles import (
     cast,
-    decay,
-    fine,
-    gate,
-    inverse,
-    product,
-    read,
-    turn,
-    turned,
-    write,
+    decay_matrix,
+    dot_f32,
+    dot_like,
+    load_decays,
+    load_gate,
+    load_tile,
+    load_transposed,
+    store_tile,
+    store_transposed,
+    unit_lower_inverse,
 )
 
 
 @triton.jit
-def place(m, c, t, h, C: tl.constexpr):
-    """Where chunk c of row and head m begins, in tokens and heads, and how many tokens are left from there."""
+def chunk_position(m, c, t, h, C: tl.constexpr):
+    """Index of the first token of chunk c (m counts rows and heads), and the number of tokens from there on."""
     row, head = m // h, m % h
     return (row.to(tl.int64) * t + c * C) * h + head, t - c * C
 
 
 @triton.jit
-def inside(
-    q, k, v, beta, log_alpha, lam, by, ahead, t, h,
+def intra_chunk(
+    q, k, v, beta, log_alpha, lam, x_solved, v_solved, t, h,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """What every chunk can do without the memory before it."""
+    """The part of a chunk that does not depend on the state before it."""
     like: tl.constexpr = v.dtype.element_ty
     chunks = tl.cdiv(t, C)
     m, c = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    at, left = place(m, c, t, h, C)
+    start, remaining = chunk_position(m, c, t, h, C)
     i = tl.arange(0, C)
-    grown, _, _, high, low = decay(log_alpha, at, i, h, left, C)
-    mix = gate(lam, at, i, h, left)
+    decay, _, _, high, low = load_decays(log_alpha, start, i, h, remaining, C)
+    lam_i = load_gate(lam, start, i, h, remaining)
     M = tl.zeros((C, C), tl.float32)
     P = tl.zeros((C, C), tl.float32)
     for first in range(0, K, BK):
         col = first + tl.arange(0, BK)
-        key = read(k + at * K, i, h * K, left, col, K)
-        M += product(key, tl.trans(key), like)
+        key = load_tile(k + start * K, i, h * K, remaining, col, K)
+        M += dot_like(key, tl.trans(key), like)
         if lam is not None:
-            P += product(read(q + at * K, i, h * K, left, col, K), tl.trans(key), like)
-    if lam is not None:  # apart: their sum would have to be rounded before it could be multiplied
-        M += mix[:, None] * P
-    T = inverse(M * between(high, low, i) * gate(beta, at, i, h, left)[None, :], left, C)
-    faded = T * grown[None, :]
+            P += dot_like(load_tile(q + start * K, i, h * K, remaining, col, K), tl.trans(key), like)
+    if lam is not None:  # separate products: k + lam q would be rounded before the product
+        M += lam_i[:, None] * P
+    T = unit_lower_inverse(
+        M * decay_matrix(high, low, i) * load_gate(beta, start, i, h, remaining)[None, :], remaining, C
+    )
+    T_decayed = T * decay[None, :]
     for first in range(0, K, BK):
         col = first + tl.arange(0, BK)
-        x = read(k + at * K, i, h * K, left, col, K).to(tl.float32)
+        x = load_tile(k + start * K, i, h * K, remaining, col, K).to(tl.float32)
         if lam is not None:
-            x += mix[:, None] * read(q + at * K, i, h * K, left, col, K)
-        write(by + at * K, i, h * K, left, col, K, fine(faded, x, like))
+            x += lam_i[:, None] * load_tile(q + start * K, i, h * K, remaining, col, K)
+        store_tile(x_solved + start * K, i, h * K, remaining, col, K, dot_f32(T_decayed, x, like))
     for first in range(0, V, BV):
         col = first + tl.arange(0, BV)
-        value = read(v + at * V, i, h * V, left, col, V)
-        write(ahead + at * V, i, h * V, left, col, V, fine(T, value, like))
+        value = load_tile(v + start * V, i, h * V, remaining, col, V)
+        store_tile(v_solved + start * V, i, h * V, remaining, col, V, dot_f32(T, value, like))
 
 
 @triton.jit
-def states(
-    k, beta, log_alpha, state, by, errors, marks, final, t, h,
+def chunk_states(
+    k, beta, log_alpha, state, x_solved, errors, checkpoints, final, t, h,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """The memory from chunk to chunk; `errors` holds T V before, and N after."""
-    like: tl.constexpr = by.dtype.element_ty
+    """The state from chunk to chunk; `errors` holds T V on entry and N on return."""
+    like: tl.constexpr = x_solved.dtype.element_ty
     blocks: tl.constexpr = (K + BK - 1) // BK
     chunks, m = tl.cdiv(t, C), tl.program_id(0)
     i, row, col = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
@@ -93,78 +95,78 @@ def states(
         if state is None:
             H = H + (tl.zeros((BK, BV), tl.float32),)
         else:
-            H = H + (turned(state + memory, j * BK + row, K, col, V),)
+            H = H + (load_transposed(state + memory, j * BK + row, K, col, V),)
     for c in range(chunks):
-        at, left = place(m, c, t, h, C)
-        mark = marks + (m.to(tl.int64) * (chunks + 1) + c) * K * V
-        found = tl.zeros((C, BV), tl.float32)
+        start, remaining = chunk_position(m, c, t, h, C)
+        checkpoint = checkpoints + (m.to(tl.int64) * (chunks + 1) + c) * K * V
+        prediction = tl.zeros((C, BV), tl.float32)
         for j in tl.static_range(blocks):
-            write(mark, j * BK + row, V, K, col, V, H[j])
-            found += product(read(by + at * K, i, h * K, left, j * BK + row, K), H[j], like)
-        N = read(errors + at * V, i, h * V, left, col, V) - found
-        write(errors + at * V, i, h * V, left, col, V, N)
-        _, rest, last, _, _ = decay(log_alpha, at, i, h, left, C)
-        U = N * (gate(beta, at, i, h, left) * rest)[:, None]
+            store_tile(checkpoint, j * BK + row, V, K, col, V, H[j])
+            prediction += dot_like(load_tile(x_solved + start * K, i, h * K, remaining, j * BK + row, K), H[j], like)
+        N = load_tile(errors + start * V, i, h * V, remaining, col, V) - prediction
+        store_tile(errors + start * V, i, h * V, remaining, col, V, N)
+        _, decay_to_end, last, _, _ = load_decays(log_alpha, start, i, h, remaining, C)
+        U = N * (load_gate(beta, start, i, h, remaining) * decay_to_end)[:, None]
         after = ()
         for j in tl.static_range(blocks):
-            key = read(k + at * K, i, h * K, left, j * BK + row, K)
-            after = after + (H[j] * last + fine(tl.trans(key), U, like),)
+            key = load_tile(k + start * K, i, h * K, remaining, j * BK + row, K)
+            after = after + (H[j] * last + dot_f32(tl.trans(key), U, like),)
         H = after
-    mark = marks + (m.to(tl.int64) * (chunks + 1) + chunks) * K * V
+    checkpoint = checkpoints + (m.to(tl.int64) * (chunks + 1) + chunks) * K * V
     for j in tl.static_range(blocks):
-        write(mark, j * BK + row, V, K, col, V, H[j])
-        turn(final + memory, j * BK + row, K, col, V, H[j])
+        store_tile(checkpoint, j * BK + row, V, K, col, V, H[j])
+        store_transposed(final + memory, j * BK + row, K, col, V, H[j])
 
 
 @triton.jit
-def outputs(
-    q, k, beta, log_alpha, errors, marks, o, scale, t, h,
+def chunk_outputs(
+    q, k, beta, log_alpha, errors, checkpoints, o, scale, t, h,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """What every chunk reads: of the memory before it, and of what it writes itself."""
+    """The outputs of a chunk, from the state before it and from its own writes."""
     like: tl.constexpr = o.dtype.element_ty
     chunks = tl.cdiv(t, C)
     m, c = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    at, left = place(m, c, t, h, C)
+    start, remaining = chunk_position(m, c, t, h, C)
     i, col = tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
-    mark = marks + (m.to(tl.int64) * (chunks + 1) + c) * K * V
+    checkpoint = checkpoints + (m.to(tl.int64) * (chunks + 1) + c) * K * V
     P, past = tl.zeros((C, C), tl.float32), tl.zeros((C, BV), tl.float32)
     for first in range(0, K, BK):
         row = first + tl.arange(0, BK)
-        query = read(q + at * K, i, h * K, left, row, K)
-        P += product(query, tl.trans(read(k + at * K, i, h * K, left, row, K)), like)
-        past += product(query, read(mark, row, V, K, col, V), like)
-    grown, _, _, high, low = decay(log_alpha, at, i, h, left, C)
-    P *= between(high, low, i) * gate(beta, at, i, h, left)[None, :]
-    N = read(errors + at * V, i, h * V, left, col, V)
-    write(o + at * V, i, h * V, left, col, V, scale * (past * grown[:, None] + fine(P, N, like)))
+        query = load_tile(q + start * K, i, h * K, remaining, row, K)
+        P += dot_like(query, tl.trans(load_tile(k + start * K, i, h * K, remaining, row, K)), like)
+        past += dot_like(query, load_tile(checkpoint, row, V, K, col, V), like)
+    decay, _, _, high, low = load_decays(log_alpha, start, i, h, remaining, C)
+    P *= decay_matrix(high, low, i) * load_gate(beta, start, i, h, remaining)[None, :]
+    N = load_tile(errors + start * V, i, h * V, remaining, col, V)
+    store_tile(o + start * V, i, h * V, remaining, col, V, scale * (past * decay[:, None] + dot_f32(P, N, like)))
 
 
 @triton.jit
-def few(
+def recurrent(
     q, k, v, beta, log_alpha, lam, state, o, final, scale, t, h,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """A few tokens, one by one, from a memory in registers; `BK` is as wide as the keys."""
+    """A few tokens, one by one, with the state in registers; `BK` covers the whole key."""
     m = tl.program_id(0)
     row, col = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     memory = m.to(tl.int64) * K * V
     if state is None:
         S = tl.zeros((BV, BK), tl.float32)
     else:
-        S = read(state + memory, col, K, V, row, K)
+        S = load_tile(state + memory, col, K, V, row, K)
     for i in range(t):
-        at, _ = place(m, i, t, h, 1)
-        query = tl.load(q + at * K + row, mask=row < K, other=0.0).to(tl.float32)
-        key = tl.load(k + at * K + row, mask=row < K, other=0.0).to(tl.float32)
-        value = tl.load(v + at * V + col, mask=col < V, other=0.0).to(tl.float32)
+        start, _ = chunk_position(m, i, t, h, 1)
+        query = tl.load(q + start * K + row, mask=row < K, other=0.0).to(tl.float32)
+        key = tl.load(k + start * K + row, mask=row < K, other=0.0).to(tl.float32)
+        value = tl.load(v + start * V + col, mask=col < V, other=0.0).to(tl.float32)
         x = key
         if lam is not None:
-            x += tl.load(lam + at) * query
+            x += tl.load(lam + start) * query
         if log_alpha is not None:
-            S *= tl.exp(tl.load(log_alpha + at))
+            S *= tl.exp(tl.load(log_alpha + start))
         error = value - tl.sum(S * x[None, :], 1)
-        S += (tl.load(beta + at) * error)[:, None] * key[None, :]
+        S += (tl.load(beta + start) * error)[:, None] * key[None, :]
         read_out = scale * tl.sum(S * query[None, :], 1)
-        tl.store(o + at * V + col, cast(read_out, o.dtype.element_ty), mask=col < V)
-    write(final + memory, col, K, V, row, K, S)
+        tl.store(o + start * V + col, cast(read_out, o.dtype.element_ty), mask=col < V)
+    store_tile(final + memory, col, K, V, row, K, S)

@@ -10,7 +10,7 @@ weighted mean is the sum's nearest element; what pulls an element is the part of
 | SO(n)       | rotation matrix    | n^2            | tr(g^T h)    | polar part of m    | g skew(g^T m)        |
 
 The stream of a model holds coordinates: angles, unwrapped, or the element itself. A new group takes a class with these
-methods, and `check` tries it.
+methods, and `check_axioms` tries it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from qkflow.errors import unknown
-from qkflow.ops.groups.axioms import check
+from qkflow.ops.groups.axioms import check_axioms
 from qkflow.ops.groups.protocol import Coordinates, Elements, Group
 from qkflow.ops.groups.quaternions import SU2, Quaternions
 from qkflow.ops.groups.rotations import SO3, Rotations
@@ -34,8 +34,8 @@ __all__ = [
     "Quaternions",
     "Rotations",
     "Torus",
-    "check",
-    "group",
+    "check_axioms",
+    "find_group",
     "near_identity",
 ]
 
@@ -50,10 +50,10 @@ def near_identity(on: Group, *shape: int, spread: float) -> Coordinates:
     return on.retract(start, on.push(on.points(start), spread * torch.randn(*shape, on.dim)))
 
 
-def group(name: str) -> Group:
+def find_group(name: str) -> Group:
     """A group by name: torus, su2, so3, and so on.
 
-    >>> group("so4").size
+    >>> find_group("so4").size
     16
     """
     if name.startswith("so") and name[2:].isdecimal():

@@ -9,7 +9,7 @@ from qkflow.errors import UsageError
 from qkflow.ops.groups.protocol import Group
 
 
-def check(tried: Group) -> None:
+def check_axioms(tried: Group) -> None:
     """Refuse a group that does not keep its promises, with the first that it breaks; random elements try them."""
     missing = [name for name in _PROMISED if not hasattr(tried, name)]
     if missing:

@@ -50,7 +50,7 @@ class Torus(Embedded):
 
     def multiply(self, g: Elements, h: Elements) -> Elements:
         """The product of complex numbers."""
-        return kuramoto.turned(g, h)
+        return kuramoto.rotate_points(g, h)
 
     def turn(self, angle: Float[Tensor, "*n"]) -> Elements:
         """The whole group."""

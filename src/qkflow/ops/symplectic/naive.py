@@ -1,19 +1,21 @@
-r"""Coupled dynamics of a query and a key: the query is a position, the key its momentum, and a force acts between them.
+r"""Coupled query-key dynamics: the query is a position, the key its momentum, and a force acts on the key.
 
-    drift   q <- q + c k            kick   k <- k + c f(q)
+    drift   q <- q + c \delta k                                                  (1)
+    kick    k <- k + \delta f(q)                                                 (2)
 
-| function           | a step of size \delta                            | order | volume | symplectic if f = -\nabla V |
-|--------------------|--------------------------------------------------|-------|--------|-----------------------------|
-| `euler`            | drift and kick at once, both from the old (q, k) | 1     | no     | no                          |
-| `symplectic_euler` | drift(\delta), kick(\delta)                      | 1     | kept   | yes                         |
-| `leapfrog`         | drift(\delta/2), kick(\delta), drift(\delta/2)   | 2     | kept   | yes, and reversible         |
+| function           | one step of size \delta                  | order | keeps volume | symplectic if f = -\nabla V |
+|--------------------|------------------------------------------|-------|--------------|-----------------------------|
+| `euler`            | drift and kick, both from the old (q, k) | 1     | no           | no                          |
+| `symplectic_euler` | drift (c = 1), kick                      | 1     | yes          | yes                         |
+| `leapfrog`         | drift (c = 1/2), kick, drift (c = 1/2)   | 2     | yes          | yes, and time-reversible    |
 
-A force is any function of q alone. Two are given: `mlp_force`, a perceptron, and `potential_force`, the downhill slope
-of a potential that holds the query in. An affine coupling moves the same pair by maps with a known inverse instead:
+The force is any function of q. Two are defined here: `mlp_force`, a two-layer perceptron, and `potential_force`, the
+negative gradient of a confining potential. An affine coupling moves the pair by maps with a known inverse instead:
 
-    q' = q \odot e^{s_1(k)} + m_1(k)        k' = k \odot e^{s_2(q')} + m_2(q')
+    q' = q \odot e^{s_1(k)} + m_1(k)        k' = k \odot e^{s_2(q')} + m_2(q')    (3)
 
-Written for reading, and differentiable any number of times; `qkflow.ops.symplectic.reversible` is the fast form.
+These functions are the definition: differentiable any number of times, but slow. `reversible.py` and the C kernel
+compute the same motion and are tested against them.
 
 https://arxiv.org/abs/2604.01683
 """
@@ -38,11 +40,11 @@ Step = float | Float[Tensor, ""]
 Integrator = Literal["symplectic-euler", "leapfrog"]
 Force = Callable[[Tensor], Tensor]
 Shift = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""From one of the pair, the log-scale and the shift of the other."""
+"""Maps one of the pair to the log-scale and the shift of the other."""
 
 
 def euler(q: Point, k: Point, force: Force, dt: Step, steps: int = 1) -> tuple[Point, Point]:
-    """Both move by what they were before the step.
+    """Explicit Euler: (1) and (2) from the same (q, k).
 
     >>> q, k = euler(torch.ones(1), torch.zeros(1), force=lambda q: -q, dt=0.5, steps=2)
     >>> q.item(), k.item()
@@ -55,41 +57,41 @@ def euler(q: Point, k: Point, force: Force, dt: Step, steps: int = 1) -> tuple[P
 
 
 def symplectic_euler(q: Point, k: Point, force: Force, dt: Step, steps: int = 1) -> tuple[Point, Point]:
-    """The query drifts first, and kicks the key from where it has come to.
+    """A drift, then a kick at the new query.
 
     >>> q, k = symplectic_euler(torch.ones(1), torch.zeros(1), force=lambda q: -q, dt=0.5, steps=2)
     >>> q.item(), k.item()
     (0.75, -0.875)
     """
     _check(q, k, steps)
-    return alternate(q, k, force, dt, drifts("symplectic-euler", steps))
+    return drift_kick(q, k, force, dt, drift_coefficients("symplectic-euler", steps))
 
 
 def leapfrog(q: Point, k: Point, force: Force, dt: Step, steps: int = 1) -> tuple[Point, Point]:
-    """Half a drift, a kick, half a drift; between two steps the halves are one.
+    """Half a drift, a kick, half a drift; adjacent half drifts are merged.
 
     >>> q, k = leapfrog(torch.ones(1), torch.zeros(1), force=lambda q: -q, dt=0.5, steps=2)
     >>> q.item(), k.item()
     (0.53125, -0.875)
     """
     _check(q, k, steps)
-    return alternate(q, k, force, dt, drifts("leapfrog", steps))
+    return drift_kick(q, k, force, dt, drift_coefficients("leapfrog", steps))
 
 
-def alternate(q: Point, k: Point, force: Force, dt: Step, parts: Sequence[float]) -> tuple[Point, Point]:
-    """Drifts by those parts of `dt`, and a kick of a whole `dt` after each but the last: either scheme from above."""
-    *before, after = parts
-    for part in before:
-        if part:
-            q = q + part * dt * k
-        k = k + dt * force(q)
-    return (q + after * dt * k if after else q), k
+def drift_kick(q: Point, k: Point, force: Force, dt: Step, coefficients: Sequence[float]) -> tuple[Point, Point]:
+    """A drift for each coefficient c, and a kick after each drift but the last."""
+    *before_kick, last = coefficients
+    for c in before_kick:
+        if c:
+            q = q + c * dt * k  # (1)
+        k = k + dt * force(q)  # (2)
+    return (q + last * dt * k if last else q), k
 
 
-def drifts(integrator: Integrator, steps: int) -> tuple[float, ...]:
-    """The drifts of a scheme, in parts of a step.
+def drift_coefficients(integrator: Integrator, steps: int) -> tuple[float, ...]:
+    """The coefficients c of an integrator's drifts, including the one after the last kick.
 
-    >>> drifts("symplectic-euler", 2), drifts("leapfrog", 2)
+    >>> drift_coefficients("symplectic-euler", 2), drift_coefficients("leapfrog", 2)
     ((1.0, 1.0, 0.0), (0.5, 1.0, 0.5))
     """
     return (*(1.0,) * steps, 0.0) if integrator == "symplectic-euler" else (0.5, *(1.0,) * (steps - 1), 0.5)
@@ -98,18 +100,18 @@ def drifts(integrator: Integrator, steps: int) -> tuple[float, ...]:
 def mlp_force(
     q: Point, inner: Matrix, inner_bias: Bias, outer: Float[Tensor, "*g n m"], outer_bias: Float[Tensor, "*g n"]
 ) -> Point:
-    r"""f(q) = W_2 silu(W_1 q + b_1) + b_2: keeps volume, and is no slope of anything unless it happens to be."""
+    r"""f(q) = W_2 silu(W_1 q + b_1) + b_2. Volume-preserving, but in general not the gradient of a potential."""
     return linear(F.silu(linear(q, inner, inner_bias)), outer, outer_bias)
 
 
 def potential(q: Point, w: Matrix, b: Bias, a: Bias) -> Float[Tensor, "..."]:
     r"""V(q) = \sum_j a_j (softplus(w_j \cdot q + b_j) + softplus(-w_j \cdot q + b_j)).
 
-    With every a_j > 0 it rises in each direction that some w_j sees, so it holds the query in.
+    With a_j > 0 it increases in both directions along every w_j, so it confines the query.
     """
     z = linear(q, w)
-    far = 50.0  # where torch takes softplus(z) for z: at its own 20, double precision would notice
-    return (a * (F.softplus(z + b, threshold=far) + F.softplus(b - z, threshold=far))).sum(-1)
+    threshold = 50.0  # softplus(z) becomes z above it; the default of 20 is too low for float64
+    return (a * (F.softplus(z + b, threshold=threshold) + F.softplus(b - z, threshold=threshold))).sum(-1)
 
 
 def potential_force(q: Point, w: Matrix, b: Bias, a: Bias) -> Point:
@@ -119,12 +121,12 @@ def potential_force(q: Point, w: Matrix, b: Bias, a: Bias) -> Point:
 
 
 def energy(q: Point, k: Point, w: Matrix, b: Bias, a: Bias) -> Float[Tensor, "..."]:
-    r"""H(q, k) = |k|^2 / 2 + V(q): what the motion under the potential keeps where time is continuous."""
+    r"""H(q, k) = |k|^2 / 2 + V(q), which the continuous motion under the potential conserves."""
     return k.square().sum(-1) / 2 + potential(q, w, b, a)
 
 
 def linear(x: Point, weight: Matrix, bias: Bias | None = None) -> Point:
-    """A matrix for all heads, or one for each of them: `x` is `[... k]`, or `[... g k]` for g matrices."""
+    """A linear layer with one matrix for all heads (`x` is `[... k]`) or one per head (`x` is `[... g k]`)."""
     if weight.ndim == 2:
         return F.linear(x, weight, bias)
     y = einsum(x, weight, "... g k, g m k -> ... g m")
@@ -132,7 +134,7 @@ def linear(x: Point, weight: Matrix, bias: Bias | None = None) -> Point:
 
 
 def affine_coupling(q: Point, k: Point, layers: Sequence[tuple[Shift, Shift]]) -> tuple[Point, Point]:
-    """Each layer moves the query by what the key says, then the key by what the moved query says."""
+    """Equation (3), once per layer."""
     _check(q, k)
     for of_query, of_key in layers:
         scale, shift = of_query(k)
@@ -143,7 +145,7 @@ def affine_coupling(q: Point, k: Point, layers: Sequence[tuple[Shift, Shift]]) -
 
 
 def affine_coupling_inverse(q: Point, k: Point, layers: Sequence[tuple[Shift, Shift]]) -> tuple[Point, Point]:
-    """The pair that `affine_coupling` takes to (q, k)."""
+    """The inverse of `affine_coupling`."""
     _check(q, k)
     for of_query, of_key in reversed(layers):
         scale, shift = of_key(q)
@@ -155,6 +157,6 @@ def affine_coupling_inverse(q: Point, k: Point, layers: Sequence[tuple[Shift, Sh
 
 def _check(q: Tensor, k: Tensor, steps: int = 1) -> None:
     if q.shape != k.shape:
-        raise UsageError(f"queries and keys move in pairs: got {list(q.shape)} queries and {list(k.shape)} keys")
+        raise UsageError(f"queries and keys must have the same shape, got {list(q.shape)} and {list(k.shape)}")
     if steps < 1:
         raise UsageError(f"steps must be at least 1, got {steps}")

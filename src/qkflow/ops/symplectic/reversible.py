@@ -1,15 +1,16 @@
-r"""The integrators of `qkflow.ops.symplectic.naive`, with a hand-written backward that runs the motion backwards.
+r"""The fast form of `drift_kick` (`naive.py`), with a backward pass that reverses the motion.
 
-Drifts and kicks undo themselves (q - c k, k - f(q)), so what came before follows from what came after: backward keeps
-the final (q, k) alone, whatever the number of steps, and walks back. For one step whose drift the caller has folded
-into a projection it keeps q alone.
+Drifts and kicks are invertible (q - c \delta k, k - \delta f(q)), so the backward pass saves only the final (q, k),
+whatever the number of steps, and recomputes the states before it. If the motion has no drift, it saves only q.
 
-    z = W_1 q + b_1,   k' = k + \delta (W_2 \phi(z) + b_2)                                          (kick)
-    \bar z = \phi'(z) \odot \delta W_2^\top \bar k,   \bar q += W_1^\top \bar z,   \bar k stays
-    \bar W_1 = \bar z^\top q,   \bar b_1 = \sum \bar z,   \bar W_2 = \delta \bar k^\top \phi(z)
-    \bar b_2 = \delta \sum \bar k,   \bar \delta += \langle \bar k, W_2 \phi(z) + b_2 \rangle
-    q' = q + c \delta k                                                                             (drift)
-    \bar k += c \delta \bar q,   \bar \delta += c \langle \bar q, k \rangle
+    kick    z = W_1 q + b_1,   k' = k + \delta (W_2 \phi(z) + b_2)                                                (1)
+            \bar z = \phi'(z) \odot \delta W_2^\top \bar k,   \bar q += W_1^\top \bar z                           (2)
+            \bar W_1 = \bar z^\top q,   \bar b_1 = \sum \bar z,   \bar W_2 = \delta \bar k^\top \phi(z)            (3)
+            \bar b_2 = \delta \sum \bar k,   \bar \delta += \langle \bar k, W_2 \phi(z) + b_2 \rangle              (4)
+    drift   q' = q + c \delta k                                                                                 (5)
+            \bar k += c \delta \bar q,   \bar \delta += c \langle \bar q, k \rangle                               (6)
+
+On CPUs a C kernel does the same (`cpu.py`).
 """
 
 from __future__ import annotations
@@ -23,35 +24,39 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkflow.errors import UsageError
-from qkflow.ops import csrc
-from qkflow.ops.symplectic.cpu import Activation, Perceptron, native_backward, native_forward
+from qkflow.ops.csrc import build
+from qkflow.ops.symplectic import cpu
+from qkflow.ops.symplectic.cpu import Activation, MLPWeights
+
+__all__ = ["Activation", "MLPWeights", "drift_kick_reversible"]
 
 
-def alternate_fast(
+def drift_kick_reversible(
     q: Float[Tensor, "... k"],
     k: Float[Tensor, "... k"],
-    force: Perceptron,
+    force: MLPWeights,
     dt: Float[Tensor, ""],
-    parts: Sequence[float],
+    coefficients: Sequence[float],
     activation: Activation,
 ) -> tuple[Float[Tensor, "... k"], Float[Tensor, "... k"]]:
-    """`alternate` of `qkflow.ops.symplectic.naive` for a force that is a perceptron.
+    """`drift_kick` for the force W_2 phi(W_1 q + b_1) + b_2.
 
-    >>> import qkflow.ops.symplectic.naive as plain
+    >>> from qkflow.ops.symplectic import naive
     >>> q, k, w, b = torch.randn(5, 2), torch.randn(5, 2), torch.randn(2, 2), torch.zeros(2)
-    >>> want = plain.leapfrog(q, k, lambda q: plain.mlp_force(q, w, b, w, b), 0.1, steps=3)
-    >>> got = alternate_fast(q, k, (w, b, w, b), torch.tensor(0.1), plain.drifts("leapfrog", 3), "silu")
-    >>> all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, want))
+    >>> expected = naive.leapfrog(q, k, lambda q: naive.mlp_force(q, w, b, w, b), 0.1, steps=3)
+    >>> coefficients = naive.drift_coefficients("leapfrog", 3)
+    >>> actual = drift_kick_reversible(q, k, (w, b, w, b), torch.tensor(0.1), coefficients, "silu")
+    >>> all(torch.allclose(a, b, atol=1e-6) for a, b in zip(actual, expected))
     True
     """
     if not torch.is_grad_enabled():
-        return _forward(q, k, dt, force, tuple(parts), activation)
+        return _forward(q, k, dt, force, tuple(coefficients), activation)
     rows = q.reshape(-1, q.shape[-1]), k.reshape(-1, k.shape[-1])
-    after = _Alternate.apply(*rows, dt, *force, tuple(parts), activation)
-    return after[0].view(q.shape), after[1].view(k.shape)
+    q_out, k_out = _DriftKick.apply(*rows, dt, *force, tuple(coefficients), activation)
+    return q_out.view(q.shape), k_out.view(k.shape)
 
 
-class _Alternate(torch.autograd.Function):
+class _DriftKick(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -62,45 +67,37 @@ class _Alternate(torch.autograd.Function):
         b1: Tensor,
         w2: Tensor,
         b2: Tensor,
-        parts: tuple[float, ...],
+        coefficients: tuple[float, ...],
         activation: Activation,
     ) -> tuple[Tensor, Tensor]:
-        after = _forward(q, k, dt, (w1, b1, w2, b2), parts, activation)
-        ctx.parts, ctx.activation = parts, activation
+        q_out, k_out = _forward(q, k, dt, (w1, b1, w2, b2), coefficients, activation)
+        ctx.coefficients, ctx.activation = coefficients, activation
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(dt, w1, b1, w2, b2, after[0], after[1] if any(parts) else None)
-        return after
+        ctx.save_for_backward(dt, w1, b1, w2, b2, q_out, k_out if any(coefficients) else None)
+        return q_out, k_out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dt, w1, b1, w2, b2, q, k = ctx.saved_tensors
-        back = _backward
-        if _native(q) and (torch.compiler.is_compiling() or not torch.is_grad_enabled()):  # C cannot be differentiated
-            back = native_backward
+        use_kernel = build.supports(q) and (torch.compiler.is_compiling() or not torch.is_grad_enabled())
+        backward = cpu.backward if use_kernel else _backward  # the latter is differentiable
         gq, gk = grads
-        return *back(q, k, gq, gk, dt, (w1, b1, w2, b2), ctx.parts, ctx.activation), None, None
-
-
-def _native(q: Tensor) -> bool:
-    """Whether the kernel in C takes these rows."""
-    if not torch.compiler.is_compiling():
-        csrc.prepare()
-    return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and csrc.ready()
+        return *backward(q, k, gq, gk, dt, (w1, b1, w2, b2), ctx.coefficients, ctx.activation), None, None
 
 
 def _forward(
-    q: Tensor, k: Tensor, dt: Tensor, force: Perceptron, parts: tuple[float, ...], activation: Activation
+    q: Tensor, k: Tensor, dt: Tensor, force: MLPWeights, coefficients: tuple[float, ...], activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    if _native(q):
-        return native_forward(q, k, dt, force, parts, activation)
+    if build.supports(q):
+        return cpu.forward(q, k, dt, force, coefficients, activation)
     w1, b1, w2, b2 = force
-    *before, last = parts
-    for part in before:
-        if part:
-            q = torch.addcmul(q, k, dt, value=part)
+    *before_kick, last = coefficients
+    for c in before_kick:
+        if c:
+            q = torch.addcmul(q, k, dt, value=c)  # (5)
         z = F.linear(q, w1, b1)
         a = F.silu(z, inplace=True) if activation == "silu" else z.sigmoid_()
-        k = torch.addcmul(k, F.linear(a, w2, b2), dt)
+        k = torch.addcmul(k, F.linear(a, w2, b2), dt)  # (1)
     return (torch.addcmul(q, k, dt, value=last) if last else q), k
 
 
@@ -110,36 +107,36 @@ def _backward(
     gq: Tensor | None,
     gk: Tensor | None,
     dt: Tensor,
-    force: Perceptron,
-    parts: tuple[float, ...],
+    force: MLPWeights,
+    coefficients: tuple[float, ...],
     activation: Activation,
 ) -> tuple[Tensor, ...]:
-    (w1, b1, w2, b2), before = force, parts[:-1]
-    outer, shift = dt * w2, dt * b2
+    (w1, b1, w2, b2), n_kicks = force, len(coefficients) - 1
+    w2_dt, b2_dt = dt * w2, dt * b2
     gk = torch.zeros_like(q) if gk is None else gk
     gq = torch.zeros_like(q) if gq is None else gq
-    gdt, weights = torch.zeros_like(dt), None
-    for step in reversed(range(len(parts))):
-        if step < len(before):
+    gdt, gforce = torch.zeros_like(dt), None
+    for step in reversed(range(len(coefficients))):
+        if step < n_kicks:
             z = F.linear(q, w1, b1)
-            a, gz = _activate(z, gk @ outer, activation)
-            if k is not None and any(before[: step + 1]):  # a drift came before, and will ask for the key it saw
-                k = k - F.linear(a, outer, shift)
-            now = (gz.mT @ q, gz.sum(0), gk.mT @ a, gk.sum(0))
-            weights = now if weights is None else tuple(x + y for x, y in zip(weights, now, strict=True))
+            a, gz = _activation_backward(z, gk @ w2_dt, activation)  # (2)
+            if k is not None and any(coefficients[: step + 1]):  # a drift precedes: it needs the key before this kick
+                k = k - F.linear(a, w2_dt, b2_dt)
+            gforce_step = (gz.mT @ q, gz.sum(0), gk.mT @ a, gk.sum(0))  # (3), (4)
+            gforce = gforce_step if gforce is None else tuple(x + y for x, y in zip(gforce, gforce_step, strict=True))
             gq = torch.addmm(gq, gz, w1)
-        if (part := parts[step]) and k is not None:
-            gdt = gdt + part * torch.dot(gq.flatten(), k.flatten())
-            q, gk = torch.addcmul(q, k, dt, value=-part), torch.addcmul(gk, gq, dt, value=part)
-    if weights is None:
-        raise UsageError("a motion has at least one kick, got none")
-    gw1, gb1, gouter, gshift = weights
-    gdt = gdt + (gouter * w2).sum() + (gshift * b2).sum()
-    return gq, gk, gdt, gw1, gb1, dt * gouter, dt * gshift
+        if (c := coefficients[step]) and k is not None:
+            gdt = gdt + c * torch.dot(gq.flatten(), k.flatten())  # (6)
+            q, gk = torch.addcmul(q, k, dt, value=-c), torch.addcmul(gk, gq, dt, value=c)
+    if gforce is None:
+        raise UsageError("expected at least one kick, got none")
+    gw1, gb1, gw2_dt, gb2_dt = gforce
+    gdt = gdt + (gw2_dt * w2).sum() + (gb2_dt * b2).sum()  # (4)
+    return gq, gk, gdt, gw1, gb1, dt * gw2_dt, dt * gb2_dt
 
 
-def _activate(z: Tensor, ga: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """The activation at z, and the gradient of z from that of the activation."""
+def _activation_backward(z: Tensor, ga: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """The activation of z, and the gradient of z given that of the activation."""
     if activation == "silu":
         return F.silu(z), torch.ops.aten.silu_backward(ga, z)
     a = torch.sigmoid(z)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from qkflow.ops import csrc
+from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import BACKENDS, delta_rule
 
 Case = dict[str, Tensor]
@@ -23,8 +23,8 @@ FORMS = tuple(name for name in BACKENDS if name != "triton")
 
 
 def _able(name: str) -> str:
-    if name == "native" and csrc.fault() is not None:
-        pytest.skip(str(csrc.fault()))
+    if name == "cpu" and build.load_error() is not None:
+        pytest.skip(str(build.load_error()))
     return name
 
 
@@ -34,7 +34,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     return _able(request.param)
 
 
-@pytest.fixture(scope="session", params=[name for name in FORMS if name != "reference"])
+@pytest.fixture(scope="session", params=[name for name in FORMS if name != "naive"])
 def fast(request: pytest.FixtureRequest) -> str:
     """Every form but the one they are held to."""
     return _able(request.param)

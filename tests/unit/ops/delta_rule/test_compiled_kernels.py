@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from qkflow.ops.delta_rule.backends import triton_fault
+from qkflow.ops.delta_rule import triton_error
 
-WHOLE = ("few", "inside", "states", "outputs")
-BACK = ("inside_backward", "states_backward", "pairs_backward", "gradients", "decay_backward")
+WHOLE = ("recurrent", "intra_chunk", "chunk_states", "chunk_outputs")
+BACK = ("intra_chunk_backward", "chunk_states_backward", "scores_backward", "inputs_backward", "decay_backward")
 CORNERS = [
     *((name, 64, torch.float32, 80) for name in (*WHOLE, *BACK)),
     *((name, 64, torch.bfloat16, 90) for name in (*WHOLE, *BACK)),
@@ -23,12 +23,12 @@ CORNERS = [
     *((name, 256, torch.float32, 90) for name in WHOLE),
     *((name, 128, torch.bfloat16, 80) for name in BACK),
     *((name, 128, torch.float32, 90) for name in BACK),
-    *((name, 128, torch.float16, 90) for name in ("states", "states_backward")),  # the tightest of all
+    *((name, 128, torch.float16, 90) for name in ("chunk_states", "chunk_states_backward")),  # the tightest of all
 ]
 """What must not spill: forward at every width, backward at 64 and 128. `benchmarks/triton_matrix.py` tries them all."""
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1" or "not installed" in (triton_fault(torch.device("cpu")) or ""),
+    os.environ.get("TRITON_INTERPRET") == "1" or "not installed" in (triton_error(torch.device("cpu")) or ""),
     reason="there is no compiler of Triton's here",
 )
 
@@ -46,7 +46,7 @@ def compiler() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.mark.parametrize(("name", "width", "dtype", "target"), CORNERS)
 def test_a_kernel_fits(compiler: ProcessPoolExecutor, name: str, width: int, dtype: torch.dtype, target: int) -> None:
-    from qkflow.ops.delta_rule.triton_report import usage
+    from qkflow.ops.delta_rule.triton_resources import usage
 
     found = compiler.submit(usage, name, width, width, dtype, target).result()
     assert found.spills == 0
@@ -55,6 +55,6 @@ def test_a_kernel_fits(compiler: ProcessPoolExecutor, name: str, width: int, dty
 
 
 def test_the_kernels_named_here_are_all_there_are(compiler: ProcessPoolExecutor) -> None:
-    from qkflow.ops.delta_rule.triton_report import KERNELS, names
+    from qkflow.ops.delta_rule.triton_resources import KERNELS, names
 
     assert set(KERNELS) == {*WHOLE, *BACK} == set(compiler.submit(names).result())

@@ -29,13 +29,13 @@ def _by_place(names: list[str], backend: str, *args: Tensor) -> tuple[Tensor, Te
 def test_the_reference_can_be_differentiated_twice(bench: Any) -> None:
     given = bench.case(2, rows=1, heads=1, key=2, value=1)
     leaves = tuple(x.requires_grad_() for x in given.values())
-    assert gradgradcheck(partial(_by_place, list(given), "reference"), leaves)
+    assert gradgradcheck(partial(_by_place, list(given), "naive"), leaves)
 
 
 def test_a_fast_form_refuses_to_be_differentiated_twice(bench: Any, fast: str) -> None:
     given = {name: x.requires_grad_() for name, x in bench.case(5).items()}
     o, _ = delta_rule(**given, backend=fast)
-    with pytest.raises(NotImplementedError, match="use backend 'reference'"):
+    with pytest.raises(NotImplementedError, match="use backend 'naive'"):
         torch.autograd.grad(o.sum(), given["q"], create_graph=True)
 
 
@@ -47,11 +47,11 @@ def test_a_fast_form_refuses_forward_derivatives_and_the_reference_has_them(
     given, tangent = bench.case(5), torch.ones_like(bench.case(5)[name])
     with forward_ad.dual_level():
         dual = {**given, name: forward_ad.make_dual(given[name], tangent)}
-        if backend == "reference":
+        if backend == "naive":
             assert forward_ad.unpack_dual(delta_rule(**dual, backend=backend)[0]).tangent.abs().max() > 0
             return
         delta_rule(**given, backend=backend)
-        with pytest.raises(NotImplementedError, match="use backend 'reference'"):
+        with pytest.raises(NotImplementedError, match="use backend 'naive'"):
             delta_rule(**dual, backend=backend)
 
 

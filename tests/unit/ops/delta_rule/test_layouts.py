@@ -32,7 +32,7 @@ def separately(layout: Layout, state: Tensor | None = None, **tokens: Tensor) ->
         here, final = layout.sequences == i, before[i : i + 1]
         if here.any():
             own = {name: x[here][None] for name, x in tokens.items()}
-            part, final = delta_rule(**own, state=final, backend="reference")
+            part, final = delta_rule(**own, state=final, backend="naive")
             o = o.index_put(torch.where(here), part[0])
         finals.append(final)
     return o, torch.cat(finals)

@@ -50,7 +50,7 @@ def test_autocast_takes_no_digits(bench: Any, backend: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = bench.outcome(given, backend=backend)
     assert got["o"].dtype == torch.float32
-    bench.agree(got, bench.outcome(given, backend="reference"), within=1e-4)
+    bench.agree(got, bench.outcome(given, backend="naive"), within=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -73,17 +73,17 @@ def test_a_token_that_forgets_all_takes_no_digits_of_the_tokens_after_it(
     """Up to the strongest decay that is a finite number, as one would set it to begin anew."""
     given = bench.case(70, rho=0.95, dtype=dtype)
     given["log_alpha"][:, 5::20] = max(decay, torch.finfo(dtype).min)
-    bench.agree(bench.outcome(given, backend=fast), bench.outcome(given, backend="reference"), within=within)
+    bench.agree(bench.outcome(given, backend=fast), bench.outcome(given, backend="naive"), within=within)
 
 
 def test_many_tokens_that_forget_take_no_digits_of_the_tokens_after_them(bench: Any, fast: str) -> None:
     given = bench.case(64, rho=0.95, dtype=torch.float32)
     given["log_alpha"][:, :32] = -100.0
-    bench.agree(bench.outcome(given, backend=fast), bench.outcome(given, backend="reference"), within=5e-5)
+    bench.agree(bench.outcome(given, backend=fast), bench.outcome(given, backend="naive"), within=5e-5)
 
 
 @pytest.mark.parametrize("decay", [-1e-12, -1e-3, -3.0])
 def test_decay_of_any_strength_is_right(bench: Any, fast: str, decay: float) -> None:
     given = bench.case(70, rho=0.95)
     given["log_alpha"] = torch.full_like(given["log_alpha"], decay)
-    bench.agree(bench.outcome(given, backend=fast), bench.outcome(given, backend="reference"))
+    bench.agree(bench.outcome(given, backend=fast), bench.outcome(given, backend="naive"))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from qkflow.layout import Layout
-from qkflow.ops.delta_rule import delta_rule, operator
+from qkflow.ops.delta_rule import delta_rule, delta_rule_flops
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("quick")]
 
@@ -124,7 +124,7 @@ def test_sequences_of_a_batch_do_not_meet(bench: Any, layout: Layout) -> None:
             x[hole] = math.nan
     got = bench.outcome(given, triton, layout=layout)
     exact = {name: x.double() for name, x in given.items()}
-    bench.agree(got, bench.outcome(exact, delta_rule, layout=layout, backend="reference"), within=1e-4)
+    bench.agree(got, bench.outcome(exact, delta_rule, layout=layout, backend="naive"), within=1e-4)
     assert not got["q"][hole].any()
 
 
@@ -133,7 +133,7 @@ def test_decay_of_any_strength_takes_no_digits_of_what_follows(bench: Any, decay
     given = bench.case(37, **SINGLE, rho=0.95)
     given["log_alpha"][:, 5::20] = decay
     exact = {name: x.double() for name, x in given.items()}
-    bench.agree(bench.outcome(given, triton, chunk=32), bench.outcome(exact, backend="reference"), within=3e-5)
+    bench.agree(bench.outcome(given, triton, chunk=32), bench.outcome(exact, backend="naive"), within=3e-5)
 
 
 @pytest.mark.parametrize("strength", [0.0, 2.0])
@@ -192,7 +192,7 @@ def test_torch_counts_the_products_and_knows_the_shapes(bench: Any) -> None:
     given = bench.case(18, **SINGLE)
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         triton(**given)
-    assert counted.get_total_flops() == operator.flops(18, 1, 4, 3)
+    assert counted.get_total_flops() == delta_rule_flops(18, 1, 4, 3)
     half = bench.case(18, rows=1, heads=1, dtype=torch.bfloat16)
     for made, keep in ((given, True), (half, True), (half, False)):
         args = _operands(made)

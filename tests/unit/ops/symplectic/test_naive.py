@@ -294,5 +294,5 @@ def test_less_than_one_step_is_refused(scheme: Scheme, steps: int) -> None:
 @pytest.mark.parametrize("shape", [(4, WIDTH + 1), (5, WIDTH), (WIDTH,)])
 def test_a_query_and_a_key_of_different_shapes_are_refused(shape: tuple[int, ...]) -> None:
     for move in (*(partial(scheme, force=torch.neg, dt=0.1) for scheme in SCHEMES), naive.affine_coupling):
-        with pytest.raises(UsageError, match=rf"got \[4, {WIDTH}\] queries and \[{shape[0]}"):
+        with pytest.raises(UsageError, match=rf"got \[4, {WIDTH}\] and \[{shape[0]}"):
             move(torch.zeros(4, WIDTH), torch.zeros(shape), *([[]] if move is naive.affine_coupling else []))

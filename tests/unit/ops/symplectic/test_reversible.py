@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from qkflow.ops import csrc
-from qkflow.ops.symplectic.naive import Integrator, alternate, drifts, linear
-from qkflow.ops.symplectic.reversible import Activation, alternate_fast
+from qkflow.ops.csrc import build
+from qkflow.ops.symplectic import cpu
+from qkflow.ops.symplectic.naive import Integrator, drift_coefficients, drift_kick, linear
+from qkflow.ops.symplectic.reversible import Activation, drift_kick_reversible
 
 NAMES = ("q", "k", "dt", "w1", "b1", "w2", "b2")
 INTEGRATORS: tuple[Integrator, ...] = ("symplectic-euler", "leapfrog")
@@ -28,9 +30,9 @@ Form = Callable[[Sequence[Tensor], Parts, Activation], tuple[Tensor, Tensor]]
 def side(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Everything holds with the kernels in C and without them."""
     if request.param == "torch":
-        monkeypatch.setattr(csrc, "ready", lambda: False)
-    elif csrc.fault() is not None:
-        pytest.skip(str(csrc.fault()))
+        monkeypatch.setattr(build, "is_loaded", lambda: False)
+    elif build.load_error() is not None:
+        pytest.skip(str(build.load_error()))
     return request.param
 
 
@@ -51,17 +53,17 @@ def inputs(*rows: int, width: int = 4, hidden: int = 6, seed: int = 0, rho: floa
 def plain(args: Sequence[Tensor], parts: Parts, activation: Activation) -> tuple[Tensor, Tensor]:
     q, k, dt, w1, b1, w2, b2 = args
     act = torch.nn.functional.silu if activation == "silu" else torch.sigmoid
-    return alternate(q, k, lambda q: linear(act(linear(q, w1, b1)), w2, b2), dt, parts)
+    return drift_kick(q, k, lambda q: linear(act(linear(q, w1, b1)), w2, b2), dt, parts)
 
 
 def fast(args: Sequence[Tensor], parts: Parts, activation: Activation) -> tuple[Tensor, Tensor]:
     q, k, dt, *force = args
-    return alternate_fast(q, k, (force[0], force[1], force[2], force[3]), dt, parts, activation)
+    return drift_kick_reversible(q, k, (force[0], force[1], force[2], force[3]), dt, parts, activation)
 
 
 def cut(integrator: Integrator, steps: int, folded: bool) -> Parts:
     """The drifts; the caller has done the first one where it is folded."""
-    parts = drifts(integrator, steps)
+    parts = drift_coefficients(integrator, steps)
     return (0.0, *parts[1:]) if folded else parts
 
 
@@ -278,3 +280,30 @@ def test_one_step_after_a_folded_drift_keeps_the_query_alone() -> None:
         outputs = fast(args, (0.0, 0.0), "silu")
     assert sum(found.values()) <= 8 * (n * width + sum(x.numel() for x in args[2:]))
     del outputs
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_are_deterministic_per_thread_count(dtype: torch.dtype) -> None:
+    if error := build.load_error():
+        pytest.skip(error)
+    n, width, hidden = 1001, 24, 20
+    q, k, gq, gk = (torch.randn(n, width, dtype=dtype) for _ in range(4))
+    inner, outer = torch.randn(hidden, width, dtype=dtype) / 5, torch.randn(width, hidden, dtype=dtype) / 5
+    force = (inner, torch.randn(hidden, dtype=dtype), outer, torch.randn(width, dtype=dtype))
+    dt, coefficients = torch.tensor(0.1, dtype=dtype), drift_coefficients("leapfrog", 3)
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 2, 3):
+            torch.set_num_threads(threads)
+            moved = cpu.forward(q, k, dt, force, coefficients, "silu")
+            results.append((*moved, *cpu.backward(*moved, gq, gk, dt, force, coefficients, "silu")))
+    finally:
+        torch.set_num_threads(before)
+    one, two, again, three = results
+    assert all(torch.equal(a, b) for a, b in zip(two, again, strict=True))
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-12
+    for a, b, c in zip(one, two, three, strict=True):
+        assert_close(a, b, rtol=tolerance, atol=tolerance)
+        assert_close(a, c, rtol=tolerance, atol=tolerance)

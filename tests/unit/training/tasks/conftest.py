@@ -10,7 +10,7 @@ import pytest
 
 from qkflow.data.tasks import Instance, Task, TaskConfig
 from qkflow.models import ClassifierConfig, DecoderConfig
-from qkflow.ops import csrc
+from qkflow.ops.csrc import build
 from qkflow.training.tasks import TaskRunConfig
 
 WORDS = ("<pad>", "<ask>", *"abcdefgh", "<no>", "<yes>", "<end>")
@@ -69,7 +69,7 @@ def copies() -> Task:
 @pytest.fixture(scope="session")
 def kernels() -> None:
     """Those of the suite's own cache, which may be built already: a test's own cache is empty."""
-    csrc.prepare()
+    build.load()
 
 
 @pytest.fixture

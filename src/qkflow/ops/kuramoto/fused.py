@@ -1,0 +1,215 @@
+r"""Kuramoto attention without a t x u matrix in memory; `naive.py` defines it.
+
+Since \cos(a - b) = \cos a \cos b + \sin a \sin b, a score is a dot product of the features e^{i \theta}. With the same
+features as values, attention returns the circular mean C + i S = \sum_u A_{tu} e^{i \theta_u}. Its component along the
+circle at \theta_t is the coupling, so PyTorch's fused attention can compute it:
+
+    \sum_u A_{tu} \sin(\theta_u - \theta_t) = \cos \theta_t \, S - \sin \theta_t \, C                            (1)
+
+A phase lag \alpha rotates the mean, and a harmonic m uses the features e^{i m \theta}:
+
+    \sum_u A_{tu} \sin(\theta_u - \theta_t + \alpha)                                                              (2)
+        = \cos \alpha (\cos \theta_t \, S - \sin \theta_t \, C) + \sin \alpha (\cos \theta_t \, C + \sin \theta_t \, S)
+
+| symbol         | here     | shape     |
+|----------------|----------|-----------|
+| \theta_t       | `theta`  | `[...]`   |
+| e^{i \theta_t} | `points` | `[... 2]` |
+| C + i S        | `mean`   | `[... 2]` |
+
+`phase_increment` and `shift_points` take `theta` and its `points`. Gradients go to `theta`, which is half as large; the
+points themselves get none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkflow.errors import NotFiniteError
+from qkflow.ops.kuramoto import cpu
+
+Angles = Float[Tensor, "*n"]
+Points = Float[Tensor, "*n 2"]
+Weights = Float[Tensor, "h j"]
+
+
+def points(theta: Angles) -> Points:
+    r"""e^{i \theta} as cosine and sine.
+
+    >>> points(torch.tensor([0.0, torch.pi])).round(decimals=6).tolist()
+    [[1.0, 0.0], [-1.0, -0.0]]
+    """
+    if theta.dtype in (torch.bfloat16, torch.float16):
+        return points(theta.float()).to(theta.dtype)
+    return _Points.apply(theta) if torch.is_grad_enabled() else _cos_sin(theta)
+
+
+def tangent(points: Points, mean: Points) -> Angles:
+    """The right-hand side of (1): the component of the mean along the circle at each point.
+
+    >>> tangent(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.3, 0.4]])).tolist()
+    [0.4000000059604645]
+    """
+    if not torch.is_grad_enabled() and points.shape == mean.shape and cpu.supports(points, mean):
+        return cpu.tangent(points, mean)
+    return points[..., 0] * mean[..., 1] - points[..., 1] * mean[..., 0]
+
+
+def rotate_points(points: Points, rotation: Points) -> Points:
+    """The product of complex numbers.
+
+    >>> rotate_points(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0, 1.0]])).tolist()
+    [[-1.0, 0.0]]
+    """
+    (a, b), (c, d) = points.unbind(-1), rotation.unbind(-1)
+    return torch.stack([a * c - b * d, a * d + b * c], -1)
+
+
+def harmonics(points: Points, count: int) -> list[Points]:
+    r"""e^{i m \theta} for m = 1, ..., count.
+
+    >>> [p.round(decimals=6).tolist() for p in harmonics(torch.tensor([[0.0, 1.0]]), 2)]
+    [[[0.0, 1.0]], [[-1.0, 0.0]]]
+    """
+    result = [points]
+    while len(result) < count:
+        result.append(rotate_points(result[-1], points))
+    return result
+
+
+def phase_increment(
+    theta: Angles, points: Points, mean: Points, along: Weights, across: Weights | None = None
+) -> Angles:
+    r"""Equation (2) times a step \eta, with along = \eta \cos \alpha and across = \eta \sin \alpha (None for no lag).
+
+    >>> theta = torch.zeros(1, 1)
+    >>> phase_increment(theta, points(theta), torch.tensor([[[0.3, 0.4]]]), torch.tensor([[2.0]])).tolist()
+    [[0.800000011920929]]
+    """
+    has_full_shape = all(x is None or x.shape == points.shape[-3:-1] for x in (along, across))
+    if has_full_shape and points.shape == mean.shape and cpu.supports(points, theta, mean, along, across):
+        if torch.is_grad_enabled():
+            return _PhaseIncrement.apply(theta, points, mean, along, across)
+        return cpu.phase_increment(points, mean, along, across)
+    return _phase_increment(points, mean, along, across)
+
+
+def shift_points(
+    theta: Float[Tensor, "n t h j"],
+    points: Float[Tensor, "n t h j 2"],
+    rotation: Float[Tensor, "*n t h j 2"] | None,
+    firsts: tuple[Float[Tensor, "n 1 h j 2"] | None, ...],
+) -> tuple[Float[Tensor, "n t h j 2"], ...]:
+    """Points shifted right by one token: rotated, as keys, and with two `firsts` also unrotated, as values.
+
+    `firsts` are inserted before the first token; None inserts zeros.
+
+    >>> theta = torch.tensor([0.0, torch.pi / 2, 1.0]).view(1, 3, 1, 1)
+    >>> shift_points(theta, points(theta), None, (None,))[0].flatten(1).round(decimals=6).tolist()
+    [[0.0, 0.0, 1.0, 0.0, -0.0, 1.0]]
+    """
+    first_shape = (len(points), 1, *points.shape[2:])
+    has_full_shape = rotation is None or rotation.shape == points.shape[1:]
+    has_full_shape = has_full_shape and all(x is None or x.shape == first_shape for x in firsts)
+    if has_full_shape and cpu.supports(points, theta, rotation, *firsts):  # the kernel does not broadcast
+        first_key, first_value = (*firsts, None)[:2]
+        return _ShiftPoints.apply(theta, points, rotation, first_key, first_value, len(firsts) > 1)
+    return _shift_points(points, rotation, firsts)
+
+
+class _Points(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, theta: Tensor) -> Tensor:
+        points = _cos_sin(theta)
+        ctx.save_for_backward(points)
+        return points
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tangent(ctx.saved_tensors[0], grads[0])
+
+
+class _PhaseIncrement(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, theta: Tensor, points: Tensor, mean: Tensor, along: Tensor, across: Tensor | None) -> Tensor:
+        ctx.save_for_backward(theta, points, mean, along, across)
+        return cpu.phase_increment(points, mean, along, across)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        theta, points, mean, along, across = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            gtheta, *gothers = cpu.phase_increment_backward(grads[0], points, mean, along, across)
+            return gtheta, None, *gothers
+        result = _phase_increment(_Points.apply(theta), mean, along, across)  # for a second derivative
+        is_needed = [needs and i != 1 for i, needs in enumerate(ctx.needs_input_grad)]
+        inputs = [x for x, needed in zip(ctx.saved_tensors, is_needed, strict=True) if needed]
+        gradients = iter(torch.autograd.grad(result, inputs, grads[0], create_graph=True))
+        return tuple(next(gradients) if needed else None for needed in is_needed)
+
+
+class _ShiftPoints(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        theta: Tensor,
+        points: Tensor,
+        rotation: Tensor | None,
+        first_key: Tensor | None,
+        first_value: Tensor | None,
+        with_values: bool,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(theta, points, rotation)
+        ctx.has_first = first_key is not None, first_value is not None
+        key, value = cpu.shift_points(points, rotation, first_key, first_value, with_values)
+        return (key,) if value is None else (key, value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (theta, points, rotation), (gkey, *others) = ctx.saved_tensors, grads
+        gvalue = others[0] if others else None
+        if torch.is_grad_enabled():  # for a second derivative
+            gtheta = tangent(_Points.apply(theta), _unshift_gradients(gkey, gvalue, rotation))
+        else:
+            gtheta = cpu.shift_points_backward(gkey, gvalue, points, rotation)
+        gfirsts = [g[:, :1] if has_first else None for g, has_first in zip(grads, ctx.has_first, strict=False)]
+        return gtheta, None, None, *gfirsts, *[None] * (3 - len(gfirsts))
+
+
+# ---- the same in PyTorch operations
+
+
+def _cos_sin(theta: Tensor) -> Tensor:
+    if cpu.supports(theta):
+        points, is_finite = cpu.points(theta)
+    else:
+        points, is_finite = torch.stack([theta.cos(), theta.sin()], -1), True
+        if theta.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere the check would synchronize
+            is_finite = bool(points.isfinite().all())
+    if not is_finite:
+        raise NotFiniteError("phases must be finite, got NaN or infinite values")
+    return points
+
+
+def _phase_increment(points: Tensor, mean: Tensor, along: Tensor, across: Tensor | None) -> Tensor:
+    increment = along * (points[..., 0] * mean[..., 1] - points[..., 1] * mean[..., 0])
+    return increment if across is None else increment + across * (points * mean).sum(-1)
+
+
+def _shift_points(points: Tensor, rotation: Tensor | None, firsts: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    keys = points if rotation is None else rotate_points(points, rotation.expand_as(points))
+    starts = [torch.zeros_like(points[:, :1]) if first is None else first for first in firsts]
+    return tuple(torch.cat([first, x[:, :-1]], 1) for first, x in zip(starts, (keys, points), strict=False))
+
+
+def _unshift_gradients(gkey: Tensor, gvalue: Tensor | None, rotation: Tensor | None) -> Tensor:
+    """Gradients of the points, from those of the shifted keys and values."""
+    g = gkey[:, 1:]
+    if rotation is not None:
+        g = rotate_points(g, (rotation[..., :-1, :, :, :] * rotation.new_tensor([1.0, -1.0])).expand_as(g))
+    g = g if gvalue is None else g + gvalue[:, 1:]
+    return torch.cat([g, torch.zeros_like(gkey[:, :1])], 1)
