@@ -265,7 +265,7 @@ def test_check_prints_every_law_and_fails_if_one_is_broken(qkflow: Command) -> N
         "        return y + torch.roll(x, -1, 1), state\n",
     )
     output = qkflow("check", "mine:Peeking", "--law", "causality", "--law", "saving", exit_code=1)
-    assert "broken" in output
+    assert "failed" in output
     assert "t=2, first 1 tokens" in output
     assert "passed" in qkflow("check", "standard:window=3", "--law", "causality")
 

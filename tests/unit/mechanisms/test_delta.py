@@ -183,7 +183,7 @@ def test_a_decay_far_out_keeps_its_digits() -> None:
         ("deltanet:value_expansion=0", "value_expansion must be at least 1, got 0"),
         ("qdelta:conv=0", "conv must be from 1, for no convolution, to 64, got 0"),
         ("qdelta:conv=65", "to 64, got 65"),
-        ("qdelta:key_width=257", "at most 256 wide, got 257 for 2 heads at a width of 24: ask for more heads"),
+        ("qdelta:key_width=257", "at most 256 wide, got 257 for 2 heads at width 24: ask for more heads"),
         ("qdelta:lam=1.5", "lam must be from 0 to 1, or None to be learned, got 1.5"),
         ("qdelta:lam=0.5,lam_bias=0", "a fixed lam has no use for lam_bias"),
         ("qdelta:lam_bias=1e999", "lam_bias must be a finite number"),
@@ -198,7 +198,7 @@ def test_what_cannot_be_is_refused_in_one_line(spec: str, message: str) -> None:
 
 
 def test_heads_too_wide_for_the_rule_ask_for_more_of_them() -> None:
-    with torch.device("meta"), pytest.raises(UsageError, match="got 768 for 1 heads at a width of 1024"):
+    with torch.device("meta"), pytest.raises(UsageError, match="got 768 for 1 heads at width 1024"):
         GatedDeltaNet(1024, 1)
     with pytest.raises(UsageError, match="heads must be at least 1, got 0"):
         DeltaNet(8, 0)
