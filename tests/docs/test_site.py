@@ -20,6 +20,8 @@ BUILD_COMMAND = (sys.executable, "-m", "zensical", "build", "--clean", "--strict
 """The command of `make docs`."""
 RESOURCE_ATTRIBUTES = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src"}
 """Elements that a browser loads, with the attribute that holds the address."""
+PUBLIC_PACKAGES = ("", "circuits", "experiment", "hf", "hub", "lm_eval", "mechanisms", "models", "training")
+"""Packages whose names in `__all__` are in the reference."""
 NOT_PROSE = ("code", "math", "script", "style")
 
 Pages = dict[Path, "Page"]
@@ -145,11 +147,11 @@ def check_reference(site: Path, pages: Pages) -> None:
         if "reference" in path.parts
         for anchor in page.anchors
     }
-    for package in ("", "hf", "hub", "lm_eval"):
+    for package in PUBLIC_PACKAGES:
         source = (ROOT / "src/qkflow" / package / "__init__.py").read_text()
         (exports,) = re.findall(r"^__all__ = (\[.*?\])$", source, re.DOTALL | re.MULTILINE)
         missing = {*ast.literal_eval(exports)} - documented
-        assert not missing, f"not in the reference: {sorted(missing)}"
+        assert not missing, f"{package or 'qkflow'}: not in the reference: {sorted(missing)}"
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *SOURCES], ids=lambda page: page.name)
