@@ -106,7 +106,7 @@ def line(
 def compare(name: str, config: DecoderConfig, rounds: int) -> list[Line]:
     where = f"{name} ({config.mechanism}), {torch.get_num_threads()} threads"
     bare = Decoder(config)
-    wrapped = QKFlowForCausalLM.of(copy.deepcopy(bare), end=256)
+    wrapped = QKFlowForCausalLM.from_decoder(copy.deepcopy(bare), end=256)
     table = [line(where, "training step", training_steps(bare, wrapped), rounds, goal=GOAL, calls=1)]
     bare.eval(), wrapped.eval()
     cached = cached_steps(bare, wrapped)

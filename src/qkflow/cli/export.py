@@ -30,11 +30,11 @@ class Export:
         """Write, and say how to load it."""
         from qkflow.data.text.tokenizer_io import saved_tokenizer
         from qkflow.hub import export_run  # loads the tokenizers library, which other commands seldom need
-        from qkflow.hub.card import usage
+        from qkflow.hub.export import loading_code
 
-        export_run(self.run_folder, self.folder, shard=self.shard_size)
+        export_run(self.run_folder, self.folder, shard_size=self.shard_size)
         console = Console(soft_wrap=True, highlight=False)
         console.print(f"wrote {self.folder}. To use it (with qkflow[hf] installed):\n", markup=False)
-        for line in usage(str(self.folder), saved_tokenizer(str(self.folder))):
+        for line in loading_code(str(self.folder), saved_tokenizer(str(self.folder))):
             console.print(f"  {line}".rstrip(), markup=False)
         return 0

@@ -1,4 +1,4 @@
-"""qkflow in Hugging Face transformers: `import qkflow.hf`, and the Auto classes load and save our models.
+"""qkflow models in Hugging Face transformers. Importing this package registers them with the Auto classes.
 
 >>> import qkflow.hf
 >>> from transformers import AutoConfig, AutoModelForCausalLM
@@ -8,38 +8,35 @@
 """
 
 try:
-    import transformers  # noqa: F401
+    import transformers
 except ImportError as error:
     raise ImportError("qkflow.hf needs transformers: pip install 'qkflow[hf]'") from error
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers import PreTrainedTokenizerFast as _Fast
-
 from qkflow.hf.cache import QKFlowCache
-from qkflow.hf.causal import QKFlowForCausalLM
-from qkflow.hf.classification import QKFlowForSequenceClassification
-from qkflow.hf.config import QKFlowConfig
-from qkflow.hf.retrofit import Retrofit, load_retrofitted, retrofit, retrofitted, unfit
-from qkflow.hf.tokenizer import to_transformers
-from qkflow.hub import Folder, export_run, read_folder
+from qkflow.hf.configuration import QKFlowConfig, to_transformers
+from qkflow.hf.modeling import QKFlowForCausalLM, QKFlowForSequenceClassification
+from qkflow.hf.retrofit import RetrofitConfig, is_retrofitted, load_retrofitted, remove_retrofit, retrofit
+from qkflow.hub import ModelFolder, export_run, read_folder
 
 __all__ = [
-    "Folder",
+    "ModelFolder",
     "QKFlowCache",
     "QKFlowConfig",
     "QKFlowForCausalLM",
     "QKFlowForSequenceClassification",
-    "Retrofit",
+    "RetrofitConfig",
     "export_run",
+    "is_retrofitted",
     "load_retrofitted",
     "read_folder",
+    "remove_retrofit",
     "retrofit",
-    "retrofitted",
     "to_transformers",
-    "unfit",
 ]
 
-AutoConfig.register("qkflow", QKFlowConfig, exist_ok=True)
-AutoModelForCausalLM.register(QKFlowConfig, QKFlowForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(QKFlowConfig, QKFlowForSequenceClassification, exist_ok=True)
-AutoTokenizer.register(QKFlowConfig, fast_tokenizer_class=_Fast, exist_ok=True)
+transformers.AutoConfig.register("qkflow", QKFlowConfig, exist_ok=True)
+transformers.AutoModelForCausalLM.register(QKFlowConfig, QKFlowForCausalLM, exist_ok=True)
+transformers.AutoModelForSequenceClassification.register(QKFlowConfig, QKFlowForSequenceClassification, exist_ok=True)
+transformers.AutoTokenizer.register(
+    QKFlowConfig, fast_tokenizer_class=transformers.PreTrainedTokenizerFast, exist_ok=True
+)

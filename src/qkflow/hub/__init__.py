@@ -1,17 +1,17 @@
-"""Models as folders of the Hugging Face Hub, written and read without transformers, and never executed.
+"""Models in the folder format of the Hugging Face Hub, written and read without transformers.
 
 FOLDER/
-  config.json               the model's shape under the names that transformers uses
-  generation_config.json    which tokens begin and end a text
-  model.safetensors         the weights; in shards, with model.safetensors.index.json, where they are large
-  tokenizer.json            text to tokens, as the `tokenizers` library reads it, with tokenizer_config.json beside it
-  qkflow_tokenizer.json     the same, as qkflow reads it
-  README.md                 a model card
+  config.json               the shape of the model, under the names that transformers uses
+  generation_config.json    the special tokens
+  model.safetensors         the weights, or shards of them with model.safetensors.index.json
+  tokenizer.json            the tokenizer for the `tokenizers` library, with tokenizer_config.json
+  qkflow_tokenizer.json     the tokenizer for qkflow
+  README.md                 the model card
 
-`import qkflow.hf` teaches transformers to load it.
+Reading never executes anything in the folder. `import qkflow.hf` lets transformers load it.
 """
 
 from qkflow.hub.export import export_run
-from qkflow.hub.folder import Folder, read_folder
+from qkflow.hub.load import ModelFolder, read_folder
 
-__all__ = ["Folder", "export_run", "read_folder"]
+__all__ = ["ModelFolder", "export_run", "read_folder"]

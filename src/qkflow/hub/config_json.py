@@ -1,20 +1,26 @@
-"""config.json: a model's shape under the names that transformers and its tools look for, and back."""
+"""config.json: the shape of a model under the names that transformers uses, and the keys that may appear in it.
+
+Values are validated before transformers sees them: it would create a name for each of a billion labels, and download
+and import an `attn_implementation` from the Hub.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any, NamedTuple
+
+import torch
 
 from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError, unknown
-from qkflow.hub.allowed_keys import COMMON, refuse_odd
 from qkflow.models import ClassifierConfig, DecoderConfig
 
 MODEL_TYPE = "qkflow"
-CAUSAL = "QKFlowForCausalLM"
+CAUSAL_LM = "QKFlowForCausalLM"
 CLASSIFIER = "QKFlowForSequenceClassification"
 
-STACK = {
+_STACK_FIELDS = {
     "vocab_size": "vocabulary",
     "hidden_size": "width",
     "num_hidden_layers": "layers",
@@ -24,60 +30,152 @@ STACK = {
     "dropout": "dropout",
     "rms_norm_eps": "norm_eps",
 }
-"""Our fields by their names in config.json, of every model."""
-DECODER = {**STACK, "tie_word_embeddings": "tied"}
-CLASSIFIERS = {**STACK, "classifier_norm": "norm", "classifier_spread": "spread", "classifier_qk_start": "qk_start"}
+"""Keys of config.json and the fields of our configs that they hold."""
+_DECODER_FIELDS = {**_STACK_FIELDS, "tie_word_embeddings": "tied"}
+_CLASSIFIER_FIELDS = {
+    **_STACK_FIELDS,
+    "classifier_norm": "norm",
+    "classifier_spread": "spread",
+    "classifier_qk_start": "qk_start",
+}
+MODEL_KEYS = frozenset({*_DECODER_FIELDS, *_CLASSIFIER_FIELDS})
+CODE_KEYS = ("auto_map", "custom_pipelines")
+"""Keys that name code in the folder."""
 
-OURS = frozenset({*DECODER, *CLASSIFIERS})
-CODE = ("auto_map", "custom_pipelines")
-"""Where a config.json names code of its folder."""
+
+class _Rule(NamedTuple):
+    """What a value may be if it is not null."""
+
+    expected: str
+    accepts: Callable[[Any], bool]
 
 
-def refuse_unknown(given: Mapping[str, Any], where: str = "config.json") -> None:
-    """Raise `UsageError` for a key that a qkflow model has no use for, and for code that it would bring along.
+MAX_LABELS = 100_000
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
-    Values of keys that are not ours are held to what transformers can use; ours are checked where a model is made.
+
+def _is_small_dict(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) <= MAX_LABELS
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int
+
+
+_STRING = _Rule("a string", lambda value: isinstance(value, str | PathLike))
+_BOOL = _Rule("true or false", lambda value: isinstance(value, bool))
+_TOKEN_ID = _Rule("a token id", _is_int)
+_DTYPE = _Rule(
+    f"one of {', '.join(_DTYPES)}",
+    lambda value: isinstance(value, str | torch.dtype) and str(value).removeprefix("torch.") in _DTYPES,
+)
+
+TRANSFORMERS_KEYS: Mapping[str, _Rule] = {
+    "_name_or_path": _STRING,
+    "architectures": _Rule("a list of names", lambda value: isinstance(value, list)),
+    "attn_implementation": _Rule("'eager'", lambda value: value == "eager"),
+    "bos_token_id": _TOKEN_ID,
+    "chunk_size_feed_forward": _Rule("0", lambda value: value == 0),
+    "dtype": _DTYPE,
+    "eos_token_id": _Rule(
+        "a token id or a list of token ids",
+        lambda value: all(_is_int(token) for token in (value if isinstance(value, list) else [value])),
+    ),
+    "id2label": _Rule(
+        f"an object of label ids and names, at most {MAX_LABELS:,}",
+        lambda value: _is_small_dict(value) and all(str(key).isdecimal() for key in value),
+    ),
+    "is_decoder": _BOOL,
+    "is_encoder_decoder": _Rule("false", lambda value: value is False),
+    "label2id": _Rule(
+        f"an object of label names and ids, at most {MAX_LABELS:,}",
+        lambda value: _is_small_dict(value) and all(_is_int(label) for label in value.values()),
+    ),
+    "model_type": _STRING,
+    "name_or_path": _STRING,
+    "num_labels": _Rule(
+        f"a number of labels, at most {MAX_LABELS:,}", lambda value: _is_int(value) and 0 < value <= MAX_LABELS
+    ),
+    "output_attentions": _BOOL,
+    "output_hidden_states": _BOOL,
+    "pad_token_id": _TOKEN_ID,
+    "problem_type": _STRING,
+    "return_dict": _BOOL,
+    "tie_last_hidden_states": _BOOL,
+    "torch_dtype": _DTYPE,
+    "transformers_version": _STRING,
+    "use_cache": _BOOL,
+}
+"""Keys that transformers itself may write, none of which names a file or code."""
+
+
+def validate_keys(data: Mapping[str, Any], source: str = "config.json") -> None:
+    """Raise `UsageError` for unknown keys, keys that name code, and values that transformers cannot use.
+
+    Values of `MODEL_KEYS` are validated when the model's config is built.
+
+    >>> validate_keys({"num_labels": 10**9})
+    Traceback (most recent call last):
+    qkflow.errors.UsageError: config.json has num_labels = 1000000000: expected a number of labels, at most 100,000
     """
-    for key, value in given.items():
-        if key in CODE:
-            raise UsageError(f"{where} has {key!r}, code of its own: a qkflow model needs none, do not trust this one")
-        if key not in OURS | COMMON.keys():
-            raise unknown(f"key in {where}", key, OURS | COMMON.keys())
-        if key in COMMON:
-            refuse_odd(key, value, where)
+    for key, value in data.items():
+        if key in CODE_KEYS:
+            raise UsageError(
+                f"{source} has {key!r}, which names code to run: a qkflow model needs none, do not trust it"
+            )
+        if key not in MODEL_KEYS | TRANSFORMERS_KEYS.keys():
+            raise unknown(f"key in {source}", key, MODEL_KEYS | TRANSFORMERS_KEYS.keys())
+        if value is not None and key in TRANSFORMERS_KEYS and not TRANSFORMERS_KEYS[key].accepts(value):
+            text = repr(value)
+            text = text if len(text) <= 60 else f"{text[:60]}..."
+            raise UsageError(f"{source} has {key} = {text}: expected {TRANSFORMERS_KEYS[key].expected}")
 
 
 def decoder_config(data: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a description has.
+    """The `DecoderConfig` that a config.json describes.
 
     >>> decoder_config({"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64})
     DecoderConfig(width=32, layers=1, heads=2, hidden=64, vocabulary=257, mechanism='standard', dropout=0.0, \
 norm_eps=1e-05, tied=None)
     """
-    return _config(DecoderConfig, data, DECODER)
+    return _model_config(DecoderConfig, data, _DECODER_FIELDS)
 
 
 def classifier_config(data: Mapping[str, Any], labels: int) -> ClassifierConfig:
-    """The classifier that a description has, for so many labels; a single one, a number to predict, counts as two."""
-    own = {"classifier_norm": True, **data}
-    return _config(ClassifierConfig, own, CLASSIFIERS, classes=max(labels, 2))
+    """The `ClassifierConfig` that a config.json describes. One label (regression) is built as two classes."""
+    return _model_config(
+        ClassifierConfig, {"classifier_norm": True, **data}, _CLASSIFIER_FIELDS, classes=max(labels, 2)
+    )
 
 
-def describe(config: DecoderConfig | ClassifierConfig) -> dict[str, Any]:
-    """The part of config.json that a model's shape decides.
+def model_keys(config: DecoderConfig | ClassifierConfig) -> dict[str, Any]:
+    """The keys of config.json that describe the shape of a model.
 
-    >>> describe(DecoderConfig(width=32, layers=1, heads=2, hidden=64))["hidden_size"]
+    >>> model_keys(DecoderConfig(width=32, layers=1, heads=2, hidden=64))["hidden_size"]
     32
     """
-    names = DECODER if isinstance(config, DecoderConfig) else CLASSIFIERS
+    fields = _DECODER_FIELDS if isinstance(config, DecoderConfig) else _CLASSIFIER_FIELDS
     values = to_dict(config)
-    return {name: values[own] for name, own in names.items()}
+    return {key: values[field] for key, field in fields.items()}
 
 
-def _config(kind: Any, data: Mapping[str, Any], names: Mapping[str, str], **more: Any) -> Any:
-    values = {own: data[name] for name, own in names.items() if name in data}
-    theirs = {own: name for name, own in names.items()}
-    missing = [theirs[own] for own in ("width", "layers", "heads", "hidden") if own not in values]
-    if missing:
-        raise UsageError(f"config.json has no {missing[0]!r}: expected what `qkflow export` writes")
-    return from_dict(kind, {**values, **more}, where=" of config.json")
+def _model_config(kind: Any, data: Mapping[str, Any], fields: Mapping[str, str], **extra: Any) -> Any:
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        if key not in data:
+            raise UsageError(f"config.json has no {key!r}: expected a folder written by `qkflow export`")
+    values = {field: data[key] for key, field in fields.items() if key in data}
+    return from_dict(kind, {**values, **extra}, where=" of config.json")
+
+
+def architecture(data: Mapping[str, Any]) -> str:
+    """The model class that a config.json names: `CAUSAL_LM` (the default) or `CLASSIFIER`."""
+    names = data.get("architectures") or [CAUSAL_LM]
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in (CAUSAL_LM, CLASSIFIER):
+        raise UsageError(f"config.json has the architectures {names!r}: expected {CAUSAL_LM} or {CLASSIFIER}")
+    return names[0]
+
+
+def label_count(data: Mapping[str, Any]) -> int:
+    """The number of labels in a config.json; 2, the default of transformers, if it has none."""
+    labels = data.get("id2label")
+    return len(labels) if isinstance(labels, dict) else 2

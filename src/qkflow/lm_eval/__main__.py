@@ -1,4 +1,4 @@
-"""lm-eval's own command line, to which our models are known."""
+"""lm-eval's command line, with qkflow models registered."""
 
 from lm_eval.__main__ import cli_evaluate
 

@@ -45,6 +45,6 @@ def causal(decoder: Callable[..., Decoder]) -> Make:
     """The same for transformers, in double precision: a cache may then change nothing that is seen."""
 
     def make(mechanism: str | tuple[str, ...] = "standard", **options: Any) -> QKFlowForCausalLM:
-        return QKFlowForCausalLM.of(decoder(mechanism, **options).double(), end=256)
+        return QKFlowForCausalLM.from_decoder(decoder(mechanism, **options).double(), end=256)
 
     return make

@@ -30,7 +30,7 @@ def test_a_seed_begins_the_same_model_in_transformers_and_here(shape: Callable[.
     torch.manual_seed(5)
     ours = Decoder(config)
     torch.manual_seed(5)
-    theirs = AutoModelForCausalLM.from_config(QKFlowConfig.of(config))
+    theirs = AutoModelForCausalLM.from_config(QKFlowConfig.from_model_config(config))
     assert theirs.config.decoder_config() == config
     assert {f"model.{name}" for name in ours.state_dict()} == theirs.state_dict().keys()
     for name, tensor in ours.state_dict().items():
@@ -84,7 +84,7 @@ def test_positions_that_begin_anew_pack_texts_into_a_row(causal: Make) -> None:
     assert torch.equal(padded.logits, model(TOKENS, attention_mask=LEFT).logits)
     step = {"past_key_values": padded.past_key_values, "position_ids": torch.tensor([[3], [5]])}
     assert model(TOKENS[:, :1], **step).logits.shape == (2, 1, 257)
-    with pytest.raises(UsageError, match="none can go on"):
+    with pytest.raises(UsageError, match="cannot be cached"):
         model(row, position_ids=positions, use_cache=True)
     with pytest.raises(UsageError, match="leave them out"):
         model(TOKENS, position_ids=torch.arange(5)[None] + 1)
@@ -94,23 +94,23 @@ def test_positions_that_begin_anew_pack_texts_into_a_row(causal: Make) -> None:
 
 @pytest.mark.parametrize("mask", [[1, 0, 1, 1, 1], [0, 1, 1, 1, 0]])
 def test_a_mask_with_holes_is_refused(causal: Make, mask: list[int]) -> None:
-    with pytest.raises(UsageError, match="without holes"):
+    with pytest.raises(UsageError, match="zeros between ones"):
         causal("standard")(TOKENS, attention_mask=torch.tensor([mask, [1] * 5]))
 
 
 def test_what_cannot_be_read_is_refused_with_a_reason(causal: Make) -> None:
     model = causal("standard")
-    with pytest.raises(UsageError, match="inputs_embeds is not offered"):
+    with pytest.raises(UsageError, match="do not support inputs_embeds"):
         model(inputs_embeds=torch.zeros(1, 2, 32))
-    with pytest.raises(UsageError, match="got none"):
+    with pytest.raises(UsageError, match="got None"):
         model()
     with pytest.raises(UsageError, match=r"attention_mask must be \[2, 5\]"):
         model(TOKENS, attention_mask=torch.ones(2, 4))
     with pytest.raises(UsageError, match="ones and zeros"):
         model(TOKENS, attention_mask=torch.ones(2, 1, 5, 5))
-    with pytest.raises(UsageError, match=r"position_ids must be \[2, 5\]"):
+    with pytest.raises(UsageError, match=r"position_ids must have shape \[2, 5\]"):
         model(TOKENS, position_ids=torch.ones(2, 4))
-    with pytest.raises(UsageError, match="257 tokens for good"):
+    with pytest.raises(UsageError, match="fixed at 257 tokens"):
         model.resize_token_embeddings(300)
     assert model.resize_token_embeddings(257) is model.get_input_embeddings()
 
@@ -148,8 +148,8 @@ def test_checkpointing_changes_no_gradient(causal: Make, mechanism: str) -> None
     gradients = []
     for enabled in (False, True):
         if enabled:
-            model.gradient_checkpointing_enable()
-            assert model.is_gradient_checkpointing
+            model.activation_checkpointing_enable()
+            assert model.is_activation_checkpointing
         model.zero_grad()
         torch.manual_seed(1)
         out = model(TOKENS, attention_mask=LEFT)
@@ -163,7 +163,7 @@ def test_checkpointing_changes_no_gradient(causal: Make, mechanism: str) -> None
 
 def test_checkpointing_is_used(causal: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model = causal("standard").train()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     called = []
     inner: Any = model._gradient_checkpointing_func
     monkeypatch.setattr(model, "_gradient_checkpointing_func", lambda *args: called.append(1) or inner(*args))

@@ -99,15 +99,15 @@ def test_what_is_asked_for_comes_for_every_new_token(causal: Make) -> None:
 
 def test_what_a_state_cannot_do_is_refused_with_a_reason(causal: Make) -> None:
     model = causal("standard")
-    with pytest.raises(UsageError, match="takes tokens back"):
+    with pytest.raises(UsageError, match="removes tokens from the cache"):
         written(model, PROMPT[1:2], MASK[1:2], assistant_model=causal("standard"), do_sample=False)
-    with pytest.raises(UsageError, match="takes tokens back"):
+    with pytest.raises(UsageError, match="removes tokens from the cache"):
         written(model, PROMPT[1:2], MASK[1:2], prompt_lookup_num_tokens=2, do_sample=False)
-    with pytest.raises(UsageError, match="one cache"):
+    with pytest.raises(UsageError, match="only one cache"):
         written(model, cache_implementation="static")
     with pytest.raises(UsageError, match="got DynamicCache"):
         model(PROMPT, past_key_values=DynamicCache())
-    with pytest.raises(UsageError, match="that model only"):
+    with pytest.raises(UsageError, match="cannot be used with other models"):
         QKFlowCache().update(PROMPT, PROMPT, 0)
 
 

@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Run:
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in three shards; not to be changed."""
     place = tmp_path_factory.mktemp("exported")
-    return export_run(_run(place / "run", "standard", ByteTokenizer()), place / "folder", shard="6KB")
+    return export_run(_run(place / "run", "standard", ByteTokenizer()), place / "folder", shard_size="6KB")
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def test_a_run_keeps_every_bit_on_its_way_through_transformers_and_back(
 ) -> None:
     made = load_run(run(mechanism))
     want = made.model(TOKENS)[0]
-    export_run(made.folder, tmp_path / "out", shard=shard)
+    export_run(made.folder, tmp_path / "out", shard_size=shard)
     assert ((tmp_path / "out" / "model.safetensors.index.json").exists()) == (shard != "5GB")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(theirs) is qkflow.hf.QKFlowForCausalLM
@@ -111,7 +111,7 @@ def test_nothing_is_left_of_an_export_that_fails(run: Run, tmp_path: Path, monke
 @pytest.mark.parametrize("size", ["", "5", "GB", "0MB", "-1MB", "1.5GB", "5XB"])
 def test_a_size_that_is_none_is_refused(tmp_path: Path, size: str) -> None:
     with pytest.raises(UsageError, match="such as 500MB"):
-        export_run(tmp_path / "run", tmp_path / "out", shard=size)
+        export_run(tmp_path / "run", tmp_path / "out", shard_size=size)
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""Couplings for models that exist: put in front of their scores, taken out again, saved and loaded with them."""
+"""Couplings for existing models: install one, remove it, save and load it with the model."""
 
-from qkflow.hf.retrofit.fit import retrofit, retrofitted, unfit
-from qkflow.hf.retrofit.record import Retrofit
-from qkflow.hf.retrofit.saved import load_retrofitted
+from qkflow.hf.retrofit.install import RetrofitConfig, is_retrofitted, remove_retrofit, retrofit
+from qkflow.hf.retrofit.load import load_retrofitted
 
-__all__ = ["Retrofit", "load_retrofitted", "retrofit", "retrofitted", "unfit"]
+__all__ = ["RetrofitConfig", "is_retrofitted", "load_retrofitted", "remove_retrofit", "retrofit"]

@@ -1,13 +1,13 @@
-"""Where others' layers make their queries and keys, and how to move the two between there and everything after.
+"""Where attention layers of transformers compute their queries and keys, and how to couple the two there.
 
-| family                                               | parts                | order of what they give              |
-|------------------------------------------------------|----------------------|--------------------------------------|
-| Llama, Mistral, Qwen, Gemma, OLMo, Granite, Phi, ... | `q_proj`, `k_proj`   | heads of queries; fewer of keys      |
-| GPT-2                                                | `c_attn`             | queries, keys, values                |
-| Phi-3                                                | `qkv_proj`           | queries, then fewer keys and values  |
-| GPT-NeoX                                             | `query_key_value`    | a query, a key, a value of each head |
+| family                                               | projections        | layout of their output                |
+|------------------------------------------------------|--------------------|---------------------------------------|
+| Llama, Mistral, Qwen, Gemma, OLMo, Granite, Phi, ... | `q_proj`, `k_proj` | query heads; fewer key heads          |
+| GPT-2                                                | `c_attn`           | queries, keys, values                 |
+| Phi-3                                                | `qkv_proj`         | queries, fewer keys, fewer values     |
+| GPT-NeoX                                             | `query_key_value`  | query, key and value of head 0, 1 ... |
 
-What a layer makes of them afterwards is its own matter: norms, rotary positions, the cache, the scores.
+Everything after the projections (norms, rotary positions, cache, scores) is left to the layer.
 """
 
 from __future__ import annotations
@@ -23,108 +23,107 @@ from torch import Tensor, nn
 from qkflow.errors import UsageError
 from qkflow.mechanisms.coupling import Coupling
 
-Call = Callable[[Tensor], Tensor]
+Projection = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heads:
-    """The shape of a layer's queries and keys."""
+class HeadShape:
+    """The heads of a layer."""
 
     queries: int
-    """Heads of queries."""
+    """Query heads."""
     keys: int
-    """Heads of keys."""
+    """Key heads."""
     width: int
-    """Numbers in a head."""
+    """Head dimension."""
 
 
 class Projections(ABC):
-    """The parts of a layer that make its queries and keys."""
+    """The submodules of a layer that compute its queries and keys."""
 
-    parts: tuple[str, ...]
-    """What the layer calls them."""
-
-    @abstractmethod
-    def heads(self, layer: nn.Module) -> Heads | None:
-        """The layer's shape; None if its parts are not as expected."""
+    names: tuple[str, ...]
 
     @abstractmethod
-    def moved(self, layer: nn.Module, coupling: Coupling) -> Mapping[str, Call]:
-        """Stand-ins for the parts, good for one call of the layer: they give what the parts give, moved."""
+    def heads(self, layer: nn.Module) -> HeadShape | None:
+        """The heads of the layer; None if its submodules are not as expected."""
+
+    @abstractmethod
+    def coupled(self, layer: nn.Module, coupling: Coupling) -> Mapping[str, Projection]:
+        """Replacements for the submodules, for one call of the layer, whose queries and keys are coupled."""
 
 
 @dataclass(frozen=True)
-class Separate(Projections):
-    """A matrix for the queries and one for the keys."""
+class SeparateProjections(Projections):
+    """One matrix for the queries and one for the keys."""
 
-    parts: tuple[str, ...] = ("q_proj", "k_proj")
+    names: tuple[str, ...] = ("q_proj", "k_proj")
 
-    def heads(self, layer: nn.Module) -> Heads | None:
-        """As many heads as fit into what each part gives."""
-        width, (queries, keys) = _width(layer), (_outputs(layer, part) for part in self.parts)
+    def heads(self, layer: nn.Module) -> HeadShape | None:
+        """Divide the output of each projection by the head dimension."""
+        width, (queries, keys) = _head_width(layer), (_output_size(layer, name) for name in self.names)
         if not width or not queries or not keys or queries % width or keys % width:
             return None
-        return Heads(queries=queries // width, keys=keys // width, width=width)
+        return HeadShape(queries=queries // width, keys=keys // width, width=width)
 
-    def moved(self, layer: nn.Module, coupling: Coupling) -> Mapping[str, Call]:
-        """Whichever part is called first makes both; the other one's share waits for its call."""
-        query, key = (layer.get_submodule(part) for part in self.parts)
-        seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    def coupled(self, layer: nn.Module, coupling: Coupling) -> Mapping[str, Projection]:
+        """The projection that is called first computes both; the second call returns the rest."""
+        query, key = (layer.get_submodule(name) for name in self.names)
+        computed: list[tuple[Tensor, Tensor, Tensor]] = []
 
-        def pair(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            if not seen:
-                q, k = (part(x).unflatten(-1, (-1, coupling.width)) for part in (query, key))
-                q, k = _move(coupling, q, k)
-                seen.append((x, q.flatten(-2), k.flatten(-2)))
-            if seen[0][0] is not x:
+        def both(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            if not computed:
+                q, k = (projection(x).unflatten(-1, (-1, coupling.width)) for projection in (query, key))
+                q, k = _couple(coupling, q, k)
+                computed.append((x, q.flatten(-2), k.flatten(-2)))
+            if computed[0][0] is not x:
                 raise UsageError(
-                    f"{type(layer).__name__} made queries and keys of different tokens: only the two of one token move"
-                    " each other, so cross-attention cannot be coupled; leave that layer out (layers=[...])"
+                    f"{type(layer).__name__} computes queries and keys from different inputs: cross-attention cannot be"
+                    " coupled; leave that layer out (layers=[...])"
                 )
-            return seen[0]
+            return computed[0]
 
-        return dict(zip(self.parts, (lambda x: pair(x)[1], lambda x: pair(x)[2]), strict=True))
+        return dict(zip(self.names, (lambda x: both(x)[1], lambda x: both(x)[2]), strict=True))
 
 
 @dataclass(frozen=True)
-class Fused(Projections):
+class FusedProjections(Projections):
     """One matrix for queries, keys and values."""
 
-    parts: tuple[str, ...]
+    names: tuple[str, ...]
     order: Literal["blocks", "heads"]
-    """All queries, all keys, all values; or the three of each head in turn."""
+    """All queries, all keys, all values; or the query, key and value of each head in turn."""
 
-    def heads(self, layer: nn.Module) -> Heads | None:
-        """As many queries as the config says, and as many keys as there is room for beside as many values."""
-        width, rows = _width(layer), _outputs(layer, self.parts[0])
+    def heads(self, layer: nn.Module) -> HeadShape | None:
+        """Take the query heads from the layer's config; keys and values share the rest."""
+        width, size = _head_width(layer), _output_size(layer, self.names[0])
         queries = getattr(getattr(layer, "config", None), "num_attention_heads", None)
-        if not width or not rows or not isinstance(queries, int):
+        if not width or not size or not isinstance(queries, int):
             return None
-        keys, rest = divmod(rows - queries * width, 2 * width)
+        keys, rest = divmod(size - queries * width, 2 * width)
         if rest or keys < 1 or (self.order == "heads" and keys != queries):
             return None
-        return Heads(queries=queries, keys=keys, width=width)
+        return HeadShape(queries=queries, keys=keys, width=width)
 
-    def moved(self, layer: nn.Module, coupling: Coupling) -> Mapping[str, Call]:
-        """The part itself, and then its queries and keys moved in their places."""
-        part, blocks = layer.get_submodule(self.parts[0]), self.order == "blocks"
+    def coupled(self, layer: nn.Module, coupling: Coupling) -> Mapping[str, Projection]:
+        """Call the projection and replace the queries and keys in its output."""
+        projection, is_blocks = layer.get_submodule(self.names[0]), self.order == "blocks"
         queries, keys, width = coupling.queries, coupling.keys, coupling.width
 
-        def whole(x: Tensor) -> Tensor:
-            y = part(x)
-            if blocks:
+        def project(x: Tensor) -> Tensor:
+            y = projection(x)
+            if is_blocks:
                 q, k, v = y.unflatten(-1, (-1, width)).split([queries, keys, keys], -2)
-                q, k = _move(coupling, q, k)
+                q, k = _couple(coupling, q, k)
                 return torch.cat([q, k, v], -2).flatten(-2)
             q, k, v = y.unflatten(-1, (queries, 3, width)).unbind(-2)
-            q, k = _move(coupling, q, k)
+            q, k = _couple(coupling, q, k)
             return torch.stack([q, k, v], -2).flatten(-3)
 
-        return {self.parts[0]: whole}
+        return {self.names[0]: project}
 
 
-def _move(coupling: Coupling, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs of any leading dimensions: a coupling takes two."""
+def _couple(coupling: Coupling, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply the coupling, which takes two leading dimensions, to any number of them."""
     leading = q.shape[:-2]
     if len(leading) == 2:
         return coupling(q, k)
@@ -132,8 +131,7 @@ def _move(coupling: Coupling, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q.reshape(*leading, *q.shape[-2:]), k.reshape(*leading, *k.shape[-2:])
 
 
-_SEPARATE = Separate()
-FAMILIES: Mapping[str, Projections] = {
+LAYER_CLASSES: Mapping[str, Projections] = {
     **dict.fromkeys(
         (
             "LlamaAttention",
@@ -155,61 +153,60 @@ FAMILIES: Mapping[str, Projections] = {
             "StableLmAttention",
             "Starcoder2Attention",
         ),
-        _SEPARATE,
+        SeparateProjections(),
     ),
-    "GPT2Attention": Fused(("c_attn",), "blocks"),
-    "GPTNeoXAttention": Fused(("query_key_value",), "heads"),
-    "Phi3Attention": Fused(("qkv_proj",), "blocks"),
+    "GPT2Attention": FusedProjections(("c_attn",), "blocks"),
+    "GPTNeoXAttention": FusedProjections(("query_key_value",), "heads"),
+    "Phi3Attention": FusedProjections(("qkv_proj",), "blocks"),
 }
-"""The layers whose order of computing is known: their classes, and what makes their queries and keys."""
+"""The supported layer classes and their projections."""
+
+FoundLayer = tuple[str, nn.Module, Projections, HeadShape]
 
 
-def find_layers(model: nn.Module) -> list[tuple[str, nn.Module, Projections, Heads]]:
-    """The model's layers of self-attention, in order, with their names; a model without a known one is refused."""
-    found = list(_known(model))
-    if not found:
-        raise UsageError(f"no layer of {type(model).__name__} can be coupled: looked for {_wanted()}; {_had(model)}")
-    return found
+def find_layers(model: nn.Module) -> list[FoundLayer]:
+    """The supported self-attention layers of a model, in order, with their names. Raises `UsageError` without any."""
+    layers = list(_supported_layers(model))
+    if not layers:
+        supported: dict[tuple[str, ...], list[str]] = {}
+        for layer_class, projections in LAYER_CLASSES.items():
+            supported.setdefault(projections.names, []).append(layer_class)
+        expected = ", ".join(f"{' and '.join(names)} in {' or '.join(found)}" for names, found in supported.items())
+        raise UsageError(
+            f"no layer of {type(model).__name__} can be coupled: expected {expected}; {_attention_modules(model)}"
+        )
+    return layers
 
 
-def _known(model: nn.Module) -> Iterator[tuple[str, nn.Module, Projections, Heads]]:
+def _supported_layers(model: nn.Module) -> Iterator[FoundLayer]:
     for name, module in model.named_modules():
-        kind = next((FAMILIES[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in FAMILIES), None)
-        if kind is None or getattr(module, "is_cross_attention", False):
+        class_names = (cls.__name__ for cls in type(module).__mro__)
+        projections = next((LAYER_CLASSES[cls] for cls in class_names if cls in LAYER_CLASSES), None)
+        if projections is None or getattr(module, "is_cross_attention", False):
             continue
-        if (heads := kind.heads(module)) is not None:
-            yield name, module, kind, heads
+        if (heads := projections.heads(module)) is not None:
+            yield name, module, projections, heads
 
 
-def _wanted() -> str:
-    classes: dict[tuple[str, ...], list[str]] = {}
-    for cls, kind in FAMILIES.items():
-        classes.setdefault(kind.parts, []).append(cls)
-    return ", ".join(f"{' and '.join(parts)} in {' or '.join(some)}" for parts, some in classes.items())
-
-
-def _had(model: nn.Module) -> str:
-    """What there is that attends, a line for each class of it."""
-    kinds: dict[str, str] = {}
+def _attention_modules(model: nn.Module) -> str:
+    """Describe one module of each class whose name contains attention."""
+    modules: dict[str, str] = {}
     for name, module in model.named_modules():
-        if name and "attention" in type(module).__name__.lower():
-            children = ", ".join(child for child, _ in module.named_children()) or "nothing"
-            kinds.setdefault(type(module).__name__, f"{name}, a {type(module).__name__} of {children}")
-    return f"it has {'; '.join(kinds.values())}" if kinds else "it has nothing that is called attention"
+        class_name = type(module).__name__
+        if name and "attention" in class_name.lower():
+            children = ", ".join(child for child, _ in module.named_children()) or "no submodules"
+            modules.setdefault(class_name, f"{name} ({class_name} with {children})")
+    return f"the model has {'; '.join(modules.values())}" if modules else "the model has no module called attention"
 
 
-def _width(layer: nn.Module) -> int | None:
-    """Numbers in a head, by whichever name the layer has for it."""
-    for name in ("head_dim", "head_size"):
-        if isinstance(width := getattr(layer, name, None), int):
-            return width
-    return None
+def _head_width(layer: nn.Module) -> int | None:
+    return _first_int(layer, ("head_dim", "head_size"))
 
 
-def _outputs(layer: nn.Module, part: str) -> int | None:
-    """How many numbers a part gives for a token: linear maps call it so, GPT-2's `nf`."""
-    module = getattr(layer, part, None)
-    for name in ("out_features", "nf"):
-        if isinstance(count := getattr(module, name, None), int):
-            return count
-    return None
+def _output_size(layer: nn.Module, name: str) -> int | None:
+    return _first_int(getattr(layer, name, None), ("out_features", "nf"))  # nf: GPT-2's Conv1D
+
+
+def _first_int(module: nn.Module | None, attributes: tuple[str, ...]) -> int | None:
+    values = (getattr(module, attribute, None) for attribute in attributes)
+    return next((value for value in values if isinstance(value, int)), None)

@@ -1,27 +1,27 @@
-"""The config of our models in transformers."""
+"""The config and the tokenizer of qkflow models in transformers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+from qkflow.data import Tokenizer
 from qkflow.errors import UsageError
-from qkflow.hub.config_json import MODEL_TYPE, describe, refuse_unknown
-from qkflow.hub.config_json import classifier_config as classifier_of
-from qkflow.hub.config_json import decoder_config as decoder_of
+from qkflow.hub import config_json
+from qkflow.hub.tokenizer import to_tokenizers, tokenizer_config
 from qkflow.models import ClassifierConfig, DecoderConfig
 
 
 class QKFlowConfig(PretrainedConfig):
-    """The shape of one of our models, under the names that transformers uses; keys it does not know are refused.
+    """The shape of a qkflow model, under the names that transformers uses. Unknown keys raise `UsageError`.
 
     >>> config = QKFlowConfig(hidden_size=32, num_hidden_layers=2, intermediate_size=64, mechanism="standard+affine")
-    >>> config.decoder_config().width, QKFlowConfig.of(config.decoder_config()).mechanism
+    >>> config.decoder_config().width, QKFlowConfig.from_model_config(config.decoder_config()).mechanism
     (32, 'standard+affine')
     """
 
-    model_type = MODEL_TYPE
+    model_type = config_json.MODEL_TYPE
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     def __init__(
@@ -43,10 +43,10 @@ class QKFlowConfig(PretrainedConfig):
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
-        **common: Any,
+        **kwargs: Any,
     ) -> None:
-        tokens = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-        refuse_unknown({**common, **tokens, "use_cache": use_cache}, "the config")
+        special_tokens = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        config_json.validate_keys({**kwargs, **special_tokens, "use_cache": use_cache}, "the config")
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers
@@ -61,23 +61,34 @@ class QKFlowConfig(PretrainedConfig):
         self.use_cache = use_cache
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
         self.tie_word_embeddings = tie_word_embeddings
-        super().__init__(**common)
+        super().__init__(**kwargs)
         self.classifier_config(self.num_labels or 2)
 
     @classmethod
-    def of(cls, config: DecoderConfig | ClassifierConfig, *, end: int | None = None) -> QKFlowConfig:
-        """The same shape for transformers; `end` is the token that begins, ends and pads a text."""
-        options = describe(config)
+    def from_model_config(cls, config: DecoderConfig | ClassifierConfig, *, end: int | None = None) -> QKFlowConfig:
+        """The same shape for transformers; `end` becomes the BOS, EOS and padding token."""
+        options = config_json.model_keys(config)
         if isinstance(config, ClassifierConfig):
             options["num_labels"] = config.classes
         return cls(**options, bos_token_id=end, eos_token_id=end, pad_token_id=end)
 
     def decoder_config(self) -> DecoderConfig:
         """The language model that this config describes."""
-        return decoder_of(vars(self))
+        return config_json.decoder_config(vars(self))
 
     def classifier_config(self, labels: int) -> ClassifierConfig:
         """The classifier that this config describes."""
         if labels < 1:
-            raise UsageError(f"a classifier has at least one label, got {labels}")
-        return classifier_of(vars(self), labels)
+            raise UsageError(f"a classifier needs at least one label, got {labels}")
+        return config_json.classifier_config(vars(self), labels)
+
+
+def to_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """Convert a tokenizer to transformers. The end-of-document token is the BOS, EOS and padding token.
+
+    >>> from qkflow.data import ByteTokenizer
+    >>> to_transformers(ByteTokenizer())("hi", return_tensors="np").input_ids.tolist()
+    [[104, 105]]
+    """
+    options = {key: value for key, value in tokenizer_config(tokenizer).items() if key != "tokenizer_class"}
+    return PreTrainedTokenizerFast(tokenizer_object=to_tokenizers(tokenizer), **options)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from qkflow.data import ByteTokenizer, Tokenizer, WordTokenizer
 from qkflow.data.text.tokenizer_io import find_tokenizer
 from qkflow.data.text.tokenizers import train_bpe
-from qkflow.hub.tokens import END, library_tokenizer, write_tokenizer
+from qkflow.hub.tokenizer import END, to_tokenizers, write_tokenizer
 
 WORDS = WordTokenizer(["one", "two", "three", "."])
 TEXT = "The naïve fox jumps over 42 lazy dogs; 漢字 and 🦊! "
@@ -76,6 +76,6 @@ def test_what_transformers_saves_is_read_as_ours_again(
 
 def test_a_word_named_as_the_end_keeps_its_name() -> None:
     odd = WordTokenizer([END, "x"])
-    assert library_tokenizer(odd).encode("x").ids == [1]
-    assert library_tokenizer(odd).token_to_id(END) == 0
-    assert library_tokenizer(odd).token_to_id(f"<{END}>") == odd.end
+    assert to_tokenizers(odd).encode("x").ids == [1]
+    assert to_tokenizers(odd).token_to_id(END) == 0
+    assert to_tokenizers(odd).token_to_id(f"<{END}>") == odd.end

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from qkflow.circuits import circuit_groups
 from qkflow.errors import CheckpointError, UsageError
-from qkflow.hf.retrofit import load_retrofitted, retrofit, retrofitted, unfit
+from qkflow.hf.retrofit import is_retrofitted, load_retrofitted, remove_retrofit, retrofit
 from qkflow.mechanisms.coupling import CouplingConfig
 
 transformers = pytest.importorskip("transformers")
@@ -33,7 +33,7 @@ def test_a_folder_gives_the_model_back(others: Any, kind: str, tmp_path: Path) -
     assert_close(loaded(others.tokens()).logits, model(others.tokens()).logits, rtol=0, atol=0)
     loaded.save_pretrained(tmp_path / "again")
     assert load_retrofitted(tmp_path / "again", dtype=torch.float32, attention="eager").dtype == torch.float32
-    assert not retrofitted(unfit(loaded))
+    assert not is_retrofitted(remove_retrofit(loaded))
 
 
 def test_another_head_on_the_same_stack_is_loaded_as_what_it_is(others: Any, tmp_path: Path) -> None:
@@ -104,37 +104,37 @@ def _outside(folder: Path) -> None:
     ("change", "why"),
     [
         (_config(qkflow_retrofit=None), "saved without a coupling"),
-        (_config(qkflow_retrofit="__import__"), "expected a table"),
+        (_config(qkflow_retrofit="__import__"), "expected an object"),
         (_record(code="x"), "unknown config key in 'qkflow_retrofit' 'code'"),
         (_record(coupling={"dynamics": "affine", "code": "x"}), "unknown config key in 'coupling' 'code'"),
-        (_record(layers=[5]), "give some of its 2"),
+        (_record(layers=[5]), "some of its 2"),
         (_record(layers=[0]), r"unexpected: model.layers.1.self_attn.coupling"),
         (_record(coupling={"dynamics": "affine", "hidden": 3}), r"mismatched: .*coupling.*\[3, 4\]"),
         (_config(hidden_size=32), "mismatched"),
         (_config(num_attention_heads="many"), "cannot be loaded as LlamaForCausalLM"),
         (_config(architectures=["os"]), "expected a model of transformers"),
         (_config(architectures=["GPT2LMHeadModel"]), "unknown model_type for GPT2LMHeadModel 'llama'"),
-        (_config(attn_implementation="someone/kernel"), "asks for attn_implementation 'someone/kernel'"),
-        (_config(quantization_config={"quant_method": "x"}), "quantised weights are not read"),
+        (_config(attn_implementation="someone/kernel"), "has attn_implementation 'someone/kernel'"),
+        (_config(quantization_config={"quant_method": "x"}), "quantised weights are not supported"),
         (
             lambda folder: (folder / "adapter_config.json").write_text("{}"),
-            "has adapter_config.json, which would be loaded in place of its weights",
+            "has adapter_config.json, which would be loaded instead of its weights",
         ),
         (lambda folder: (folder / "config.json").write_text("[" * 10_000), "cannot be read as JSON"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "holds list, expected a table of names and values"),
-        (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "contains a list: expected a JSON object"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
         (_pickled, "safetensors only"),
-        (_cut, "cannot be read as safetensors"),
+        (_cut, "not a safetensors file"),
         (_missing, r"missing: .*coupling"),
         (_linked, "leads out of its folder"),
-        (_config(auto_map={"AutoModelForCausalLM": "evil.Model"}), "'auto_map', code of its own"),
-        (_config(num_hidden_layers=10**9), "asks for 1,000,000,000 layers"),
-        (lambda folder: (folder / "custom_generate").mkdir(), "'custom_generate', code of its own"),
+        (_config(auto_map={"AutoModelForCausalLM": "evil.Model"}), "'auto_map', which names code"),
+        (_config(num_hidden_layers=10**9), "requires 1,000,000,000 layers"),
+        (lambda folder: (folder / "custom_generate").mkdir(), "'custom_generate', which is code"),
         (
             lambda folder: (folder / "shard-00001-model-00001-of-00001.safetensors").write_text("?"),
-            "which would be loaded in place of its weights",
+            "which would be loaded instead of its weights",
         ),
-        (_outside, r"names the file '../elsewhere/model.safetensors', which lies outside of it"),
+        (_outside, r"refers to the file '../elsewhere/model.safetensors', which is outside the folder"),
     ],
 )
 def test_any_other_folder_is_refused_on_one_line(others: Any, tmp_path: Path, change: Change, why: str) -> None:

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from qkflow.circuits import circuit_groups
 from qkflow.errors import UsageError
-from qkflow.hf.retrofit import retrofit, retrofitted, unfit
+from qkflow.hf.retrofit import is_retrofitted, remove_retrofit, retrofit
 from qkflow.mechanisms.coupling import DYNAMICS, CouplingConfig
 
 transformers = pytest.importorskip("transformers")
@@ -36,7 +36,7 @@ def test_at_first_no_output_changes_at_all(others: Any, kind: str) -> None:
             assert retrofit(model, coupling) is model
             assert_close(model(tokens).logits, before, rtol=0, atol=0)
             assert {p.dtype for name, p in model.named_parameters() if ".coupling." in name} == {dtype}
-            unfit(model)
+            remove_retrofit(model)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *MORE])
@@ -96,7 +96,7 @@ def test_after_training_the_cache_changes_nothing_and_the_future_nothing_before_
     others: Any, kind: str, attention: str
 ) -> None:
     model, tokens = _trained(others, kind, attn_implementation=attention), others.tokens()
-    assert (model(tokens).logits - unfit(copy.deepcopy(model))(tokens).logits).abs().max() > 1e-4
+    assert (model(tokens).logits - remove_retrofit(copy.deepcopy(model))(tokens).logits).abs().max() > 1e-4
     whole, cache, pieces = model(tokens).logits, None, []
     for piece in tokens.split([4, 1, 2, 2], 1):
         out = model(piece, past_key_values=cache, use_cache=True)
@@ -138,7 +138,7 @@ def _generated(model: Any, prompts: torch.Tensor, **options: Any) -> list[list[i
 def test_recomputing_gives_the_same_gradients_and_every_parameter_gets_one(others: Any, kind: str) -> None:
     tokens = others.tokens()
     kept, again = (others.far(retrofit(others(kind, dtype=torch.float64))).train() for _ in range(2))
-    again.gradient_checkpointing_enable()
+    again.activation_checkpointing_enable()
     for model in (kept, again):
         for module in model.modules():
             if isinstance(module, nn.Dropout):
@@ -179,11 +179,11 @@ def test_unfit_gives_the_original_back_to_the_bit(others: Any, kind: str) -> Non
     original, classes = copy.deepcopy(model.state_dict()), [type(module) for module in model.modules()]
     before, config = model(tokens).logits, model.config.to_dict()
     others.far(retrofit(model))
-    assert retrofitted(model)
+    assert is_retrofitted(model)
     assert (model(tokens).logits - before).abs().max() > 1e-3
     assert {name for name in model.state_dict() if ".coupling." not in name} == original.keys()
-    assert unfit(model) is model
-    assert not retrofitted(model)
+    assert remove_retrofit(model) is model
+    assert not is_retrofitted(model)
     assert_close(dict(model.state_dict()), dict(original), rtol=0, atol=0)
     assert [type(module) for module in model.modules()] == classes
     assert_close(model(tokens).logits, before, rtol=0, atol=0)
@@ -243,7 +243,7 @@ def test_a_coupled_model_is_one_graph(others: Any, kind: str) -> None:
 def test_a_coupling_that_would_change_the_model_or_never_move_is_refused(others: Any) -> None:
     model = others("llama")
     for config, why in (
-        (CouplingConfig(), "would change the model before it is trained: give dt=0.0"),
+        (CouplingConfig(), "would change the untrained model: give dt=0.0"),
         (CouplingConfig(dynamics="euler", dt=-0.1), "dt=-0.1 would change"),
         (CouplingConfig(dynamics="uncoupled", dt=0.0), "no gradient"),
         (CouplingConfig(dynamics="affine", sharing="layers"), "sharing='heads'"),
@@ -251,20 +251,20 @@ def test_a_coupling_that_would_change_the_model_or_never_move_is_refused(others:
     ):
         with pytest.raises(UsageError, match=why):
             retrofit(model, config)
-    assert not retrofitted(model)
+    assert not is_retrofitted(model)
 
 
 def test_what_cannot_be_fitted_is_said(others: Any) -> None:
     model = others("llama")
     for layers in ([], [2], [-1, 0]):
-        with pytest.raises(UsageError, match="give some of its 2, from 0 to 1"):
+        with pytest.raises(UsageError, match="some of its 2 attention layers, from 0 to 1"):
             retrofit(model, layers=layers)
-    with pytest.raises(UsageError, match="no coupling to take out"):
-        unfit(model)
-    with pytest.raises(UsageError, match="has a coupling already"):
+    with pytest.raises(UsageError, match="no coupling to remove"):
+        remove_retrofit(model)
+    with pytest.raises(UsageError, match="already has a coupling"):
         retrofit(retrofit(model))
-    with torch.device("meta"), pytest.raises(UsageError, match="no weights yet"):
-        retrofit(transformers.LlamaForCausalLM(model.config.__class__(**unfit(model).config.to_dict())))
+    with torch.device("meta"), pytest.raises(UsageError, match="meta device"):
+        retrofit(transformers.LlamaForCausalLM(model.config.__class__(**remove_retrofit(model).config.to_dict())))
     model.model.layers[1].self_attn.forward = model.model.layers[1].self_attn.forward
     with pytest.raises(UsageError, match=r"layers\.1\.self_attn has a forward that is not of its class"):
         retrofit(model)
@@ -279,15 +279,15 @@ def test_a_model_of_another_layout_hears_what_was_looked_for_and_what_it_has() -
     with pytest.raises(UsageError) as caught:
         retrofit(bert)
     message = str(caught.value)
-    assert "no layer of BertModel can be coupled: looked for q_proj and k_proj in LlamaAttention or" in message
+    assert "no layer of BertModel can be coupled: expected q_proj and k_proj in LlamaAttention or" in message
     assert "c_attn in GPT2Attention, query_key_value in GPTNeoXAttention, qkv_proj in Phi3Attention" in message
-    assert "a BertSelfAttention of query, key, value" in message
+    assert "BertSelfAttention with query, key, value" in message
     assert "\n" not in message
 
 
 def test_queries_of_one_text_and_keys_of_another_are_refused(others: Any) -> None:
     layer = retrofit(others("llama")).model.layers[0].self_attn
-    parts = type(layer).kind.moved(layer, layer.coupling)
+    parts = type(layer).projections.coupled(layer, layer.coupling)
     x = torch.randn(1, 3, 16)
     assert parts["k_proj"](x).shape == (1, 3, 8)
     with pytest.raises(UsageError, match="cross-attention cannot be coupled"):

@@ -11,28 +11,27 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qkflow.errors import UsageError
 from qkflow.hf import QKFlowConfig, QKFlowForCausalLM
-from qkflow.hub.allowed_keys import COMMON
-from qkflow.hub.config_json import OURS
+from qkflow.hub.config_json import MODEL_KEYS, TRANSFORMERS_KEYS
 from qkflow.models import ClassifierConfig, DecoderConfig
 
 HYBRID = DecoderConfig(width=32, layers=2, heads=2, hidden=8, mechanism=("standard", "qdelta"), tied=False, dropout=0.1)
 
 
 def test_a_config_goes_to_a_folder_and_comes_back(tmp_path: Path) -> None:
-    config = QKFlowConfig.of(HYBRID, end=256)
+    config = QKFlowConfig.from_model_config(HYBRID, end=256)
     config.save_pretrained(tmp_path)
     again = AutoConfig.from_pretrained(tmp_path)
     assert isinstance(again, QKFlowConfig)
     assert again.decoder_config() == HYBRID
     assert (again.bos_token_id, again.eos_token_id, again.pad_token_id) == (256, 256, 256)
-    assert again.to_dict().keys() <= OURS | COMMON.keys()
+    assert again.to_dict().keys() <= MODEL_KEYS | TRANSFORMERS_KEYS.keys()
     named = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 257}
     assert {name: getattr(again, name) for name in named} == named
 
 
 def test_a_classifiers_config_keeps_its_labels() -> None:
     config = ClassifierConfig(width=16, layers=1, heads=2, classes=5, vocabulary=40, spread=0.5, qk_start=0.1)
-    made = QKFlowConfig.of(config)
+    made = QKFlowConfig.from_model_config(config)
     assert made.num_labels == 5
     assert made.classifier_config(5) == config
 
@@ -41,7 +40,7 @@ def test_a_classifiers_config_keeps_its_labels() -> None:
     ("given", "said"),
     [
         ({"hiden_size": 3}, "did you mean 'hidden_size'"),
-        ({"auto_map": {}}, "code of its own"),
+        ({"auto_map": {}}, "names code to run"),
         ({"num_hidden_layers": 0}, "layers must be at least 1"),
         ({"mechanism": ["standard"]}, "one a layer"),
     ],
@@ -57,7 +56,7 @@ def test_a_classifier_needs_a_label() -> None:
 
 
 def test_options_given_on_loading_change_the_config_but_not_the_weights(tmp_path: Path) -> None:
-    model = QKFlowForCausalLM(QKFlowConfig.of(HYBRID))
+    model = QKFlowForCausalLM(QKFlowConfig.from_model_config(HYBRID))
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dropout=0.3, dtype=torch.bfloat16)
     assert again.model.config.dropout == 0.3
