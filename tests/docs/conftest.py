@@ -25,7 +25,7 @@ from torch.distributed.run import get_args_parser
 
 from qkflow import cli
 from qkflow.cli.compare import count, split_arms
-from qkflow.cli.options import RATES, numbers, seconds
+from qkflow.cli.options import parse_duration, parse_numbers
 from qkflow.data import NAMES, from_spec, is_task
 from qkflow.experiment.arm import parse_arm
 from qkflow.laws import LAWS
@@ -159,15 +159,15 @@ def _factory(text: str) -> None:
 
 VALUE_PARSERS: dict[str, Callable[[Any], object]] = {
     "arms": lambda text: [mechanism(parse_arm(arm)[0]) for arm in split_arms(text)],
-    "budget": seconds,
+    "budget": parse_duration,
     "config": lambda path: (ROOT / path).read_text(),
     "corpus": _corpus,
     "factory": _factory,
     "law": lambda names: [LAWS[name] for name in names],
     "mechanism": lambda text: mechanism(parse_arm(text)[0]),
     "name": recipe,
-    "rates": lambda text: numbers(text, RATES),
-    "ratios": lambda text: numbers(text, ("", "")),
+    "rates": lambda text: parse_numbers(text, "--rates", "1e-3,3e-3"),
+    "ratios": lambda text: parse_numbers(text, "", ""),
     "size": size,
     "train_tokens": count,
 }

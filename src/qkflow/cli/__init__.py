@@ -1,4 +1,4 @@
-"""The command line: one file a command, each a dataclass whose fields are its flags."""
+"""The command line. Each command is a dataclass in its own module; its fields are the flags."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COMMANDS = {
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code: 0 done, 1 failed, 2 something the user gave cannot be used, 130 stopped."""
+    """Run a command. Returns the exit code: 0 success, 1 failure, 2 usage error, 128 + n stopped by signal n."""
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         command = tyro.extras.subcommand_cli_from_dict(
@@ -53,12 +53,12 @@ def main(args: Sequence[str] | None = None) -> int:
         reason = error.strerror if isinstance(error, DiskError) else error
         errors.print(f"qkflow: {reason}", style="red", markup=False)
         return 1
-    except Interrupted as stopped:
-        errors.print(f"qkflow: {stopped}", style="yellow", markup=False)
-        return 128 + stopped.signal
+    except Interrupted as interrupt:
+        errors.print(f"qkflow: {interrupt}", style="yellow", markup=False)
+        return 128 + interrupt.signal
     except KeyboardInterrupt:
-        errors.print("qkflow: stopped", style="yellow")
+        errors.print("qkflow: interrupted", style="yellow")
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of a pipe has seen enough; the interpreter must not flush into it at exit
+    except BrokenPipeError:  # keep the interpreter from flushing into the closed pipe at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qkflow.cli.check_kernels import try_kernels
+from qkflow.cli.check_kernels import check_kernels
 from qkflow.cli.options import flag
 from qkflow.errors import UsageError, unknown
 from qkflow.laws import LAWS, check
@@ -24,10 +24,11 @@ _STYLES = {"passed": "green", "failed": "red", "skipped": "yellow"}
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Try a mechanism, yours or ours, on every law: causality, cache, padding, packing, compilation and so on.
+    """Check a mechanism, ours or yours, against every law.
 
-    A broken law comes with the smallest case that breaks it, and the exit code is 1. With --kernels: what runs on this
-    machine, how it was built, and how far it is from its reference; the exit code is 1 if it is too far.
+    The laws are causality, caching, padding, packing, compilation and more. A failed law is reported with the smallest
+    failing case. With --kernels, print which kernels run on this machine, how they were built, and their error against
+    the reference. The exit code is 1 if a law fails or an error is too large.
 
     For example:
       qkflow check standard:window=16
@@ -37,62 +38,56 @@ class Check:
     """
 
     factory: Annotated[str | None, tyro.conf.Positional, flag("FACTORY")] = None
-    """A mechanism's name, or package.module:name of what makes one when called as name(width, heads, layer, layers)."""
+    """Name of a mechanism, or package.module:name of a callable name(width, heads, layer, layers) that returns one."""
     kernels: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Whether to try the fast forms on this machine; without FACTORY, them alone."""
+    """Check the kernels of this machine; without FACTORY, only these."""
     law: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
-    """Only this law; may be given several times."""
+    """Check only this law. Can be repeated."""
     width: int = 32
-    """Width of the stream it is tried with."""
+    """Model width of the test cases."""
     heads: int = 4
-    """Heads it is tried with."""
+    """Heads of the test cases."""
 
     def run(self) -> int:
-        """Print a line for each kernel and each law; 1 if any is off or broken."""
+        """Print a line for each kernel and each law; 1 if any of them fails."""
         console = Console()
         if self.factory is None and (self.law or not self.kernels):
-            raise UsageError("nothing to try the laws on: give FACTORY, such as standard, or --kernels alone")
+            raise UsageError("nothing to check: give FACTORY, such as standard, or --kernels alone")
         for name in self.law:
             if name not in LAWS:
                 raise unknown("law", name, LAWS)
         factory = None if self.factory is None else find_factory(self.factory)
-        off = try_kernels(console) if self.kernels else 0
-        broken = 0 if factory is None else self._try_laws(factory, console)
-        return 1 if off or broken else 0
+        failures = check_kernels(console) if self.kernels else 0
+        failures += 0 if factory is None else self._check_laws(factory, console)
+        return 1 if failures else 0
 
-    def _try_laws(self, factory: Factory, console: Console) -> int:
-        """Print a line for each law; how many are broken."""
-        factory(self.width, self.heads, layer=0, layers=1)  # what cannot be built at all is not the laws' business
-        table = Table("law", "", "smallest case that breaks it", box=None, pad_edge=False)
-        broken = 0
+    def _check_laws(self, factory: Factory, console: Console) -> int:
+        """Print a line for each law. Returns the number of failed laws."""
+        factory(self.width, self.heads, layer=0, layers=1)  # raises what is wrong with the arguments
+        table = Table("law", "", "smallest failing case", box=None, pad_edge=False)
+        failed = 0
         for name in self.law or LAWS:
-            with console.status(f"trying {name}"):
-                (verdict,) = check(factory, only=[name], width=self.width, heads=self.heads)
-            broken += verdict.outcome == "failed"
-            table.add_row(name, f"[{_STYLES[verdict.outcome]}]{verdict.outcome}[/]", Text(verdict.detail))
+            with console.status(f"checking {name}"):
+                (report,) = check(factory, only=[name], width=self.width, heads=self.heads)
+            failed += report.outcome == "failed"
+            table.add_row(name, f"[{_STYLES[report.outcome]}]{report.outcome}[/]", Text(report.detail))
         console.print(table)
-        return broken
+        return failed
 
 
 def find_factory(name: str) -> Factory:
-    """A mechanism by name, or by where it lies; modules of the present folder are found too."""
+    """A mechanism by its name, or a callable by package.module:name; the current directory is searched as well."""
     module_name, colon, attribute = name.partition(":")
     if not colon or "=" in attribute:
         return mechanism(name)
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    if (directory := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, directory)
     try:
-        value = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # whatever the module throws while it is imported
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:  # an imported module may raise anything
         if isinstance(error, AttributeError) and module_name in sys.modules:
-            raise UsageError(
-                f"{module_name} has no {attribute!r}: give package.module:name of what it defines"
-            ) from error
-        raise UsageError(
-            f"cannot import {module_name!r} ({error}): give package.module:name as Python imports it"
-        ) from error
-    if not callable(value):
-        raise UsageError(
-            f"{name} is {type(value).__name__}: expected something to call as name(width, heads, layer, layers)"
-        )
-    return cast(Factory, value)
+            raise UsageError(f"{module_name} has no {attribute!r}: give package.module:name") from error
+        raise UsageError(f"cannot import {module_name!r} ({error}): give package.module:name") from error
+    if not callable(factory):
+        raise UsageError(f"{name} is a {type(factory).__name__}: expected a callable name(width, heads, layer, layers)")
+    return cast(Factory, factory)

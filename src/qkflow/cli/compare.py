@@ -10,7 +10,16 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from qkflow.cli.options import RATES, command_line, findable, flag, flags_given, given, new_folder, numbers, seconds
+from qkflow.cli.options import (
+    command_line,
+    flag,
+    flags_given,
+    new_folder,
+    parse_duration,
+    parse_numbers,
+    with_absolute_paths,
+    without_none,
+)
 from qkflow.cli.studies import conduct
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
@@ -102,11 +111,11 @@ class Compare:
         return 0
 
     def _refuse(self, why: str, but: tuple[str, ...]) -> None:
-        if flags := flags_given(self, but=(*but, "engine", "ray_address")):
+        if flags := flags_given(self, exclude=(*but, "engine", "ray_address")):
             raise UsageError(f"{why}: leave out {flags}")
 
     def _request(self) -> ExperimentSpec:
-        corpus = given(
+        corpus = without_none(
             source=self.corpus,
             tokens=self.tokens,
             vocabulary_files=self.vocabulary_files,
@@ -114,15 +123,15 @@ class Compare:
             data_dir=self.data_dir,
         )
         return ExperimentSpec(
-            corpus=findable(CorpusConfig(**corpus)),
+            corpus=with_absolute_paths(CorpusConfig(**corpus)),
             arms=all_arms() if self.arms is None else split_arms(self.arms),
-            **given(
+            **without_none(
                 match=self.match,
-                budget=None if self.budget is None else seconds(self.budget),
+                budget=None if self.budget is None else parse_duration(self.budget),
                 size=self.size,
                 tokens=None if self.train_tokens is None else count(self.train_tokens),
                 seeds=self.seeds,
-                learning_rates=None if self.rates is None else numbers(self.rates, RATES),
+                learning_rates=None if self.rates is None else parse_numbers(self.rates, "--rates", "1e-3,3e-3"),
                 context=self.context,
                 batch=self.batch,
                 margin=self.margin,

@@ -12,7 +12,9 @@ from rich.console import Console
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write a run as a folder of the Hugging Face Hub: config, safetensors, tokenizer and a model card.
+    """Export a run to a folder in the format of the Hugging Face Hub.
+
+    The folder holds a config, safetensors weights, a tokenizer and a model card.
 
     For example:
       qkflow export runs/diff models/diff
@@ -20,21 +22,21 @@ class Export:
     """
 
     run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """A folder that `qkflow train` made."""
+    """Run folder, written by `qkflow train`."""
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """Where to write; must not exist yet, or be empty."""
+    """Output folder. Must be new or empty."""
     shard_size: str = "5GB"
-    """Weights larger than this are spread over several files."""
+    """Largest size of one weights file; larger models are split."""
 
     def run(self) -> int:
-        """Write, and say how to load it."""
+        """Write the folder and print how to load it."""
         from qkflow.data.text.tokenizer_io import saved_tokenizer
-        from qkflow.hub import export_run  # loads the tokenizers library, which other commands seldom need
+        from qkflow.hub import export_run  # imports the tokenizers library, which other commands do not need
         from qkflow.hub.export import loading_code
 
         export_run(self.run_folder, self.folder, shard_size=self.shard_size)
         console = Console(soft_wrap=True, highlight=False)
-        console.print(f"wrote {self.folder}. To use it (with qkflow[hf] installed):\n", markup=False)
+        console.print(f"wrote {self.folder}. To load it (requires qkflow[hf]):\n", markup=False)
         for line in loading_code(str(self.folder), saved_tokenizer(str(self.folder))):
             console.print(f"  {line}".rstrip(), markup=False)
         return 0

@@ -20,7 +20,9 @@ from qkflow.training import load_run
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """Write text with a trained model: shown as it comes, or, from several prompts, when all are done.
+    """Generate text with a trained model.
+
+    The text of a single prompt is streamed; several prompts are printed when all are finished.
 
     For example:
       qkflow generate runs/diff "def main("
@@ -29,26 +31,26 @@ class Generate:
     """
 
     run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """A folder that `qkflow train` made."""
+    """Run folder, written by `qkflow train`."""
     prompts: Annotated[list[str], tyro.conf.Positional, flag("[PROMPT ...]", "the start of a document")]
-    """What to go on from; several are worked on together."""
+    """Prompts, processed as one batch."""
     tokens: int = 200
-    """How many tokens to write, at most."""
+    """Maximum number of new tokens per prompt."""
     temperature: float = 0.8
-    """Below 1 keeps to likely tokens, 0 takes the most likely."""
+    """Sampling temperature; 0 takes the most likely token."""
     top_k: Annotated[int | None, flag("N", "all")] = None
-    """Choose among so many most likely tokens."""
+    """Sample from the N most likely tokens."""
     top_p: Annotated[float | None, flag("P", "1")] = None
-    """Choose among the most likely tokens that have this much probability together."""
+    """Sample from the most likely tokens whose total probability is P."""
     stop: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
-    """End before this text, for example \\n\\n; may be given several times."""
+    """Stop before this text, for example \\n\\n. Can be repeated."""
     seed: int = 0
-    """The same seed gives the same text."""
+    """Random seed of the sampling."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Where to compute."""
+    """Device to run on."""
 
     def run(self) -> int:
-        """Write to the terminal: a single prompt's text as it comes, several when they are done."""
+        """Print the prompts and what the model writes after them."""
         if self.tokens < 1:
             raise UsageError(f"--tokens must be at least 1, got {self.tokens}")
         sampling = Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
@@ -58,48 +60,49 @@ class Generate:
         prompts = [os.fsencode(prompt) for prompt in self.prompts or [""]]
         stops = [text.replace("\\n", "\n").replace("\\t", "\t").encode() for text in self.stop]
         tokenizer = run.tokenizer
-        tokens = [[tokenizer.end, *tokenizer.encode(prompt)] for prompt in prompts]  # before anything is shown
-        rows = [_Row(prompt, stops, shown=len(prompts) == 1) for prompt in prompts]
+        tokens = [[tokenizer.end, *tokenizer.encode(prompt)] for prompt in prompts]  # may fail: before any output
+        rows = [_Output(prompt, stops, is_streamed=len(prompts) == 1) for prompt in prompts]
         for step in stream(run.model, tokens, tokens=self.tokens, sampling=sampling, stop=[tokenizer.end]):
             for row, token in zip(rows, step, strict=True):
                 if token is not None:
                     row.add(tokenizer.piece(token))
-            if all(row.done for row in rows):
+            if all(row.has_stopped for row in rows):
                 break
         for row in rows:
             row.close()
         return 0
 
 
-class _Row:
-    """One text in the making: ends before a stop text, and shows whole characters only."""
+class _Output:
+    """The text of one prompt: ends before a stop string, and prints whole characters only."""
 
-    def __init__(self, prompt: bytes, stops: list[bytes], *, shown: bool) -> None:
-        self.text, self.begin, self.stops, self.shown = prompt, len(prompt), stops, shown
+    def __init__(self, prompt: bytes, stops: list[bytes], *, is_streamed: bool) -> None:
+        self.text, self.prompt_length, self.stops, self.is_streamed = prompt, len(prompt), stops, is_streamed
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.told = 0
-        self.done = False
-        self._show(len(prompt))
+        self.printed = 0
+        self.has_stopped = False
+        self._print(len(prompt))
 
     def add(self, piece: bytes) -> None:
-        if self.done:
+        """Append the bytes of a token."""
+        if self.has_stopped:
             return
         self.text += piece
-        found = [at for stop in self.stops if (at := self.text.find(stop, self.begin)) >= 0]
-        if found:
-            self.text, self.done = self.text[: min(found)], True
-        # the end of the text may be the beginning of a stop text: wait and see
-        waiting = max((len(stop) - 1 for stop in self.stops), default=0)
-        self._show(len(self.text) if self.done else max(self.told, len(self.text) - waiting))
+        starts = [start for stop in self.stops if (start := self.text.find(stop, self.prompt_length)) >= 0]
+        if starts:
+            self.text, self.has_stopped = self.text[: min(starts)], True
+        # the last bytes may be the beginning of a stop string, so hold them back
+        held_back = max((len(stop) - 1 for stop in self.stops), default=0)
+        self._print(len(self.text) if self.has_stopped else max(self.printed, len(self.text) - held_back))
 
     def close(self) -> None:
-        """Show what is left, and end the line."""
-        self.shown = True
-        self._show(len(self.text))
+        """Print the rest and end the line."""
+        self.is_streamed = True
+        self._print(len(self.text))
         sys.stdout.write(self.decoder.decode(b"", final=True) + "\n")
 
-    def _show(self, end: int) -> None:
-        if self.shown and end > self.told:
-            sys.stdout.write(self.decoder.decode(self.text[self.told : end]))
+    def _print(self, end: int) -> None:
+        if self.is_streamed and end > self.printed:
+            sys.stdout.write(self.decoder.decode(self.text[self.printed : end]))
             sys.stdout.flush()
-            self.told = end
+            self.printed = end

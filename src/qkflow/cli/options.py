@@ -1,4 +1,4 @@
-"""What the commands share: flags that can be left out, durations as people write them, paths, where a new run goes."""
+"""Helpers for command-line flags: help texts, durations, lists of numbers, paths and run folders."""
 
 from __future__ import annotations
 
@@ -13,74 +13,71 @@ import tyro
 from qkflow.data import NAMES, CorpusConfig, is_task
 from qkflow.errors import UsageError
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def flag(metavar: str, default: str | None = None) -> Any:
-    """How an optional flag shows in the help: `default` is what leaving it out comes to."""
+    """The help of an optional flag; `default` describes what happens without it."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="" if default is None else f"(default: {default})")
 
 
-def seconds(text: str) -> float:
-    """A duration in seconds.
+def parse_duration(text: str) -> float:
+    """Convert a duration to seconds.
 
-    >>> seconds("90s"), seconds("1.5m"), seconds("2h"), seconds("3d")
+    >>> parse_duration("90s"), parse_duration("1.5m"), parse_duration("2h"), parse_duration("3d")
     (90.0, 90.0, 7200.0, 259200.0)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
-    if found is None or float(found[1]) == 0:
-        raise UsageError(f"a budget is a number and a unit, such as 90s, 2m, 1.5h or 3d: got {text!r}")
-    return float(found[1]) * _UNITS[found[2]]
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    if match is None or float(match[1]) == 0:
+        raise UsageError(f"--budget must be a number and a unit, such as 90s, 2m, 1.5h or 3d: got {text!r}")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
-RATES = ("learning rates are", "1e-3,3e-3")
-"""How `numbers` speaks of learning rates."""
+def parse_numbers(text: str, flag: str, example: str) -> tuple[float, ...]:
+    """Parse numbers separated by commas; `flag` and `example` are for the error message.
 
-
-def numbers(text: str, told: tuple[str, str]) -> tuple[float, ...]:
-    """Numbers from a list with commas; `told` begins the message about what is none, and has an example for it.
-
-    >>> numbers("1e-3, 0.003", RATES)
+    >>> parse_numbers("1e-3, 0.003", "--rates", "1e-3,3e-3")
     (0.001, 0.003)
     """
-    what, such_as = told
     try:
-        return tuple(float(piece) for piece in text.split(","))
+        return tuple(float(number) for number in text.split(","))
     except ValueError:
-        raise UsageError(f"{what} numbers with commas between them, such as {such_as}: got {text!r}") from None
+        raise UsageError(f"{flag} must be numbers separated by commas, such as {example}: got {text!r}") from None
 
 
 def new_folder(stem: str, parent: Path = Path("runs")) -> Path:
-    """A folder in `parent` that does not exist yet: the stem, or the stem and the first free number."""
+    """A path in `parent` that does not exist yet: the stem, with a number if it is taken."""
     folder, number = parent / stem, 2
     while folder.exists():
         folder, number = parent / f"{stem}-{number}", number + 1
     return folder
 
 
-def given(**values: Any) -> dict[str, Any]:
+def without_none(**values: Any) -> dict[str, Any]:
     """The values that are not None.
 
-    >>> given(lr=0.1, steps=None)
+    >>> without_none(lr=0.1, steps=None)
     {'lr': 0.1}
     """
     return {name: value for name, value in values.items() if value is not None}
 
 
-def flags_given(command: object, but: tuple[str, ...]) -> str:
-    """The flags of a command that the user gave, as the user wrote them, without those in `but`."""
-    found = [
-        name for name, value in vars(command).items() if value is not None and value is not False and name not in but
+def flags_given(command: object, exclude: tuple[str, ...]) -> str:
+    """The flags of a command that the user set, as typed, except those in `exclude`."""
+    names = [
+        name
+        for name, value in vars(command).items()
+        if value is not None and value is not False and name not in exclude
     ]
-    return ", ".join("CORPUS" if name == "corpus" else f"--{name.replace('_', '-')}" for name in found)
+    return ", ".join("CORPUS" if name == "corpus" else f"--{name.replace('_', '-')}" for name in names)
 
 
-def findable(config: CorpusConfig) -> CorpusConfig:
-    """Paths that exist made absolute, so that the run can be resumed from any folder; names as they are."""
+def with_absolute_paths(config: CorpusConfig) -> CorpusConfig:
+    """Make existing paths absolute, so that the run can be resumed from any directory."""
 
     def absolute(path: str | None) -> str | None:
-        named = path is None or path in NAMES or is_task(path)
-        return path if path is None or named or not Path(path).exists() else str(Path(path).absolute())
+        is_name = path is None or path in NAMES or is_task(path)
+        return path if path is None or is_name or not Path(path).exists() else str(Path(path).absolute())
 
     return replace(
         config,
@@ -91,5 +88,5 @@ def findable(config: CorpusConfig) -> CorpusConfig:
 
 
 def command_line() -> tuple[str, ...]:
-    """The command as it can be typed again anywhere: without the place where the program lies."""
+    """The command as the user can type it again, without the path of the program."""
     return ("qkflow", *sys.argv[1:])

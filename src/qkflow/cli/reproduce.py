@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from qkflow.cli.options import command_line, findable, flag, given, new_folder, seconds
+from qkflow.cli.options import command_line, flag, new_folder, parse_duration, with_absolute_paths, without_none
 from qkflow.cli.studies import conduct
 from qkflow.errors import UsageError
 from qkflow.experiment.executors.base import make_executor
@@ -59,13 +59,13 @@ class Reproduce:
             raise UsageError(f"--vocabulary-files is for GPT-2's tokens: {self.name} does not read them")
         corpus = replace(
             found.corpus(self.scale, self.corpus),
-            **given(data_dir=self.data_dir, vocabulary_files=self.vocabulary_files),
+            **without_none(data_dir=self.data_dir, vocabulary_files=self.vocabulary_files),
         )
-        request = found.request(self.scale, findable(corpus))
+        request = found.request(self.scale, with_absolute_paths(corpus))
         if self.budget is not None:
             if self.scale == "paper":
                 raise UsageError("--budget is for --scale laptop: the paper's scale has its own tokens and seeds")
-            request = replace(request, budget=seconds(self.budget))
+            request = replace(request, budget=parse_duration(self.budget))
         out = self.out or new_folder(f"reproduce-{self.name}-{self.scale}")
         summary = conduct(request, out, engine=make_executor(self.engine), console=console, command=command_line())
         console.print(beside(found, summary))

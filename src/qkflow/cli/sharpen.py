@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from qkflow.cli.options import RATES, command_line, flag, given, new_folder, numbers
+from qkflow.cli.options import command_line, flag, new_folder, parse_numbers, without_none
 from qkflow.data.tasks import Task, TaskConfig, TaskName, open_task
 from qkflow.errors import UsageError
 from qkflow.experiment.sharpen.presets import preset_for
@@ -113,15 +113,17 @@ class Sharpen:
 
     def _request(self) -> RationaleRequest:
         data = None if self.data is None else _absolute(self.data)
-        task = TaskConfig(name=self.task, **given(data=data, train=self.train, test=self.test, longest=self.longest))
-        ratios = None if self.ratios is None else numbers(self.ratios, ("--ratios takes", "1,5,20"))
+        task = TaskConfig(
+            name=self.task, **without_none(data=data, train=self.train, test=self.test, longest=self.longest)
+        )
+        ratios = None if self.ratios is None else parse_numbers(self.ratios, "--ratios", "1,5,20")
         return RationaleRequest(
             task=task,
             ratios=ratios or preset_for(task).ratios,
-            growths=() if self.growth is None else numbers(self.growth, ("--growth takes", "10,40")),
+            growths=() if self.growth is None else parse_numbers(self.growth, "--growth", "10,40"),
             published=self.published,
             seeds=self.seeds,
-            rates=None if self.rates is None else numbers(self.rates, RATES),
+            rates=None if self.rates is None else parse_numbers(self.rates, "--rates", "1e-3,3e-3"),
             steps=self.steps,
             batch=self.batch,
             mechanism=self.mechanism,

@@ -14,7 +14,15 @@ import tyro
 from rich.console import Console
 
 from qkflow.cli.initial import Initial, read_initial
-from qkflow.cli.options import command_line, findable, flag, flags_given, given, new_folder, seconds
+from qkflow.cli.options import (
+    command_line,
+    flag,
+    flags_given,
+    new_folder,
+    parse_duration,
+    with_absolute_paths,
+    without_none,
+)
 from qkflow.cli.progress import Watch
 from qkflow.cli.recall_table import percent
 from qkflow.config import from_dict, to_dict
@@ -135,7 +143,7 @@ class Train:
                     begun = None if self.init is None else read_initial(self.init)
                     config = self._config(begun)
                     folder, weights = self._folder(config), None if begun is None else begun.weights
-                    budget = seconds(self.budget or _DEFAULT_BUDGET)
+                    budget = parse_duration(self.budget or _DEFAULT_BUDGET)
                 if config.steps == _OPEN and self.steps is None:
                     config = self._timed(config, budget, folder, world, console)
             result = train(
@@ -153,7 +161,7 @@ class Train:
         return 0
 
     def _refuse_others(self) -> None:
-        if flags := flags_given(self, but=("resume", "parallel")):
+        if flags := flags_given(self, exclude=("resume", "parallel")):
             raise UsageError(f"--resume goes on with the run as it was begun: leave out {flags}")
 
     def _refuse_restless(self, world: World) -> None:
@@ -166,7 +174,7 @@ class Train:
         if self.steps is not None and self.budget is not None:
             raise UsageError("give --steps or --budget, not both")
         settings = {} if self.config is None else read_settings(self.config)
-        corpus = _table(settings, "data") | given(
+        corpus = _table(settings, "data") | without_none(
             source=self.corpus,
             tokens=self.tokens,
             vocabulary_files=self.vocabulary_files,
@@ -177,14 +185,14 @@ class Train:
         if begun is not None:
             corpus |= self._tokens(begun, corpus, model)
         spec, ratio = (None, {}) if self.mechanism is None else self._arm(self.mechanism)
-        shape = given(size=self.size, mechanism=spec)
+        shape = without_none(size=self.size, mechanism=spec)
         named = model.pop("size", "1m")
         if "size" in shape:  # a size that is asked for by name is whole: the file's shape makes way for it
             named = shape.pop("size")
             model = {name: value for name, value in model.items() if name not in ("width", "layers", "heads", "hidden")}
         if not isinstance(named, str):
             raise unknown("size", named, SIZES)
-        corpus_config = findable(from_dict(CorpusConfig, corpus, where=" in 'corpus'"))
+        corpus_config = with_absolute_paths(from_dict(CorpusConfig, corpus, where=" in 'corpus'"))
         validate_input = open_corpus(corpus_config)
         if begun is not None:
             begun.refuse_others(validate_input)
@@ -192,7 +200,7 @@ class Train:
         if validate_input.context is not None:
             settings.setdefault("context", validate_input.context)
         whole = from_dict(DecoderConfig, {**to_dict(size(named)), **model, **shape}) if begun is None else begun.model
-        flags = given(
+        flags = without_none(
             steps=self.steps,
             context=self.context,
             batch=self.batch,

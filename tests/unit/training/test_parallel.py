@@ -291,7 +291,7 @@ def test_a_run_goes_on_when_one_machine_alone_counts_the_restart(pair: Pair) -> 
 def test_both_refuse_a_budget_of_nothing_and_one_says_so(pair: Pair) -> None:
     first, second = pair["worthless"]
     assert (first["outcome"], second["outcome"] != 0) == (2, True)
-    assert first["complained"].count("a budget is a number and a unit") == 1
+    assert first["complained"].count("--budget must be a number and a unit") == 1
     assert (second["said"], second["complained"]) == ("", "")
 
 
