@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from qkflow import Decoder, mechanism, size
-from qkflow.mechanisms import coupling
+from qkflow.mechanisms import coupled
 from qkflow.models import Block
 from qkflow.ops.symplectic.naive import drift_kick
 
@@ -70,8 +70,8 @@ def plain(step: Callable[[], None]) -> Callable[[], None]:
         return drift_kick(q, k, force, dt, parts)
 
     def slow() -> None:
-        unfolded = mock.patch.object(coupling.Motion, "lead", return_value=None)
-        with mock.patch.object(coupling, "evolve", ordinary), unfolded:
+        unfolded = mock.patch.object(coupled.DriftKick, "foldable_drift", return_value=None)
+        with mock.patch.object(coupled, "integrate", ordinary), unfolded:
             step()
 
     return slow

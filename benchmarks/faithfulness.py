@@ -2,9 +2,9 @@
 
 python benchmarks/faithfulness.py [--quick] [--json FILE] [--threads N]
 
-Both are `examine` with every ranking, on random texts and models at random, which cost what trained ones do: once with
-its usual batches, once with batches of one. The numbers of the two are compared as well: they must be the same. Short
-texts gain the most: what they cost alone is the call. A long one keeps a core busy by itself, in six wide layers.
+Both run `evaluate_faithfulness` with every ranking on random texts and random models, which cost as much as trained
+ones: once with the default batches, once with batches of one. The results of the two must be equal. Short texts gain
+most, because a single one is dominated by the call overhead. A single long text keeps a core busy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from qkflow.data.tasks.base import Instance
 from qkflow.models import Classifier, ClassifierConfig
-from qkflow.probes.faithfulness import Looked, Ranking, examine
+from qkflow.probes.faithfulness import Faithfulness, Ranking, evaluate_faithfulness
 from qkflow.probes.readers import reader
 
 from side_by_side import Row, arguments, race, report, rows
@@ -45,7 +45,7 @@ def texts(config: ClassifierConfig, lengths: tuple[int, int], n: int) -> list[In
     return made
 
 
-def furthest(one: Looked, other: Looked) -> float:
+def furthest(one: Faithfulness, other: Faithfulness) -> float:
     """The largest difference between two looks, in any number."""
     pairs = [(x, vars(other)[name]) for name, x in vars(one).items() if isinstance(x, np.ndarray)]
     for ranking, found in one.rankings.items():
@@ -58,10 +58,10 @@ def compare(name: str, rounds: int, share: float) -> list[Row]:
     config, lengths, n = SHAPES[name]
     torch.manual_seed(0)
     read, many = reader(Classifier(config)), texts(config, lengths, max(2, int(share * n)))
-    found: dict[str, Looked] = {}
+    found: dict[str, Faithfulness] = {}
 
     def run(batch: int, key: str) -> None:
-        found[key] = examine(read, many, rankings=RANKINGS, batch=batch)
+        found[key] = evaluate_faithfulness(read, many, rankings=RANKINGS, batch=batch)
 
     times = race(
         {"batched": lambda: run(256, "batched"), "one text at a time": lambda: run(1, "alone")}, rounds=rounds, warm=0

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from qkflow import Decoder, KuramotoConfig, mechanism, size
 from qkflow.data import CorpusConfig
-from qkflow.mechanisms.synchrony import SynchronyMechanism
+from qkflow.mechanisms.kuramoto import SynchronyMechanism
 from qkflow.models import DecoderState, matched, parameters
 from qkflow.training import TrainConfig
 from qkflow.training.optim import build_optimizer
@@ -165,7 +165,7 @@ def without_queries(work: Work) -> Work:
     """With points for queries, as they are."""
 
     def do() -> None:
-        with mock.patch.object(SynchronyMechanism, "_asked", lambda _, points: points):
+        with mock.patch.object(SynchronyMechanism, "_queries", lambda _, points: points):
             work()
 
     return do

@@ -4,7 +4,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from qkflow import Classifier, ClassifierConfig, circuit_groups
-from qkflow.probes import effective_tokens, maps
+from qkflow.probes import attention_maps, effective_tokens
 
 CLASSES, LENGTH = 2, 12
 
@@ -27,7 +27,7 @@ for r in (1.0, 5.0):
         optimizer.step()
 
     # Attention of the last token, averaged over heads.
-    attention = torch.stack([maps(model, text)[0][:, -1].mean(0) for text in texts[:64]])
+    attention = torch.stack([attention_maps(model, text)[0][:, -1].mean(0) for text in texts[:64]])
     mass = attention[torch.arange(64), positions[:64]].mean()
     print(
         f"r = {r:g}: loss {loss.item():.3f}, {mass:.0%} of attention on the deciding token, "

@@ -47,7 +47,7 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("QKFLOW_DATA", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(registry, "_BUILT_IN", dict(registry._BUILT_IN))
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path / "work"

@@ -16,7 +16,7 @@ import pytest
 
 from qkflow.cli import main
 from qkflow.experiment.summary import ExperimentResult
-from qkflow.probes import maps
+from qkflow.probes import attention_maps
 from qkflow.report import write_report, write_sharpened
 from qkflow.report.figures import curves, forest, reach, strips
 from qkflow.report.palette import DARK, LIGHT
@@ -191,7 +191,7 @@ def test_the_maps_on_the_page_are_those_of_the_models(
         page.select_option("#map-excerpt", index=excerpt)
         page.fill("#map-layer", str(layer))
         page.fill("#map-head", str(head))
-        truth = [maps(load_run(study.runs[name]).model, tokens)[layer][head].numpy() for name in ARMS[:2]]
+        truth = [attention_maps(load_run(study.runs[name]).model, tokens)[layer][head].numpy() for name in ARMS[:2]]
         most = max(abs(one).max() for one in truth)
         for side, weights in zip(("first", "second"), truth, strict=True):
             z = np.array(drawn(page, f"map-{side}")[0]["z"], dtype=float)
@@ -433,7 +433,7 @@ def test_the_page_of_a_probe_has_every_head_and_obeys_nobody(
         assert "layer 2, head 4 of 4" in layer_text(page)
         assert page.text_content("#map-second-title") == "mean of the heads, layer 2"
         tokens = [256, *text.encode()]
-        layer = maps(load_run(run).model, tokens)[1]
+        layer = attention_maps(load_run(run).model, tokens)[1]
         for side, truth in (("first", layer[3]), ("second", layer.mean(0))):
             z = np.nan_to_num(np.array(drawn(page, f"map-{side}")[0]["z"], dtype=float))
             most = max(float(layer[3].max()), float(layer.mean(0).max()))

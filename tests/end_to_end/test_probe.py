@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from qkflow.cli.probe_coupling import verdict
+from qkflow.cli.probe_tables import coupling_section
 from qkflow.models import Decoder, DecoderConfig
-from qkflow.probes import energies
+from qkflow.probes import coupling_stats
 
 Command = Callable[..., str]
 Train = Callable[..., None]
@@ -34,7 +34,7 @@ def test_probe_prints_what_each_coupling_transmits(qkflow: Command, usage_error:
     train(["standard", "standard+hamiltonian:force=potential,dt=0.2"])
     Path("run/weights.safetensors").unlink()  # as during training: the latest checkpoint is read
     *lines, page = qkflow("probe", "run").splitlines()
-    assert page == f"the page: {Path('run/probe.html').absolute()}"
+    assert page == f"page: {Path('run/probe.html').absolute()}"
     assert max(map(len, lines)) <= 80
     assert lines[0] == "step 6 of 6; 16 tokens of held-out text of text"
     assert " ".join(lines[1].split()) == "layer H: last H: mean tokens: last tokens: mean strongest link"
@@ -59,9 +59,9 @@ def test_probe_prints_what_each_coupling_transmits(qkflow: Command, usage_error:
 @pytest.mark.parametrize(
     ("mechanism", "expected"),
     [
-        ("coupled", "No sign that the coupling is used"),
+        ("coupled", "Apparently unused"),
         ("coupled:dt=0.001", "Hardly used"),
-        ("standard+uncoupled", "A control (uncoupled): nothing passes"),
+        ("standard+uncoupled", "A control (uncoupled)"),
     ],
 )
 def test_probe_does_not_claim_a_coupling_that_is_absent(
@@ -76,14 +76,14 @@ def test_probe_claims_nothing_if_the_figures_are_not_finite() -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("outer_bias"):
             parameter.data.fill_(math.nan)  # a diverged model
-    assert "not finite" in verdict(energies(model, [1, 2, 3]))
+    assert "not finite" in coupling_section(coupling_stats(model, [1, 2, 3])).verdict
 
 
 def test_probe_prints_the_stability_of_delta_memories_beside_their_coupling(qkflow: Command, train: Train) -> None:
     train(["standard", "qdelta+hamiltonian:key_width=8"])
     *lines, _ = qkflow("probe", "run").splitlines()
     assert max(map(len, lines)) <= 80
-    _, coupling, stability = (number for number, line in enumerate(lines) if line.startswith("layer"))
+    _, coupling, stability = (number for number, line in enumerate(lines) if line.startswith("layer  "))
     assert lines[coupling + 2].split()[:2] == ["2", "hamiltonian"]
     assert lines[stability + 1].split() == ["1", *["\N{EN DASH}"] * 7]
     results = json.loads(qkflow("probe", "run", "--json"))
@@ -96,7 +96,7 @@ def test_probe_prints_the_stability_of_delta_memories_beside_their_coupling(qkfl
     assert [row["tokens"] for row in delta["growth"]] == [2, 8]
     assert len(delta["error"]) == len(delta["bound"]) == 16
     assert results["stability"]["verdict"] == " ".join(line.strip() for line in lines[stability + 3 :])
-    assert "every token's error shrinks in each of 1 delta layer" in results["stability"]["verdict"]
+    assert "every token's error shrinks in all of 1 delta layer" in results["stability"]["verdict"]
 
 
 def test_probe_of_a_delta_memory_needs_no_coupling(qkflow: Command, train: Train) -> None:
@@ -112,20 +112,20 @@ def test_probe_prints_how_sharp_attention_is_and_how_much_lies_on_the_rationale(
     text = "fox <b>x</b> \x1b[31m and more than it reads"
     output = qkflow("probe", run_copy, text, "--rationale", "fox", "--out", "page.html")
     assert "\x1b" not in output
-    assert f"note: {1 + len(text) - 16} tokens more are not read." in output
+    assert f"note: {1 + len(text) - 16} more tokens are not read." in output
     page = Path("page.html").read_text()
     assert "<b>x</b>" not in page
     assert "&lt;" in page
     assert not Path(run_copy, "probe.html").exists()
     results = json.loads(qkflow("probe", run_copy, "the", "fox", "--rationale", "fox", "--json"))
-    assert (results["text"], results["tokens"]) == ("the text given", 8)
-    assert results["rationale"]["places"] == [5, 6, 7]
+    assert (results["text"], results["tokens"]) == ("the given text", 8)
+    assert results["rationale"]["positions"] == [5, 6, 7]
     mass = results["maps"]["pooled"]["average"]
     assert sum(mass) == pytest.approx(1)
     assert sum(mass[5:]) == pytest.approx(results["rationale"]["mass"]["average"])
     assert len(results["maps"]["layers"]) == 2
-    assert f"On the words named lies {sum(mass[5:]):.2f} of it" in results["maps"]["verdict"]
+    assert f"{sum(mass[5:]):.2f} of it is on the rationale" in results["maps"]["verdict"]
     assert not Path(run_copy, "probe.html").exists()  # --json writes a page only with --out
     assert "TEXT is empty" in usage_error("probe", run_copy, "")
-    assert "give one of them" in usage_error("probe", run_copy, "a", "--file", "text.txt")
+    assert "only one of them" in usage_error("probe", run_copy, "a", "--file", "text.txt")
     assert "'cat'" in usage_error("probe", run_copy, "the fox", "--rationale", "cat")

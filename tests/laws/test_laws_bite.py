@@ -13,7 +13,7 @@ from torch import Tensor
 from qkflow.laws import LAWS, LawReport, check
 from qkflow.layout import Layout
 from qkflow.mechanisms import Circuits, Cost, StandardAttention
-from qkflow.mechanisms.masking import Rows
+from qkflow.mechanisms.masking import AttentionInputs
 from qkflow.ops.attention import attention
 from qkflow.state import KVCache
 
@@ -26,7 +26,7 @@ Answer = tuple[Tensor, Any]
 class PeeksAhead(StandardAttention):
     """The mask is one diagonal too wide."""
 
-    def attend(self, rows: Rows) -> Tensor:
+    def attend(self, rows: AttentionInputs) -> Tensor:
         if not rows.causal:
             return super().attend(rows)
         wide = torch.ones(rows.q.shape[1], rows.k.shape[1], dtype=torch.bool).tril(1)
@@ -44,7 +44,7 @@ class PeeksAheadInGradients(StandardAttention):
 class ForgetsTheRotaryOffset(StandardAttention):
     """Queries turn as if every call began at position 0."""
 
-    def attend(self, rows: Rows) -> Tensor:
+    def attend(self, rows: AttentionInputs) -> Tensor:
         t, k = rows.q.shape[1], rows.q.shape[-1]
         back = (t - rows.cache.seen) * 10000.0 ** -(torch.arange(0, k, 2, dtype=rows.q.dtype) / k)
         even, odd = rows.q[..., 0::2], rows.q[..., 1::2]
@@ -167,7 +167,7 @@ class LeavesOutputAtPadding(StandardAttention):
 class SkipsTheGradientOfPaddedKeys(StandardAttention):
     """With a table of positions in play, keys are detached: only gradients tell."""
 
-    def attend(self, rows: Rows) -> Tensor:
+    def attend(self, rows: AttentionInputs) -> Tensor:
         return super().attend(rows if rows.cache.table is None else rows._replace(k=rows.k.detach()))
 
 
@@ -286,7 +286,7 @@ class IsAnotherFunctionCompiled(StandardAttention):
 class ShowsAnotherMap(StandardAttention):
     """The map for probes is not the one that attends."""
 
-    def map(self, rows: Rows) -> Tensor:
+    def map(self, rows: AttentionInputs) -> Tensor:
         return super().map(rows._replace(q=1.1 * rows.q))
 
 

@@ -20,7 +20,7 @@ from qkflow.experiment.sharpen.request import RationaleRequest
 from qkflow.experiment.sharpen.run import run_sharpen
 from qkflow.experiment.sharpen.summarise import read_result
 from qkflow.models.one_layer import Form
-from qkflow.probes.pooling import Pooling
+from qkflow.probes.attention import Pooling
 from qkflow.report.sharpened import write_sharpened
 from qkflow.report.sharpened_export import sharpened_csv, sharpened_json
 from qkflow.report.sharpened_tables import sharpened_terminal

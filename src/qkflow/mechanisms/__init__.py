@@ -1,9 +1,8 @@
-"""Mechanisms: the modules in which tokens see each other, one a file."""
+"""Mechanisms: the modules in which tokens attend to each other, one family per file."""
 
-from qkflow.mechanisms.base import Circuits, Cost, Diagnostic, Factory, Mechanism, ParamOptions, projection
-from qkflow.mechanisms.coupled import CoupledAttention, CoupledConfig
-from qkflow.mechanisms.coupling import Coupling, CouplingConfig
-from qkflow.mechanisms.delta import (
+from qkflow.mechanisms.base import Circuits, Cost, Factory, Mechanism, ParamOptions, projection
+from qkflow.mechanisms.coupled import Coupling, CouplingConfig
+from qkflow.mechanisms.delta_rule import (
     DeltaInputs,
     DeltaMechanism,
     DeltaNet,
@@ -16,7 +15,7 @@ from qkflow.mechanisms.delta import (
 from qkflow.mechanisms.differential import DifferentialAttention, DifferentialConfig
 from qkflow.mechanisms.kuramoto import GroupAttention, GroupConfig, KuramotoAttention, KuramotoConfig
 from qkflow.mechanisms.registry import mechanism, mechanisms, register
-from qkflow.mechanisms.standard import StandardAttention, StandardConfig
+from qkflow.mechanisms.softmax import CoupledAttention, CoupledConfig, StandardAttention, StandardConfig
 
 __all__ = [
     "Circuits",
@@ -29,7 +28,6 @@ __all__ = [
     "DeltaMechanism",
     "DeltaNet",
     "DeltaNetConfig",
-    "Diagnostic",
     "DifferentialAttention",
     "DifferentialConfig",
     "Factory",

@@ -1,9 +1,17 @@
-r"""Differential attention (Ye et al., https://arxiv.org/abs/2410.05258): two softmax maps a head, one taken from the
-other.
+r"""Differential attention (Ye et al., https://arxiv.org/abs/2410.05258): the difference of two softmax maps per head.
 
-Of `heads` heads of the standard mechanism it makes half as many, each with two maps of the same width and values of
-twice the width, so that the projections have the same parameters. Each head's output is normalised and scaled by (1 -
-\lambda_{init}).
+    A   = softmax(Q_1 K_1^\top / \sqrt{k}) - \lambda softmax(Q_2 K_2^\top / \sqrt{k})                           (1)
+    z   = (1 - \lambda_{init}) norm(A V)                                                                       (2)
+    \lambda = \exp(\lambda_{q1} \cdot \lambda_{k1}) - \exp(\lambda_{q2} \cdot \lambda_{k2}) + \lambda_{init}   (3)
+
+`heads` counts the standard heads that it replaces: it has half as many heads, each with two maps of the same width and
+values of twice the width, so the projections have as many parameters.
+
+| symbol                     | variable                     | shape                             |
+|----------------------------|------------------------------|-----------------------------------|
+| Q_1, Q_2; K_1, K_2         | `q`; `k`                     | `[b t h k]`; `[b s g k]`, alternating |
+| V                          | `v`                          | `[b s g/2 2k]`                    |
+| \lambda_{q1}, \lambda_{k1}, ... | `lambda_q1`, `lambda_k1`, ... | `[k]`                        |
 """
 
 from __future__ import annotations
@@ -16,24 +24,24 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkflow.errors import UsageError
-from qkflow.mechanisms.base import Circuits, Diagnostic, Stream
-from qkflow.mechanisms.masking import Rows
-from qkflow.mechanisms.softmax import HeadShape, SoftmaxConfig, SoftmaxMechanism
+from qkflow.mechanisms.base import Circuits, Stream
+from qkflow.mechanisms.masking import AttentionInputs
+from qkflow.mechanisms.softmax import HeadShape, Keys, Queries, SoftmaxConfig, SoftmaxMechanism
 from qkflow.ops.differential import differential_attention, differential_lambda, differential_map, lambda_init
 from qkflow.ops.norm import rms_norm
 
 
 @dataclass(frozen=True, kw_only=True)
 class DifferentialConfig(SoftmaxConfig):
-    """Options of `DifferentialAttention`; called with a width and heads, it makes one."""
+    """Options of `DifferentialAttention`."""
 
     def __call__(self, width: int, heads: int, layer: int, layers: int) -> DifferentialAttention:
-        """The mechanism of one layer; its lambda starts larger the deeper it lies."""
+        """Return the mechanism of one layer; the initial lambda grows with depth."""
         return DifferentialAttention(width, heads, layer, layers, config=self)
 
 
 class DifferentialAttention(SoftmaxMechanism):
-    """The difference of two softmax maps. `heads` counts the standard heads it stands in for, and must be even.
+    """The difference of two softmax maps; `heads` must be even.
 
     >>> layer = DifferentialAttention(width=32, heads=4)
     >>> layer.weights(torch.randn(1, 5, 32)).shape
@@ -62,51 +70,35 @@ class DifferentialAttention(SoftmaxMechanism):
         )
         self.head_norm = nn.Parameter(torch.ones(2 * k))
 
-    def attend(self, rows: Rows) -> Float[Tensor, "n t h v"]:
-        """Through the fused kernel, one map after the other."""
-        return differential_attention(rows.q, rows.k, rows.v, self._lambda(), causal=rows.causal, mask=rows.mask)
+    @property
+    def lam(self) -> Float[Tensor, ""]:
+        """Equation (3)."""
+        return differential_lambda(self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2, self.lambda_init)
 
-    def map(self, rows: Rows) -> Float[Tensor, "n h t s"]:
-        """The difference of the two maps."""
-        return differential_map(rows.q, rows.k, self._lambda(), causal=rows.causal, mask=rows.mask)
+    def attend(self, inputs: AttentionInputs) -> Float[Tensor, "n t h v"]:
+        """Equation (1) times the values, in PyTorch's fused kernel."""
+        return differential_attention(inputs.q, inputs.k, inputs.v, self.lam, causal=inputs.causal, mask=inputs.mask)
 
-    def couple(
-        self, q: Float[Tensor, "b t h k"], k: Float[Tensor, "b t g k"], *, drifted: bool = False
-    ) -> tuple[Float[Tensor, "b t h k"], Float[Tensor, "b t g k"]]:
-        """Each map's queries move with the keys of the same map."""
+    def map(self, inputs: AttentionInputs) -> Float[Tensor, "n h t s"]:
+        """Equation (1)."""
+        return differential_map(inputs.q, inputs.k, self.lam, causal=inputs.causal, mask=inputs.mask)
+
+    def couple(self, q: Queries, k: Keys, *, skip_first_drift: bool = False) -> tuple[Queries, Keys]:
+        """Pair the queries of each map with the keys of the same map."""
         groups = self.shape.values
         q = rearrange(q, "b t (g r two) k -> b t (g two r) k", g=groups, two=2)
-        q, k = super().couple(q, k, drifted=drifted)
+        q, k = super().couple(q, k, skip_first_drift=skip_first_drift)
         return rearrange(q, "b t (g two r) k -> b t (g r two) k", g=groups, two=2), k
 
     def read(self, z: Float[Tensor, "b t h v"], x: Stream) -> Stream:
-        """Each head normalised and scaled, then projected back to the stream."""
+        """Equation (2), then the output projection."""
         return super().read(rms_norm(z, self.head_norm) * (1 - self.lambda_init), x)
 
     def circuits(self) -> Circuits:
-        """Lambda weighs one map against the other: it belongs to the QK circuit, the heads' norm to OV."""
+        """Lambda weighs the maps and belongs to QK; the head norm belongs to OV."""
         base = super().circuits()
         lambdas = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
         return Circuits(qk=(*base.qk, *lambdas), ov=(*base.ov, "head_norm"))
 
-    def exhibits(self, x: Stream) -> tuple[Diagnostic, ...]:
-        """Lambda, which does not depend on the input, beside its published start; and what a coupling does."""
-        lam = float(self._lambda().detach())
-        return (
-            *super().exhibits(x),
-            Diagnostic(
-                title="lambda, the weight of the map that is taken away",
-                kind="bars",
-                x=("lambda",),
-                series=("learned", "published start"),
-                values=((lam,), (self.lambda_init,)),
-                y_label="lambda",
-                note="Rows of the attention map sum to 1 - lambda; at zero the second map plays no part.",
-            ),
-        )
-
-    def _pair_products(self) -> int:
-        return 2 * super()._pair_products()  # each score is made twice, once for either half of the values
-
-    def _lambda(self) -> Float[Tensor, ""]:
-        return differential_lambda(self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2, self.lambda_init)
+    def _products_per_pair(self) -> int:
+        return 2 * super()._products_per_pair()  # the kernel computes each score twice, once per half of the values

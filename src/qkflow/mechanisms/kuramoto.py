@@ -1,38 +1,406 @@
-"""Kuramoto attention (Nunley, https://arxiv.org/abs/2606.11585): phases that synchronise, on the torus or on any group.
+r"""Kuramoto attention (Nunley, https://arxiv.org/abs/2606.11585): tokens are phases, or elements of a compact group,
+that synchronise with the tokens they attend to.
 
-Both read a stream of coordinates, angles or group elements, and return how these change; a decoder made of them embeds
-tokens as phases (`qkflow.models.blocks.PhaseBlock`). `frustrated=True` is the successor's delay and lag
-(https://arxiv.org/abs/2606.18694).
+    x ─► points g ─┬─► [gate] ─► rotary ─► q ───────┐
+                   ├─► rotary ─► shift right ─► k ──┼─► attend ─► [rotate by the lag] ─► tangent at g ─► * step ─► y
+                   └─► [shift right] ─► v ──────────┘
+
+    s_{tu} = \tau \sum_j \gamma_{tj} <g_{tj}, g_{uj}>,   A_{tu} = softmax_u s_{tu},   u < t          (1)
+    y_t    = \eta T_{g_t} \sum_u A_{tu} g_u                                                         (2)
+    y_t    = \sum_m \eta a_m T_{g_t^m} e^{i \alpha_m} \sum_u A_{tu} g_{u+1}^m     with frustration   (3)
+
+The input holds coordinates: angles on the torus, group elements otherwise. The output is their change, which a block
+adds (`qkflow.models.blocks.PhaseBlock`). T is the projection to the tangent space.
+
+| symbol        | variable                       | shape                            |
+|---------------|--------------------------------|----------------------------------|
+| g_{tj}        | `points`                       | `[b t h p]`, e elements per head |
+| \gamma        | `gate`, `gate_map` or `query`  | `[h e]` or per token             |
+| \tau, \eta    | exp(`temperature`), `step`     | `[h]`, `[h e]`                   |
+| \alpha_m, a_m | `lag`, `amplitude`             | `[m h e]`, `[m-1 h e]`           |
+
+(3) is from https://arxiv.org/abs/2606.18694. Our choices where the papers leave it open:
+- "Previous phase states" means u < t: a token is most similar to itself, and is not moved by itself. Keys are shifted
+  right by one token. The first slot holds a zero key with a zero value, visible while the window reaches it.
+- With frustration, the value next to the key of u is that of u + 1, so the first token's value is next to the zero key,
+  and a token's own value is next to the key before it.
+- A model's heads are halved: quality is the same, and it is faster.
+- Gates: one per coordinate (`static`), computed from the token (`content`), or with a phase (`complex`: a linear map of
+  all points, whose moduli are gates and whose arguments shift the query).
+- Initialisation: scores of random phases have standard deviation `sharpness`; the step is `step_size`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from qkflow.errors import UsageError
-from qkflow.mechanisms.synchrony import SynchronyMechanism
-from qkflow.mechanisms.synchrony_config import SynchronyConfig
+from qkflow.layout import Layout
+from qkflow.mechanisms.base import (
+    Circuits,
+    Cost,
+    Mechanism,
+    ParamOptions,
+    Stream,
+    is_plain_linear,
+    projection,
+    wrong_state,
+)
+from qkflow.mechanisms.masking import (
+    AttentionInputs,
+    map_by_token,
+    shift_left,
+    shift_right,
+    validate_input,
+    visible_keys,
+)
+from qkflow.ops import kuramoto
+from qkflow.ops.attention import attention, attention_map
 from qkflow.ops.groups import TORUS, Group, check_axioms, find_group
+from qkflow.ops.rotary import apply_rotary, rotary_factors
+from qkflow.ops.short_conv import next_conv_state
+from qkflow.state import KVCache, ShiftedKVCache, State
+
+_T = TypeVar("_T")
+Points = Float[Tensor, "b t h p"]
+"""The group elements of each head as points of their ambient space, concatenated."""
+
+_SOFTPLUS_ONE = math.log(math.e - 1)
+"""softplus maps it to 1."""
+_RATE = 30.0
+"""Learning-rate factor of gates, temperatures, steps and lags."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynchronyConfig:
+    """Options of attention on a group."""
+
+    heads: int | None = None
+    """Number of heads; `None` is half of the model's."""
+    gate: Literal["complex", "content", "static", "off"] = "complex"
+    """Weights of the coordinates in the score."""
+    temperature: Literal["learned", "fixed"] = "learned"
+    """Whether each head learns its temperature."""
+    sharpness: float = 1.5
+    """Initial standard deviation of the scores of random elements."""
+    step: Literal["coordinate", "head", "fixed"] = "coordinate"
+    """Whether the step size is learned per coordinate, per head, or not at all."""
+    step_size: float = 0.5
+    """Initial step size."""
+    values: Literal["phases", "projected"] = "phases"
+    """Values are the phases, or a projection of them (a control, which is not a Kuramoto coupling)."""
+    frustrated: bool = False
+    """Use equation (3): values are the successors of the attended tokens, rotated by a learned lag."""
+    harmonics: int = 1
+    """Harmonics of (3); torus only, and more than one need `frustrated=True`."""
+    strict: bool = True
+    """Whether a token attends to earlier tokens only, not to itself."""
+    rotary_base: float | None = 10000.0
+    """Base of the rotary frequencies; `None` disables rotary positions."""
+    window: int | None = None
+    """Sliding window; `None` is unlimited."""
+
+    def __post_init__(self) -> None:
+        for name in ("sharpness", "step_size"):
+            if not math.isfinite(value := getattr(self, name)):
+                raise UsageError(f"{name} must be a finite number, got {value}")
+        if self.heads is not None and self.heads < 1:
+            raise UsageError(f"heads must be at least 1, got {self.heads}")
+        if self.rotary_base is not None and not 0 < self.rotary_base < math.inf:
+            raise UsageError(f"rotary_base must be a finite number above 0, or None, got {self.rotary_base}")
+        if self.sharpness <= 0:
+            raise UsageError(f"sharpness must be above 0, got {self.sharpness}")
+        if self.window is not None and self.window < 1:
+            raise UsageError(f"window must be at least 1, got {self.window}")
+        if self.harmonics < 1 or (self.harmonics > 1 and not self.frustrated):
+            raise UsageError(f"harmonics must be 1, or more with frustrated=True, got {self.harmonics}")
+        if self.frustrated and not self.strict:
+            raise UsageError("frustrated=True requires strict=True")
+
+    def n_heads(self, model_heads: int) -> int:
+        """Return the number of heads in a model with `model_heads` heads.
+
+        >>> SynchronyConfig().n_heads(4), SynchronyConfig(heads=4).n_heads(4), SynchronyConfig().n_heads(1)
+        (2, 4, 1)
+        """
+        return max(1, model_heads // 2) if self.heads is None else self.heads
+
+
+class SynchronyMechanism(Mechanism):
+    """Attention on a group."""
+
+    def __init__(self, width: int, heads: int, group: Group, config: SynchronyConfig) -> None:
+        super().__init__()
+        if heads < 1 or width < 1 or width % (heads * group.size):
+            raise UsageError(
+                f"the width must be a multiple of heads x {group.size} (numbers per element of {group.name}),"
+                f" got {width} for {heads} heads: use a multiple of {heads * group.size}"
+            )
+        if config.heads not in (None, heads):
+            raise UsageError(f"got heads={heads}, but the config has heads={config.heads}: set only one of them")
+        if config.harmonics > 1 and group != TORUS:
+            raise UsageError(f"harmonics are defined on the torus only, got {config.harmonics} on {group.name}")
+        self.width, self.heads, self._group, self.config = width, heads, group, config
+        self.elements = width // (heads * group.size)
+        shape, points = (heads, self.elements), heads * self.elements * group.ambient
+        self.query = projection(points, points) if config.gate == "complex" else None
+        self.gate_map = projection(points, heads * self.elements) if config.gate == "content" else None
+        has_gate = config.gate in ("static", "content")
+        self.gate = nn.Parameter(torch.full(shape, _SOFTPLUS_ONE)) if has_gate else None
+        self.value = projection(points, points) if config.values == "projected" else None
+        with torch.device("cpu"):  # a real number, also if the model is on the meta device
+            identity = group.points(group.identity())
+        spread = float(group.similarity(identity, identity)) * math.sqrt(self.elements / group.ambient)
+        self.temperature: Tensor
+        self.step: Tensor
+        self._add("temperature", torch.full((heads,), math.log(config.sharpness / spread)), config.temperature)
+        steps = {"coordinate": shape, "head": (heads, 1), "fixed": (1, 1)}[config.step]
+        self._add("step", torch.full(steps, config.step_size), config.step)
+        self.lag = nn.Parameter(torch.zeros(config.harmonics, *shape)) if config.frustrated else None
+        self.amplitude = nn.Parameter(torch.zeros(config.harmonics - 1, *shape)) if config.harmonics > 1 else None
+
+    def _add(self, name: str, value: Tensor, kind: str) -> None:
+        if kind == "fixed":
+            self.register_buffer(name, value)
+        else:
+            setattr(self, name, nn.Parameter(value))
+
+    @property
+    def group(self) -> Group:
+        """The group whose elements the stream holds."""
+        return self._group
+
+    def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
+        """Return the change of each token's coordinates, and the cache of points."""
+        call = self._project(x, state, layout)
+        z = self._attend(call.inputs)
+        z = z if layout is None else layout.batch(z)
+        return self._update(z, call.points, call.x), ShiftedKVCache(call.inputs.cache.trim(), call.last)
+
+    def weights(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> Float[Tensor, "b h t s"]:
+        """Return the attention map. Rows sum to one minus the weight of a zero key without value."""
+        if isinstance(state, ShiftedKVCache):
+            state = replace(state, cache=replace(state.cache, window=None))  # keep every slot: each has a column
+        inputs = self._project(x, state, layout).inputs
+        scores = attention_map(inputs.q, inputs.k, causal=inputs.causal, mask=inputs.mask, scale=1.0)
+        scores = F.pad(scores, (inputs.first_slot, 0))
+        if self.config.strict and not self.config.frustrated:
+            scores = shift_left(scores, inputs.cache)
+        return map_by_token(scores, 0 if layout is None else inputs.cache.used - layout.span, layout)
+
+    def values(self, x: Stream) -> Float[Tensor, "b s h v"]:
+        """Return the points of each token, or their projection; harmonics are concatenated."""
+        return self._values(self.points(x))
+
+    def read(self, z: Float[Tensor, "b t h v"], x: Stream) -> Stream:
+        """Return the update towards the weighted values `z`."""
+        return self._update(z, self.points(x), x)
+
+    def cost(self, t: int) -> Cost:
+        """Linear maps of the points, and two products per pair and harmonic."""
+        window, points = min(t, self.config.window or t), self.elements * self.group.ambient
+        maps = [linear.weight.numel() for linear in (self.query, self.gate_map, self.value) if linear is not None]
+        cached = self.heads * points * (1 + self.config.harmonics)
+        shifted = self.heads * points * len(self._shifted((0, 0)))
+        return Cost(
+            parameters=sum(p.numel() for p in self.parameters()),
+            linear_flops=2 * t * sum(maps),
+            pair_flops=4 * self.heads * points * self.config.harmonics,
+            pairs=t * window - window**2 / 2,
+            state_bytes=(window * cached + shifted) * self.temperature.element_size(),
+        )
+
+    def circuits(self) -> Circuits:
+        """QK: gates and temperatures. OV: steps, lags and harmonics."""
+        names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+        qk = ("query.weight", "gate_map.weight", "gate", "temperature")
+        return Circuits(
+            qk=tuple(name for name in names if name in qk), ov=tuple(name for name in names if name not in qk)
+        )
+
+    def param_options(self) -> dict[str, ParamOptions]:
+        """Gates, temperatures, steps and lags learn faster than matrices (our choice)."""
+        names = [name for name, p in self.named_parameters() if "." not in name and p.requires_grad]
+        return dict.fromkeys(names, ParamOptions(rate=_RATE, decay=False))
+
+    def points(self, x: Stream) -> Points:
+        """Return the group elements of the stream as points."""
+        elements = x.unflatten(-1, (self.heads, self.elements, self.group.size))
+        return self.group.points(elements).flatten(-2)
+
+    def _project(self, x: Stream, state: State | None, layout: Layout | None) -> _Call:
+        x = validate_input(x, layout)
+        points = self.points(x)
+        q, k, v = self._queries(points), points, self._values(points)
+        if layout is not None:
+            q, k, v = layout.rows(q), layout.rows(k), layout.rows(v)
+        past = self._check_state(state, k, v)
+        q = self._rotate(q, past.cache.offset)
+        lengths = None if layout is None or layout.even else layout.lengths
+        k, v, last = self._shift(x if layout is None else layout.rows(x), k, v, past, lengths)
+        cache = past.cache.extend((k, v), lengths)
+        return _Call(x, points, visible_keys(q, k, v, past.cache, cache, self.config.window), last)
+
+    def _queries(self, points: Points) -> Points:
+        """The points, gated and multiplied by the inverse temperature."""
+        tau = self.temperature.exp()
+        if self.query is not None and points.shape[1] > 1 and is_plain_linear(self.query):
+            weight = self.query.weight.unflatten(0, (self.heads, -1)) * tau[:, None, None]  # smaller than the batch
+            return F.linear(points.flatten(2), weight.flatten(0, 1)).view(points.shape)
+        if self.query is not None:
+            return self.query(points.flatten(2)).view(points.shape) * tau[:, None]
+        gates = tau[:, None]
+        if self.gate_map is not None and self.gate is not None:
+            content = self.gate_map(points.flatten(2)).view(*points.shape[:2], *self.gate.shape)
+            gates = gates * F.softplus(content + self.gate)
+        elif self.gate is not None:
+            gates = gates * F.softplus(self.gate)
+        return (self._elements(points) * gates.unsqueeze(-1)).flatten(-2)
+
+    def _values(self, points: Points) -> Float[Tensor, "b t h v"]:
+        v = points if self.value is None else self.value(points.flatten(2)).view(points.shape)
+        if self.config.harmonics == 1:
+            return v
+        return torch.cat([p.flatten(-2) for p in kuramoto.harmonics(self._elements(v), self.config.harmonics)], -1)
+
+    def _rotate(self, points: Points, offset: int | Tensor) -> Points:
+        """Rotate every element by its position, so that scores depend on relative positions."""
+        base, t = self.config.rotary_base, points.shape[1]
+        if base is None:
+            return points
+        if self.group == TORUS:
+            return apply_rotary(
+                points, rotary_factors(offset, t, heads=self.heads, width=2 * self.elements, base=base, like=points)
+            )
+        wide = torch.promote_types(points.dtype, torch.float32)
+        position = torch.arange(t, device=points.device) + (offset if isinstance(offset, int) else offset[:, None])
+        frequency = base ** -(torch.arange(self.elements, device=points.device, dtype=wide) / self.elements)
+        rotation = self.group.turn(position[..., None].to(wide) * frequency).to(points.dtype).unsqueeze(-3)
+        return self.group.multiply(*torch.broadcast_tensors(rotation, self._elements(points))).flatten(-2)
+
+    def _torus_rotations(self, points: Points, offset: int | Tensor) -> Float[Tensor, "*b t h e 2"] | None:
+        """The rotary rotations on the torus, as points."""
+        if (base := self.config.rotary_base) is None:
+            return None
+        angles = rotary_factors(
+            offset, points.shape[1], heads=self.heads, width=2 * self.elements, base=base, like=points
+        )
+        return torch.view_as_real(angles) if angles.is_complex() else angles
+
+    def _shift(
+        self, x: Stream, k: Points, v: Float[Tensor, "b t h v"], past: ShiftedKVCache, lengths: Tensor | None
+    ) -> tuple[Points, Float[Tensor, "b t h v"], tuple[Tensor, ...]]:
+        """Rotate and shift the keys, shift the values; also return what fills the first slot of the next call."""
+        offset = past.cache.offset
+        if self.group == TORUS and v is k and lengths is None and past.last:  # one fused kernel
+            rotations = self._torus_rotations(k, offset)
+            points, firsts = self._elements(k), tuple(w.view_as(k[:, :1]).to(k.dtype) for w in past.last)
+            theta = x.reshape(points.shape[:-1])
+            delayed = kuramoto.shift_points(theta, points, rotations, tuple(map(self._elements, firsts)))
+            key, *late = (x.flatten(-2) for x in delayed)
+            end, rotations = points[:, -1:], None if rotations is None else rotations[..., -1:, :, :, :]
+            last = (end if rotations is None else kuramoto.rotate_points(end, rotations.expand_as(end)), end)
+            return key, late[0] if late else v, tuple(x.flatten(2).clone() for x in last[: len(delayed)])
+        k = self._rotate(k, offset)
+        shifted = self._shifted((k, v))
+        last = tuple(next_conv_state(x.flatten(2), 2, w, lengths) for x, w in zip(shifted, past.last, strict=True))
+        slots = [shift_right(x, w) for x, w in zip(shifted, past.last, strict=True)]
+        k, v = (*slots, *(k, v)[len(slots) :])
+        return k, v, last
+
+    def _shifted(self, kv: tuple[_T, _T]) -> tuple[_T, ...]:
+        """Which of keys and values are shifted right."""
+        return () if not self.config.strict else kv[:1] if self.config.frustrated else kv
+
+    def _check_state(self, state: State | None, k: Tensor, v: Tensor) -> ShiftedKVCache:
+        if state is None:
+            zeros = tuple(x.new_zeros(len(x), 1, x[0, 0].numel()) for x in self._shifted((k, v)))
+            return ShiftedKVCache(KVCache.start((k, v), self.config.window), zeros)
+        if not isinstance(state, ShiftedKVCache):
+            raise wrong_state(self, state, ShiftedKVCache)
+        rows = len(state.cache.buffers[0])
+        if rows != len(k):
+            raise UsageError(f"the state holds {rows} rows, the input {len(k)}: select() the rows first")
+        shapes, expected = [[*x.shape[2:]] for x in state.cache.buffers], [[*x.shape[2:]] for x in (k, v)]
+        if shapes != expected or len(state.last) != len(self._shifted((k, v))):
+            raise UsageError(
+                f"{type(self).__name__} expected keys and values of shape {expected}, got {shapes}:"
+                " a state of another mechanism"
+            )
+        return state
+
+    def _attend(self, inputs: AttentionInputs) -> Points:
+        """Return the mean of the attended values; per harmonic, because fused attention wants v as wide as k."""
+        means = [
+            attention(inputs.q, inputs.k, v, causal=inputs.causal, mask=inputs.mask, scale=1.0)
+            for v in _split(inputs.v, self.config.harmonics)
+        ]
+        return means[0] if len(means) == 1 else torch.cat(means, -1)
+
+    def _update(self, z: Float[Tensor, "b t h v"], points: Points, x: Stream) -> Stream:
+        """Equations (2) and (3), given the means `z`."""
+        harmonics = self.config.harmonics
+        powers = [self._elements(points)]
+        if harmonics == 1 and self.group == TORUS:  # one fused kernel
+            step = self.step.expand(self.heads, self.elements)
+            steps = (step, None) if self.lag is None else (step * self.lag[0].cos(), step * self.lag[0].sin())
+            return kuramoto.phase_increment(
+                x.reshape(powers[0].shape[:-1]), powers[0], self._elements(z), *steps
+            ).flatten(2)
+        if harmonics > 1:
+            powers = kuramoto.harmonics(powers[0], harmonics)
+        means = map(self._elements, _split(z, harmonics))
+        terms = [self._harmonic(m, g, mean) for m, (g, mean) in enumerate(zip(powers, means, strict=True))]
+        return sum(terms[1:], terms[0]).flatten(2)
+
+    def _harmonic(self, m: int, g: Tensor, mean: Tensor) -> Float[Tensor, "b t h e size"]:
+        """One term of (3), on any group; the first has amplitude 1."""
+        step = self.step if self.amplitude is None or m == 0 else self.step * self.amplitude[m - 1]
+        if self.lag is not None:
+            mean = self.group.multiply(self.group.turn(self.lag[m]).to(mean.dtype).expand_as(mean), mean)
+        return self.group.tangent(g, mean) * step.unsqueeze(-1)
+
+    def _elements(self, points: Points) -> Float[Tensor, "b t h e a"]:
+        return points.unflatten(-1, (self.elements, self.group.ambient))
+
+
+class _Call(NamedTuple):
+    """Everything about one forward call; `x` and `points` in batch form, the rest in row form."""
+
+    x: Stream
+    points: Points
+    inputs: AttentionInputs
+    last: tuple[Tensor, ...]
+
+
+def _split(x: Tensor, harmonics: int) -> tuple[Tensor, ...]:
+    return (x,) if harmonics == 1 else x.chunk(harmonics, -1)  # the backward pass of chunk copies
 
 
 @dataclass(frozen=True, kw_only=True)
 class KuramotoConfig(SynchronyConfig):
-    """Options of `KuramotoAttention`; called with a width and heads, it makes one."""
+    """Options of `KuramotoAttention`."""
 
     def __call__(self, width: int, heads: int, layer: int, layers: int) -> KuramotoAttention:
-        """The mechanism of one layer; they are all alike."""
-        return KuramotoAttention(width, self.heads_of(heads), layer, layers, config=self)
+        """Return the mechanism of one layer."""
+        return KuramotoAttention(width, self.n_heads(heads), layer, layers, config=self)
 
 
 class KuramotoAttention(SynchronyMechanism):
-    """Attention over phases: every number of the stream is an angle, drawn to those of the tokens before it.
+    """Attention on the torus: every number of the stream is an angle.
 
-    >>> import torch
     >>> layer = KuramotoAttention(width=32, heads=4)
     >>> theta = torch.randn(2, 10, 32)
     >>> change, state = layer(theta)
-    >>> around, _ = layer(theta + 2 * torch.pi)  # a whole turn is no turn
-    >>> torch.allclose(change, around, atol=1e-4), state.length.tolist()
+    >>> rotated, _ = layer(theta + 2 * torch.pi)  # a full turn changes nothing
+    >>> torch.allclose(change, rotated, atol=1e-4), state.length.tolist()
     (True, [10, 10])
     """
 
@@ -44,24 +412,23 @@ class KuramotoAttention(SynchronyMechanism):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupConfig(SynchronyConfig):
-    """Options of `GroupAttention`; called with a width and heads, it makes one."""
+    """Options of `GroupAttention`."""
 
     group: str = "su2"
-    """The group: `torus`, `su2` (4 numbers an element), `so3` (9), `so4` (16), and so on."""
+    """`torus`, `su2` (4 numbers per element), `so3` (9), `so4` (16), ..."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        find_group(self.group)  # raises if there is none
+        find_group(self.group)  # raises for an unknown name
 
     def __call__(self, width: int, heads: int, layer: int, layers: int) -> GroupAttention:
-        """The mechanism of one layer; they are all alike."""
-        return GroupAttention(width, self.heads_of(heads), layer, layers, config=self)
+        """Return the mechanism of one layer."""
+        return GroupAttention(width, self.n_heads(heads), layer, layers, config=self)
 
 
 class GroupAttention(SynchronyMechanism):
-    """Attention over elements of a compact group: of ours by its name in the config, or of one of your own.
+    """Attention on a compact group, named in the config or passed as `on`.
 
-    >>> import torch
     >>> layer = GroupAttention(width=32, heads=4)
     >>> change, state = layer(torch.randn(2, 10, 32))
     >>> change.shape
@@ -81,5 +448,5 @@ class GroupAttention(SynchronyMechanism):
         if on is not None:
             check_axioms(on)
             if config.group != GroupConfig.group:
-                raise UsageError(f"a group is given by name or as itself, got {config.group!r} and {on.name!r}")
+                raise UsageError(f"got a group twice, {config.group!r} in the config and {on.name!r}: pass one of them")
         super().__init__(width, heads, find_group(config.group) if on is None else on, config)

@@ -1,11 +1,11 @@
-"""Mechanisms by name, and the short way to write one down: `mechanism[+coupling][:key=value,...]`.
+"""Mechanisms by name, and the spec that selects one with its options: `mechanism[+coupling][:key=value,...]`.
 
     standard:window=128            differential+affine            standard+hamiltonian:steps=3,window=128
 
-A coupling is named by its dynamics; the options after the colon are the mechanism's and the coupling's, in any order.
+A coupling is named by its dynamics. Options of the mechanism and of the coupling follow the colon, in any order.
 
-Other packages join through the entry point group `qkflow.mechanisms`, whose entries are config classes: frozen
-dataclasses that make a mechanism when called with (width, heads, layer, layers).
+Other packages add mechanisms with the entry point group `qkflow.mechanisms`, whose entries are config classes: frozen
+dataclasses that build a mechanism when called with (width, heads, layer, layers).
 
     [project.entry-points."qkflow.mechanisms"]
     mine = "mypackage.attention:MyConfig"
@@ -23,14 +23,13 @@ from typing import Any, cast
 from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError, unknown
 from qkflow.mechanisms.base import Factory
-from qkflow.mechanisms.coupled import CoupledConfig
-from qkflow.mechanisms.coupling import DYNAMICS, CouplingConfig
-from qkflow.mechanisms.delta import DeltaNetConfig, GatedDeltaNetConfig, QDeltaConfig
+from qkflow.mechanisms.coupled import DYNAMICS, CouplingConfig
+from qkflow.mechanisms.delta_rule import DeltaNetConfig, GatedDeltaNetConfig, QDeltaConfig
 from qkflow.mechanisms.differential import DifferentialConfig
 from qkflow.mechanisms.kuramoto import GroupConfig, KuramotoConfig
-from qkflow.mechanisms.standard import StandardConfig
+from qkflow.mechanisms.softmax import CoupledConfig, StandardConfig
 
-_BUILT_IN: dict[str, type[Any]] = {
+_REGISTERED: dict[str, type[Any]] = {
     "standard": StandardConfig,
     "differential": DifferentialConfig,
     "coupled": CoupledConfig,
@@ -40,58 +39,56 @@ _BUILT_IN: dict[str, type[Any]] = {
     "kuramoto": KuramotoConfig,
     "group": GroupConfig,
 }
-_COUPLING = {field.name for field in dataclasses.fields(CouplingConfig)}
-_GROUP = "qkflow.mechanisms"
+_COUPLING_OPTIONS = {field.name for field in dataclasses.fields(CouplingConfig)}
+_ENTRY_POINTS = "qkflow.mechanisms"
 
 
 def register(name: str, config: type[Any]) -> None:
-    """Make a mechanism known in this process; a package does it for good through the entry point."""
+    """Register a mechanism in this process; an installed package uses the entry point instead."""
     _check(name, config)
-    if name in _BUILT_IN and _BUILT_IN[name] is not config:
-        raise UsageError(f"a mechanism named {name!r} exists already: choose another name")
-    _BUILT_IN[name] = config
+    if name in _REGISTERED and _REGISTERED[name] is not config:
+        raise UsageError(f"a mechanism named {name!r} is registered already: choose another name")
+    _REGISTERED[name] = config
 
 
 def mechanisms() -> Mapping[str, type[Any]]:
-    """The config class of every known mechanism, ours and those that installed packages add.
+    """Return the config class of every mechanism, including those of installed packages.
 
     >>> sorted(mechanisms())
     ['coupled', 'deltanet', 'differential', 'gated-deltanet', 'group', 'kuramoto', 'qdelta', 'standard']
     """
-    known = dict(_BUILT_IN)
+    configs = dict(_REGISTERED)
     for name, entry in _installed().items():
         try:
-            known[name] = _load(entry)
+            configs[name] = _load(entry)
         except UsageError as error:
             warnings.warn(str(error), stacklevel=2)
-    return known
+    return configs
 
 
 def mechanism(spec: str) -> Factory:
-    """The factory that a spec names.
+    """Return the factory that a spec describes.
 
     >>> mechanism("standard:window=128,key_heads=2")
     StandardConfig(key_heads=2, rotary_base=10000.0, qk_norm=False, window=128, coupling=None)
     >>> mechanism("differential+affine:window=128,alternations=2").coupling.alternations
     2
     """
-    before, _, options = spec.partition(":")
-    name, plus, dynamics = before.partition("+")
-    installed = {} if name in _BUILT_IN else _installed()
-    if name not in _BUILT_IN and name not in installed:
-        raise unknown("mechanism", name, {*_BUILT_IN, *installed})
-    config = _load(installed[name]) if name in installed else _BUILT_IN[name]
+    full_name, _, options = spec.partition(":")
+    name, plus, dynamics = full_name.partition("+")
+    installed = {} if name in _REGISTERED else _installed()
+    if name not in _REGISTERED and name not in installed:
+        raise unknown("mechanism", name, {*_REGISTERED, *installed})
+    config = _load(installed[name]) if name in installed else _REGISTERED[name]
     values = _parse(options, spec)
-    usual = _usual_coupling(config)
-    if plus or usual is not None:
-        values = _with_coupling(
-            config, {"dynamics": dynamics} if usual is None or plus else to_dict(usual), values, spec
-        )
+    default = _default_coupling(config)
+    if plus or default is not None:
+        coupling = {"dynamics": dynamics} if default is None or plus else to_dict(default)
+        values = _with_coupling(config, coupling, values, spec)
     return cast(Factory, from_dict(config, values, where=f" of {name!r}"))
 
 
-def _usual_coupling(config: type[Any]) -> CouplingConfig | None:
-    """The coupling that a mechanism has without being asked."""
+def _default_coupling(config: type[Any]) -> CouplingConfig | None:
     for field in dataclasses.fields(config):
         if field.name == "coupling" and field.default_factory is not dataclasses.MISSING:
             return cast(CouplingConfig, field.default_factory())
@@ -99,34 +96,35 @@ def _usual_coupling(config: type[Any]) -> CouplingConfig | None:
 
 
 def _with_coupling(config: type[Any], coupling: dict[str, Any], values: dict[str, Any], spec: str) -> dict[str, Any]:
-    """The options of a mechanism, with those of its coupling gathered into one that begins as `coupling`."""
+    """Move the coupling's options from `values` into a `CouplingConfig` with the defaults `coupling`."""
     dynamics = coupling["dynamics"]
-    own = {field.name for field in dataclasses.fields(config)}
-    name = spec.partition(":")[0]
-    if "coupling" not in own:
-        raise UsageError(f"{spec!r}: {name.partition('+')[0]!r} takes no coupling")
+    fields = {field.name for field in dataclasses.fields(config)}
+    full_name = spec.partition(":")[0]
+    name = full_name.partition("+")[0]
+    if "coupling" not in fields:
+        raise UsageError(f"{spec!r}: {name!r} takes no coupling")
     if dynamics not in DYNAMICS:
         raise unknown("coupling", dynamics, DYNAMICS)
     if "coupling" in values or "dynamics" in values:
-        raise UsageError(f"{spec!r}: name the dynamics before the colon, as in {name.partition('+')[0]}+{dynamics}")
-    options = (own | _COUPLING) - {"coupling", "dynamics"}
+        raise UsageError(f"{spec!r}: name the dynamics before the colon, as in {name}+{dynamics}")
+    options = (fields | _COUPLING_OPTIONS) - {"coupling", "dynamics"}
     for key in values:
         if key not in options:
-            raise unknown(f"config key of {name!r}", key, options)
-    moving = {key: value for key, value in values.items() if key in _COUPLING}
-    rest = {key: value for key, value in values.items() if key not in _COUPLING}
-    return rest | {"coupling": from_dict(CouplingConfig, {**coupling, **moving})}
+            raise unknown(f"config key of {full_name!r}", key, options)
+    coupling = coupling | {key: value for key, value in values.items() if key in _COUPLING_OPTIONS}
+    others = {key: value for key, value in values.items() if key not in _COUPLING_OPTIONS}
+    return others | {"coupling": from_dict(CouplingConfig, coupling)}
 
 
 def _installed() -> dict[str, EntryPoint]:
-    """What other packages offer, not yet imported: a broken one takes away its own names alone."""
-    return {entry.name: entry for entry in entry_points(group=_GROUP) if entry.name not in _BUILT_IN}
+    """Entry points of other packages, not imported yet, so that a broken package affects its own names only."""
+    return {entry.name: entry for entry in entry_points(group=_ENTRY_POINTS) if entry.name not in _REGISTERED}
 
 
 def _load(entry: EntryPoint) -> type[Any]:
     try:
         config = entry.load()
-    except Exception as error:  # whatever another package throws while it is imported
+    except Exception as error:  # importing another package may raise anything
         raise UsageError(f"mechanism {entry.name!r} ({entry.value}) cannot be imported: {error}") from error
     _check(entry.name, config)
     return config
@@ -138,7 +136,7 @@ def _check(name: str, config: type[Any]) -> None:
 
 
 def _parse(options: str, spec: str) -> dict[str, Any]:
-    """`key=value,...` as plain data; a value that is no Python literal is a string."""
+    """Parse `key=value,...`; values that are not Python literals are strings."""
     values: dict[str, Any] = {}
     for item in filter(None, options.split(",")):
         key, equals, text = item.partition("=")

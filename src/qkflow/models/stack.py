@@ -111,7 +111,7 @@ class Stack(nn.Module):
         self.group = _stream(mixers, config.mechanisms)
         for factory, mixer in zip(factories, mixers, strict=True):
             if mixer is not (first := mixers[factories.index(factory)]):
-                mixer.tie(first)
+                mixer.tie_weights(first)
         self.read_width = config.width
         if self.group is not None:
             self.norm = Points(self.group)
@@ -144,12 +144,12 @@ class Stack(nn.Module):
         elements = x.unflatten(-1, (-1, self.group.size))
         return self.group.retract(elements, torch.zeros_like(elements)).flatten(-2)
 
-    def paces(self) -> dict[str, ParamOptions]:
+    def param_options(self) -> dict[str, ParamOptions]:
         """How parameters learn, by name: what the mechanisms ask for, and in a phase stream all of them (ours)."""
         own = {
             f"blocks.{i}.mechanism.{name}": pace
             for i, mixer in enumerate(self.mechanisms)
-            for name, pace in mixer.paces().items()
+            for name, pace in mixer.param_options().items()
         }
         if self.group is None:
             return own

@@ -1,46 +1,70 @@
-"""Looking into a trained model without changing it."""
+"""Probes: attention maps, diagnostics and faithfulness of trained models."""
 
-from qkflow.probes.confidence import confidence, confidence_curve, effective_tokens, entropy, mass
-from qkflow.probes.energy import CouplingLook, EnergyWatch, Moment, energies
-from qkflow.probes.faithfulness import Faithfulness, Looked, examine
-from qkflow.probes.maps import Look, look, maps
-from qkflow.probes.phases import Pair, PhaseLook, PhaseSummary, phases
-from qkflow.probes.pooling import pooled
-from qkflow.probes.readers import Reader, Reading, reader
-from qkflow.probes.stability import Growth, Spread, StabilityLook, stability, stability_of
-from qkflow.probes.transitions import WorstCase, safe_alpha, safe_lambda, worst_case
+from qkflow.probes.attention import (
+    AttentionStats,
+    LayerProbe,
+    RationaleConfidence,
+    attention_entropy,
+    attention_maps,
+    attention_stats,
+    confidence,
+    confidence_curve,
+    effective_tokens,
+    pool_maps,
+    probe_layers,
+    rationale_confidence,
+    rationale_mass,
+)
+from qkflow.probes.coupling import CouplingRecorder, CouplingSnapshot, CouplingStats, coupling_stats
+from qkflow.probes.diagnostics import Diagnostic, diagnostics
+from qkflow.probes.faithfulness import DeletionScores, Faithfulness, evaluate_faithfulness
+from qkflow.probes.memory import (
+    MemoryStats,
+    WorstCase,
+    delta_rule_stats,
+    memory_stats,
+    safe_alpha,
+    safe_lambda,
+    worst_case,
+)
+from qkflow.probes.readers import Reader, ReaderOutput, reader
+from qkflow.probes.synchrony import LayerPhases, PhaseStats, TokenPair, layer_phases
 
 __all__ = [
-    "CouplingLook",
-    "EnergyWatch",
+    "AttentionStats",
+    "CouplingRecorder",
+    "CouplingSnapshot",
+    "CouplingStats",
+    "DeletionScores",
+    "Diagnostic",
     "Faithfulness",
-    "Growth",
-    "Look",
-    "Looked",
-    "Moment",
-    "Pair",
-    "PhaseLook",
-    "PhaseSummary",
+    "LayerPhases",
+    "LayerProbe",
+    "MemoryStats",
+    "PhaseStats",
+    "RationaleConfidence",
     "Reader",
-    "Reading",
-    "Spread",
-    "StabilityLook",
+    "ReaderOutput",
+    "TokenPair",
     "WorstCase",
+    "attention_entropy",
+    "attention_maps",
+    "attention_stats",
     "confidence",
     "confidence_curve",
+    "coupling_stats",
+    "delta_rule_stats",
+    "diagnostics",
     "effective_tokens",
-    "energies",
-    "entropy",
-    "examine",
-    "look",
-    "maps",
-    "mass",
-    "phases",
-    "pooled",
+    "evaluate_faithfulness",
+    "layer_phases",
+    "memory_stats",
+    "pool_maps",
+    "probe_layers",
+    "rationale_confidence",
+    "rationale_mass",
     "reader",
     "safe_alpha",
     "safe_lambda",
-    "stability",
-    "stability_of",
     "worst_case",
 ]

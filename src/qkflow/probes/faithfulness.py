@@ -1,211 +1,219 @@
-r"""Whether an answer rests on the words that attention names: delete them, or all others, and ask again.
+r"""Faithfulness of attention: delete the tokens that it ranks highest, or all others, and compare the answers.
 
-    comprehensiveness  p(yhat | x) - p(yhat | x without the top words)     high: the answer needed them
-    sufficiency        p(yhat | x) - p(yhat | the top words alone)         low: they were enough
-    AOPC               either, on average over top parts of 1, 5, 10, 20 and 50 %
+    comprehensiveness  p(yhat | x) - p(yhat | x without the top tokens)     high: the answer needed them
+    sufficiency        p(yhat | x) - p(yhat | the top tokens only)          low: they were enough
+    AOPC               either, averaged over the top 1, 5, 10, 20 and 50 %
 
 yhat is the model's own answer to the whole text x (ERASER, DeYoung et al. 2020, https://arxiv.org/abs/1911.03429). The
-top words are 5 % of those that may go, rounded up, so at least one. They are ranked by attention, by gradient, or at
-random: a number means something beside what deleting any words does. `qkflow.probes.deletion` says what a deletion is.
+top tokens are 5 % of those that may be deleted, rounded up. They are ranked by attention, by gradient, or at random:
+the random ranking is the reference for the others.
+
+Tokens are deleted, not masked: the rest moves up, so positions have no gap. Tokens in `Instance.protected` (a
+question, the token that is read) are never deleted. If the last token is deleted, the answer is read at the one before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int, Int64
 from torch import Tensor
 
 from qkflow.data.tasks.base import Instance
 from qkflow.errors import UsageError, unknown
-from qkflow.probes.confidence import entropy, mass
-from qkflow.probes.deletion import Row, chances, counted, divided, log_probability, ranked, readings
-from qkflow.probes.pooling import Pooling, pooled
-from qkflow.probes.readers import Reader
+from qkflow.probes.attention import POOLINGS, Pooling, attention_entropy, pool_maps, rationale_mass
+from qkflow.probes.readers import Reader, ReaderOutput
 
 Ranking = Literal["attention", "gradient", "random"]
+Row = tuple[int, ...]
 Values = Float64[np.ndarray, " n"]
 Ragged = Float64[np.ndarray, " _"]
-_AT_ONCE = 512
-"""Instances whose deletions are held in memory together."""
-PARTS = (0.01, 0.05, 0.1, 0.2, 0.5)
-"""The parts of a text that an AOPC is the mean over."""
+
+FRACTIONS = (0.01, 0.05, 0.1, 0.2, 0.5)
+"""The fractions of a text that an AOPC averages over."""
+_INSTANCES_AT_ONCE = 512
+"""Instances whose deletions are in memory at the same time."""
+_MAX_TOKENS = 2**11
+"""Tokens per batch: more do not fit the caches of a CPU, and are slower."""
+_MAX_MAP_ELEMENTS = 2**24
+"""Elements of the maps of a batch: 64 MB in float32."""
+_ASSUMED_HEADS = 64
+"""Layers times heads of a model, until known."""
+_SIGNIFICAND = 2.0**14
+"""Scores that agree to this precision are ties, so that rounding in batches does not change what is deleted."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeletionScores:
+    """The effect of deleting the tokens of one ranking, one number per instance."""
+
+    comprehensiveness: Values
+    sufficiency: Values
+    comprehensiveness_aopc: Values
+    sufficiency_aopc: Values
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Faithfulness:
-    """What deleting words of one ranking does to each answer, in order of the instances."""
-
-    comprehensiveness: Values
-    """What the answer's probability loses without the top words."""
-    sufficiency: Values
-    """What it loses with the top words alone."""
-    comprehensiveness_aopc: Values
-    """The mean over parts of the text."""
-    sufficiency_aopc: Values
-    """The mean over parts of the text."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Looked:
-    """What was seen of each instance, in their order."""
+    """Answers, attention and deletion scores, one entry per instance."""
 
     predicted: Int64[np.ndarray, " n"]
-    """The model's own answer."""
+    """The model's answer."""
     correct: Bool[np.ndarray, " n"]
-    """Whether it is the label."""
     probability: Values
-    """What the model gives its own answer."""
+    """Probability of the model's answer."""
     label_probability: Values
-    """What it gives the label."""
     loss: Values
-    """The label's loss, in nats."""
+    """Negative log-likelihood of the label, in nats."""
     attention: tuple[Ragged, ...]
-    """The share of each token of each instance in what is attended to, pooled as asked for."""
+    """Pooled attention on each token."""
     mass: Values
-    """How much of that lies on the rationale; not a number for instances without one."""
+    """Attention on the rationale; NaN for instances without one."""
     masses: Mapping[Pooling, Values]
     """The same for every pooling."""
     entropy: Values
-    """Of the attention, in nats."""
+    """Entropy of the attention, in nats."""
     effective: Values
-    """As many tokens, attended to evenly, have that entropy."""
-    rankings: Mapping[Ranking, Faithfulness]
-    """What deletions do, for each ranking asked for."""
+    """exp(entropy), the effective number of attended tokens."""
+    rankings: Mapping[Ranking, DeletionScores]
 
     @property
     def comprehensiveness(self) -> Values:
-        """By attention."""
+        """Comprehensiveness of the attention ranking."""
         return self._by_attention.comprehensiveness
 
     @property
     def sufficiency(self) -> Values:
-        """By attention."""
+        """Sufficiency of the attention ranking."""
         return self._by_attention.sufficiency
 
     @property
-    def _by_attention(self) -> Faithfulness:
+    def _by_attention(self) -> DeletionScores:
         if "attention" not in self.rankings:
-            raise UsageError(f"attention was not ranked, only {', '.join(self.rankings) or 'nothing'} was: examine it")
+            raise UsageError(
+                f"attention was not ranked (only {', '.join(self.rankings) or 'nothing'}): pass rankings=['attention']"
+            )
         return self.rankings["attention"]
 
 
-def examine(
+def evaluate_faithfulness(
     reader: Reader,
     instances: Sequence[Instance],
     *,
     pooling: Pooling = "average",
-    part: float = 0.05,
-    parts: Sequence[float] = PARTS,
+    fraction: float = 0.05,
+    fractions: Sequence[float] = FRACTIONS,
     rankings: Sequence[Ranking] = ("attention", "random"),
     seed: int = 0,
     batch: int = 256,
-) -> Looked:
-    """Everything about a model's attention and answers on some instances; no number depends on batches or on order.
+) -> Faithfulness:
+    """Evaluate a model's answers and attention; the result does not depend on batch size or order.
 
     >>> from qkflow.models import Classifier, ClassifierConfig
     >>> from qkflow.probes import readers
     >>> model = Classifier(ClassifierConfig(width=32, layers=1, heads=4, vocabulary=50, classes=3))
     >>> texts = [Instance(tokens=(5, 6, 7, 8), label=1, rationale=(1,)), Instance(tokens=(9, 4), label=0, rationale=())]
-    >>> looked = examine(readers.reader(model), texts)
-    >>> np.isnan(looked.mass).tolist(), looked.comprehensiveness.shape
+    >>> result = evaluate_faithfulness(readers.reader(model), texts)
+    >>> np.isnan(result.mass).tolist(), result.comprehensiveness.shape
     ([False, True], (2,))
     """
-    _check(instances, pooling, (part, *parts), rankings, seed, batch)
-    looked, saliency = _whole(reader, instances, pooling, batch, gradient="gradient" in rankings)
-    scores: dict[Ranking, Sequence[Ragged]] = {"attention": looked.attention, "gradient": saliency}
+    _check(instances, pooling, (fraction, *fractions), rankings, seed, batch)
+    result, saliency = _read_whole_texts(reader, instances, pooling, batch, gradient="gradient" in rankings)
+    scores: dict[Ranking, Sequence[Ragged]] = {"attention": result.attention, "gradient": saliency}
     if "random" in rankings:
-        scores["random"] = [_drawn(one.tokens, seed) for one in instances]
+        scores["random"] = [_random_scores(instance.tokens, seed) for instance in instances]
     orders: dict[Ranking, list[list[int]]] = {
-        name: [ranked(row, one.protected) for row, one in zip(scores[name], instances, strict=True)]
+        name: [rank_tokens(row, instance.protected) for row, instance in zip(scores[name], instances, strict=True)]
         for name in rankings
     }
-    return replace(looked, rankings=_faithful(reader, instances, looked, orders, part, parts, batch))
+    return replace(result, rankings=_delete(reader, instances, result, orders, (fraction, *fractions), batch))
 
 
-def _whole(
+def _read_whole_texts(
     reader: Reader, instances: Sequence[Instance], pooling: Pooling, batch: int, *, gradient: bool
-) -> tuple[Looked, list[Ragged]]:
-    """What is seen of the whole texts: everything but the rankings; and the tokens' saliency, if it is asked for."""
+) -> tuple[Faithfulness, list[Ragged]]:
+    """Return everything but the rankings, and the saliency of the tokens if requested."""
     empty = np.empty(0)
     attention, saliency = [empty] * len(instances), [empty] * len(instances)
-    masses: dict[Pooling, Values] = {how: np.empty(len(instances)) for how in _POOLINGS}
-    predicted, own, right, spread = (np.empty(len(instances)) for _ in range(4))
-    for here, tokens, lengths, reading in readings(reader, [one.tokens for one in instances], batch=batch, maps=True):
-        if reading.maps is None:
-            raise UsageError(f"{type(reader).__name__} gave no maps: read(..., maps=True) has to")
-        labels = torch.tensor([instances[i].label for i in here])
-        known = reading.logits.shape[1]
-        if int(labels.min()) < 0 or int(labels.max()) >= known:
+    masses: dict[Pooling, Values] = {name: np.empty(len(instances)) for name in POOLINGS}
+    predicted, answer_log_p, label_log_p, entropy = (np.empty(len(instances)) for _ in range(4))
+    texts = [instance.tokens for instance in instances]
+    for index, tokens, lengths, output in read_batches(reader, texts, batch=batch, maps=True):
+        if output.maps is None:
+            raise UsageError(f"{type(reader).__name__}.read(..., maps=True) returned no maps")
+        labels = torch.tensor([instances[i].label for i in index])
+        n_answers = output.logits.shape[1]
+        if int(labels.min()) < 0 or int(labels.max()) >= n_answers:
             raise UsageError(
-                f"the model gives {known} answers, numbered from 0; labels are {int(labels.min())} to"
-                f" {int(labels.max())}: examine it on the task that it was trained on"
+                f"labels must be from 0 to {n_answers - 1}, the answers of the model, got {int(labels.min())} to"
+                f" {int(labels.max())}: evaluate the model on the task that it was trained on"
             )
-        answers = reading.logits.argmax(-1).cpu()
-        predicted[here], own[here] = answers, log_probability(reading.logits, answers)
-        right[here] = log_probability(reading.logits, labels)
+        answers = output.logits.argmax(-1).cpu()
+        predicted[index], answer_log_p[index] = answers, log_probability(output.logits, answers)
+        label_log_p[index] = log_probability(output.logits, labels)
         rationale = torch.zeros(tokens.shape, dtype=torch.bool)
-        for row, i in enumerate(here):
+        for row, i in enumerate(index):
             rationale[row, list(instances[i].rationale)] = True
-        for how in _POOLINGS:
-            row = pooled(reading.maps, lengths, how, asked=reading.asked).cpu().double()
-            masses[how][here] = mass(row, rationale)
-            if how == pooling:
-                spread[here] = entropy(row)
-                _scatter(attention, here, row, lengths)
+        for name in POOLINGS:
+            shares = pool_maps(output.maps, lengths, name, query_positions=output.answer_positions).cpu().double()
+            masses[name][index] = rationale_mass(shares, rationale)
+            if name == pooling:
+                entropy[index] = attention_entropy(shares)
+                _scatter(attention, index, shares, lengths)
         if gradient:
-            _scatter(saliency, here, reader.saliency(tokens, lengths).cpu().double(), lengths)
-    looked = Looked(
+            _scatter(saliency, index, reader.saliency(tokens, lengths).cpu().double(), lengths)
+    result = Faithfulness(
         predicted=predicted.astype(np.int64),
-        correct=predicted == np.array([one.label for one in instances]),
-        probability=np.exp(own),
-        label_probability=np.exp(right),
-        loss=-right,
+        correct=predicted == np.array([instance.label for instance in instances]),
+        probability=np.exp(answer_log_p),
+        label_probability=np.exp(label_log_p),
+        loss=-label_log_p,
         attention=tuple(attention),
         mass=masses[pooling],
         masses=masses,
-        entropy=spread,
-        effective=np.exp(spread),
+        entropy=entropy,
+        effective=np.exp(entropy),
         rankings={},
     )
-    return looked, saliency
+    return result, saliency
 
 
-def _faithful(
+def _delete(
     reader: Reader,
     instances: Sequence[Instance],
-    looked: Looked,
+    result: Faithfulness,
     orders: Mapping[Ranking, Sequence[Sequence[int]]],
-    part: float,
-    parts: Sequence[float],
+    fractions: Sequence[float],
     batch: int,
-) -> dict[Ranking, Faithfulness]:
-    """Delete, ask again, and note what was lost at `part`, and on average over `parts`."""
-    every = (part, *parts)
-    lost: dict[Ranking, Float64[np.ndarray, "n parts 2"]] = {
-        ranking: np.empty((len(instances), len(every), 2)) for ranking in orders
+) -> dict[Ranking, DeletionScores]:
+    """Delete tokens and measure the loss of probability: at the first of `fractions`, and averaged over the others."""
+    lost: dict[Ranking, Float64[np.ndarray, "n fractions 2"]] = {
+        ranking: np.empty((len(instances), len(fractions), 2)) for ranking in orders
     }
     by_length = sorted(range(len(instances)), key=lambda i: len(instances[i].tokens))
-    for at in range(0, len(instances), _AT_ONCE):
-        here = by_length[at : at + _AT_ONCE]
-        answers, whole = looked.predicted[here].tolist(), looked.probability[here]
-        known = {(instances[i].tokens, answer): p for i, answer, p in zip(here, answers, whole.tolist(), strict=True)}
-        asked: dict[Ranking, list[tuple[Row, int]]] = {ranking: [] for ranking in orders}
+    for start in range(0, len(instances), _INSTANCES_AT_ONCE):
+        index = by_length[start : start + _INSTANCES_AT_ONCE]
+        answers, whole = result.predicted[index].tolist(), result.probability[index]
+        known = {(instances[i].tokens, answer): p for i, answer, p in zip(index, answers, whole.tolist(), strict=True)}
+        questions: dict[Ranking, list[tuple[Row, int]]] = {ranking: [] for ranking in orders}
         for ranking, order in orders.items():
-            for i, answer in zip(here, answers, strict=True):
-                counts = [counted(share, len(order[i])) for share in every]
-                rows = {count: divided(instances[i].tokens, order[i], count) for count in set(counts)}
-                asked[ranking] += [(row, answer) for count in counts for row in rows[count]]
-        found = chances(reader, [one for these in asked.values() for one in these], batch=batch, known=known)
-        for ranking, these in asked.items():
-            left = np.array([found[one] for one in these]).reshape(len(here), len(every), 2)
-            lost[ranking][here] = whole[:, None, None] - left
+            for i, answer in zip(index, answers, strict=True):
+                counts = [top_count(fraction, len(order[i])) for fraction in fractions]
+                texts = {count: split_tokens(instances[i].tokens, order[i], count) for count in set(counts)}
+                questions[ranking] += [(text, answer) for count in counts for text in texts[count]]
+        flat = [question for asked in questions.values() for question in asked]
+        probability = answer_probabilities(reader, flat, batch=batch, known=known)
+        for ranking, asked in questions.items():
+            remaining = np.array([probability[question] for question in asked]).reshape(len(index), len(fractions), 2)
+            lost[ranking][index] = whole[:, None, None] - remaining
     return {
-        ranking: Faithfulness(
+        ranking: DeletionScores(
             comprehensiveness=x[:, 0, 0],
             sufficiency=x[:, 0, 1],
             comprehensiveness_aopc=x[:, 1:, 0].mean(1),
@@ -215,35 +223,108 @@ def _faithful(
     }
 
 
-def _scatter(into: list[Ragged], here: Sequence[int], rows: Tensor, lengths: Tensor) -> None:
-    for i, row, length in zip(here, rows.numpy(), lengths.tolist(), strict=True):
+def rank_tokens(scores: Float64[np.ndarray, " t"], protected: Sequence[int] = ()) -> list[int]:
+    """Return the positions that may be deleted, highest score first; ties to four digits are broken by position.
+
+    >>> rank_tokens(np.array([0.1, 0.5, 0.3, 0.5]), protected=[2])
+    [1, 3, 0]
+    """
+    significand, exponent = np.frexp(scores)
+    rounded = np.ldexp(np.rint(significand * _SIGNIFICAND), exponent)
+    excluded = set(protected)
+    return [position for position in np.argsort(-rounded, kind="stable").tolist() if position not in excluded]
+
+
+def split_tokens(tokens: Row, order: Sequence[int], count: int) -> tuple[Row, Row]:
+    """Return the text without the first `count` positions of the order, and the text without the others.
+
+    A text always keeps its last token.
+
+    >>> split_tokens((10, 11, 12, 13), order=[2, 0, 1], count=1)
+    ((10, 11, 13), (12, 13))
+    >>> split_tokens((10,), order=[0], count=1)
+    ((10,), (10,))
+    """
+    top, others = set(order[:count]), set(order[count:])
+    without = tuple(token for position, token in enumerate(tokens) if position not in top)
+    return without or tokens[-1:], tuple(token for position, token in enumerate(tokens) if position not in others)
+
+
+def top_count(fraction: float, positions: int) -> int:
+    """Return a fraction of the positions, rounded up, and at least one if there is one.
+
+    >>> [top_count(0.05, positions) for positions in (0, 1, 20, 21)]
+    [0, 1, 1, 2]
+    """
+    return min(positions, max(1, math.ceil(fraction * positions - 1e-9)))  # 0.07 * 100 is 7.000000000000001
+
+
+def read_batches(
+    reader: Reader, rows: Sequence[Row], *, batch: int, maps: bool = False
+) -> Iterator[tuple[list[int], Int[Tensor, "b t"], Int[Tensor, " b"], ReaderOutput]]:
+    """Read all rows in batches of similar length, padded on the right; yields indices, tokens, lengths and output."""
+    order, start, heads = sorted(range(len(rows)), key=lambda i: -len(rows[i])), 0, _ASSUMED_HEADS
+    while start < len(order):
+        t = len(rows[order[start]])
+        limit = _MAX_MAP_ELEMENTS // (t * t * heads) if maps else _MAX_TOKENS // t
+        index = order[start : start + max(1, min(batch, limit))]
+        lengths = np.array([len(rows[i]) for i in index])
+        padded = np.zeros((len(index), t), dtype=np.int64)
+        padded[np.arange(t) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows[i] for i in index), np.int64)
+        tokens, counts = torch.from_numpy(padded), torch.from_numpy(lengths)
+        output = reader.read(tokens, counts, maps=maps)
+        if output.maps is not None:
+            heads = max(1, sum(layer.shape[1] for layer in output.maps))
+        yield index, tokens, counts, output
+        start += len(index)
+
+
+def answer_probabilities(
+    reader: Reader, questions: Sequence[tuple[Row, int]], *, batch: int, known: Mapping[tuple[Row, int], float]
+) -> dict[tuple[Row, int], float]:
+    """Return the probability of each answer given its text; each pair is read once, and not if it is `known`."""
+    probability = dict(known)
+    new = [question for question in dict.fromkeys(questions) if question not in probability]
+    for index, _, _, output in read_batches(reader, [row for row, _ in new], batch=batch):
+        answers = torch.tensor([new[i][1] for i in index])
+        for i, log_p in zip(index, log_probability(output.logits, answers).tolist(), strict=True):
+            probability[new[i]] = math.exp(log_p)
+    return probability
+
+
+def log_probability(logits: Float[Tensor, "b c"], answers: Int[Tensor, " b"]) -> Float64[Tensor, " b"]:
+    """Return the log-probability of one answer per row."""
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    chosen = scores.gather(1, answers.to(scores.device)[:, None])[:, 0]
+    return (chosen.double() - scores.logsumexp(-1).double()).cpu()
+
+
+def _scatter(into: list[Ragged], index: Sequence[int], rows: Tensor, lengths: Tensor) -> None:
+    for i, row, length in zip(index, rows.numpy(), lengths.tolist(), strict=True):
         into[i] = row[:length].copy()
 
 
-def _drawn(tokens: Row, seed: int) -> Ragged:
-    """Numbers that depend on the text and the seed alone."""
+def _random_scores(tokens: Row, seed: int) -> Ragged:
+    """Random scores that depend on the text and the seed only."""
     return np.random.default_rng((seed, *tokens)).random(len(tokens))
 
 
 def _check(
     instances: Sequence[Instance],
     pooling: str,
-    parts: Sequence[float],
+    fractions: Sequence[float],
     rankings: Sequence[str],
     seed: int,
     batch: int,
 ) -> None:
     if not instances:
-        raise UsageError("there are no instances to examine: give at least one")
-    if pooling not in _POOLINGS:
-        raise unknown("pooling", pooling, _POOLINGS)
+        raise UsageError("got no instances: expected at least one")
+    if pooling not in POOLINGS:
+        raise unknown("pooling", pooling, POOLINGS)
     for ranking in rankings:
         if ranking not in get_args(Ranking):
             raise unknown("ranking", ranking, get_args(Ranking))
-    if len(parts) < 2 or any(not 0 < part <= 1 for part in parts):
-        raise UsageError(f"parts of a text are above 0 and at most 1, and there is one at least, got {list(parts)}")
+    if len(fractions) < 2 or any(not 0 < fraction <= 1 for fraction in fractions):
+        raise UsageError(f"fractions must be above 0 and at most 1, at least one of them, got {list(fractions)}")
     if batch < 1 or seed < 0:
         raise UsageError(f"batch must be at least 1 and seed at least 0, got {batch} and {seed}")
-
-
-_POOLINGS: tuple[Pooling, ...] = get_args(Pooling)

@@ -1,13 +1,13 @@
-"""One way to ask any model about a text: its scores where it answers, its maps, and which tokens its answer comes from.
+"""One interface to read texts with any model: logits at the answer position, attention maps, and saliency.
 
-Rows are padded on the right. Tokens of qkflow's models see only what comes before them, so what lies behind the end of
-a text changes nothing in it, and no mask is needed. Reading leaves a model as it was: no gradient stays in a parameter,
-and parts in training mode stay in it, though nothing is dropped while reading.
+Rows are padded on the right. qkflow's models are causal, so padding behind a text does not affect it, and no mask is
+needed. Reading leaves the model as it was: no gradients on parameters, and the training mode of every module restored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -19,64 +19,62 @@ from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.models import Classifier, Decoder
 from qkflow.models.one_layer import OneLayer
-from qkflow.probes.maps import kept_inputs, unchanged
-from qkflow.probes.pooling import Map
+from qkflow.probes.attention import Map, eval_mode, record_inputs
 
 Tokens = Int[Tensor, "b t"]
 Lengths = Int[Tensor, " b"]
-Asks = Literal["last", "first"]
+AnswerAt = Literal["last", "first"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Reading:
-    """What a model makes of some texts."""
+class ReaderOutput:
+    """The output of a model on a batch of texts."""
 
     logits: Float[Tensor, "b c"]
-    """The scores of each answer."""
+    """Scores of the answers."""
     maps: tuple[Map, ...] | None = None
-    """The map of each layer, zero at padding, if they were asked for; layers may differ in their heads."""
-    asked: Int[Tensor, " b"] | None = None
-    """The place of each row at which the answer is read off; `None`: its last token."""
+    """Attention map of each layer, zero at padding, if requested."""
+    answer_positions: Int[Tensor, " b"] | None = None
+    """The position at which each row is answered; `None` is the last token."""
 
 
 @runtime_checkable
 class Reader(Protocol):
-    """Something that reads texts, right-padded, and answers at one place of each."""
+    """Reads right-padded texts and answers at one position of each."""
 
-    def read(self, tokens: Tokens, lengths: Lengths, *, maps: bool = False) -> Reading:
-        """The scores of each answer, and the maps if they are asked for."""
+    def read(self, tokens: Tokens, lengths: Lengths, *, maps: bool = False) -> ReaderOutput:
+        """Return the scores of the answers, and the attention maps if requested."""
         ...
 
     def saliency(self, tokens: Tokens, lengths: Lengths) -> Float[Tensor, "b t"]:
-        """How much each token decides: |gradient . embedding| of the score of the model's own answer; 0 at padding."""
+        """Return |gradient . embedding| of the score of the model's answer for each token; 0 at padding."""
         ...
 
 
-def reader(model: nn.Module, *, asks: Asks | None = None) -> Reader:
-    """A reader of a `Classifier`, a `Decoder` (its answer is the next token), a `OneLayer`, or a model of transformers.
+def reader(model: nn.Module, *, answer_at: AnswerAt | None = None) -> Reader:
+    """Return a reader of a `Classifier`, a `Decoder` (it answers with the next token), a `OneLayer`, or a
+    transformers model.
 
-    Those must be loaded with `attn_implementation="eager"`, and may answer at their first token (`asks="first"`, as
-    BERT does); unless told, one whose tokens see later ones is taken to.
+    Load transformers models with `attn_implementation="eager"`. They may answer at their first token
+    (`answer_at="first"`, as BERT does); by default a model with bidirectional attention does.
 
     >>> from qkflow.models import ClassifierConfig
     >>> model = Classifier(ClassifierConfig(width=32, layers=2, heads=4, vocabulary=50, classes=3))
-    >>> got = reader(model).read(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([3, 2]), maps=True)
-    >>> tuple(got.logits.shape), [tuple(layer.shape) for layer in got.maps]
+    >>> output = reader(model).read(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([3, 2]), maps=True)
+    >>> tuple(output.logits.shape), [tuple(layer.shape) for layer in output.maps]
     ((2, 3), [(2, 4, 3, 3), (2, 4, 3, 3)])
     """
     if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
-        from qkflow.probes.hf_readers import HFReader  # it reads what transformers made; nothing else needs it
-
-        return HFReader(model, asks)
-    if asks == "first":
-        raise UsageError(f"a {type(model).__name__} answers at the last token: asks='first' is for encoders")
+        return _HFReader(model, answer_at)
+    if answer_at == "first":
+        raise UsageError(f"{type(model).__name__} answers at the last token: answer_at='first' is for encoders")
     if isinstance(model, Classifier | Decoder):
         return _StackReader(model)
     if isinstance(model, OneLayer):
         return _OneLayerReader(model)
     raise UsageError(
-        f"a reader needs a Classifier, a Decoder, a OneLayer or a model of transformers, got {type(model).__name__}:"
-        " write a class with read() and saliency() for it, as qkflow.probes.readers.Reader says"
+        f"no reader for {type(model).__name__}: expected a Classifier, Decoder, OneLayer or transformers model;"
+        " write a class with the methods of qkflow.probes.readers.Reader"
     )
 
 
@@ -86,23 +84,23 @@ class _StackReader:
     def __init__(self, model: Classifier | Decoder) -> None:
         self.model = model
 
-    def read(self, tokens: Tokens, lengths: Lengths, *, maps: bool = False) -> Reading:
-        tokens, lengths = checked(tokens, lengths, self.model.embedding.weight)
+    def read(self, tokens: Tokens, lengths: Lengths, *, maps: bool = False) -> ReaderOutput:
+        tokens, lengths = _validate(tokens, lengths, self.model.embedding.weight)
         mechanisms = self.model.mechanisms if maps else []
-        with unchanged(self.model), torch.no_grad():
-            with kept_inputs(mechanisms) as seen:
+        with eval_mode(self.model), torch.no_grad():
+            with record_inputs(mechanisms) as inputs:
                 logits = self._logits(tokens, lengths)
             if not maps:
-                return Reading(logits=logits)
-            padding = ~read_places(tokens, lengths)[:, None, :, None]
-            found = (layer.weights(x).masked_fill(padding, 0) for layer, x in zip(mechanisms, seen, strict=True))
-            return Reading(logits=logits, maps=tuple(found))
+                return ReaderOutput(logits=logits)
+            padding = ~_valid_mask(tokens, lengths)[:, None, :, None]
+            weights = (layer.weights(x).masked_fill(padding, 0) for layer, x in zip(mechanisms, inputs, strict=True))
+            return ReaderOutput(logits=logits, maps=tuple(weights))
 
     def saliency(self, tokens: Tokens, lengths: Lengths) -> Float[Tensor, "b t"]:
-        tokens, lengths = checked(tokens, lengths, self.model.embedding.weight)
-        with unchanged(self.model):
-            found = embedding_saliency(self.model.embedding, lambda: self._logits(tokens, lengths))
-        return found * read_places(tokens, lengths)
+        tokens, lengths = _validate(tokens, lengths, self.model.embedding.weight)
+        with eval_mode(self.model):
+            saliency = _embedding_saliency(self.model.embedding, lambda: self._logits(tokens, lengths))
+        return saliency * _valid_mask(tokens, lengths)
 
     def _logits(self, tokens: Tokens, lengths: Lengths) -> Float[Tensor, "b c"]:
         x, _ = self.model.read(tokens)
@@ -111,66 +109,137 @@ class _StackReader:
 
 
 class _OneLayerReader:
-    """Reads the one-layer model, in which only the last token asks: the others are given themselves to look at."""
+    """Reads the one-layer model, in which only the last token attends; the others get the identity as their map."""
 
     def __init__(self, model: OneLayer) -> None:
         self.model = model
 
-    def read(self, tokens: Tokens, lengths: Lengths, *, maps: bool = False) -> Reading:
-        tokens, lengths = checked(tokens, lengths, next(self.model.parameters()))
+    def read(self, tokens: Tokens, lengths: Lengths, *, maps: bool = False) -> ReaderOutput:
+        tokens, lengths = _validate(tokens, lengths, next(self.model.parameters()))
         layout = Layout.padded(lengths, tokens.shape[1])
-        with unchanged(self.model), torch.no_grad():
+        with eval_mode(self.model), torch.no_grad():
             logits = self.model(tokens, layout)
             if not maps:
-                return Reading(logits=logits)
-            found = torch.diag_embed(read_places(tokens, lengths).to(logits.dtype))
-            found[torch.arange(len(tokens), device=tokens.device), lengths - 1] = self.model.weights(tokens, layout)
-            return Reading(logits=logits, maps=(found[:, None],))
+                return ReaderOutput(logits=logits)
+            weights = torch.diag_embed(_valid_mask(tokens, lengths).to(logits.dtype))
+            weights[torch.arange(len(tokens), device=tokens.device), lengths - 1] = self.model.weights(tokens, layout)
+            return ReaderOutput(logits=logits, maps=(weights[:, None],))
 
     def saliency(self, tokens: Tokens, lengths: Lengths) -> Float[Tensor, "b t"]:
-        tokens, lengths = checked(tokens, lengths, next(self.model.parameters()))
+        tokens, lengths = _validate(tokens, lengths, next(self.model.parameters()))
         layout = Layout.padded(lengths, tokens.shape[1])
-        with unchanged(self.model), torch.enable_grad():
+        with eval_mode(self.model), torch.enable_grad():
             x = self.model.embed(tokens).detach().requires_grad_()
-            return decisive([x], self.model.read(x, layout)) * layout.valid
+            return _gradient_times_input(x, self.model.read(x, layout)) * layout.valid
 
 
-def checked(tokens: Tokens, lengths: Lengths, weight: Float[Tensor, "vocabulary d"]) -> tuple[Tokens, Lengths]:
-    """The texts where the model is, if it knows their tokens."""
-    known, (b, t) = weight.shape[0], tokens.shape
+class _HFReader:
+    """Reads a transformers model: a `*ForSequenceClassification`, or one that scores every token (`*ForCausalLM`)."""
+
+    def __init__(self, model: nn.Module, answer_at: AnswerAt | None = None) -> None:
+        self.model: Any = model
+        self.answer_at = answer_at
+        if self.model.config.is_encoder_decoder:
+            raise UsageError(f"{type(model).__name__} is an encoder-decoder: expected a model with a single stack")
+        self.embedding: nn.Embedding = self.model.get_input_embeddings()
+        self.options = inspect.signature(self.model.forward).parameters
+
+    def read(self, tokens: Tokens, lengths: Lengths, *, maps: bool = False) -> ReaderOutput:
+        tokens, lengths = _validate(tokens, lengths, self.embedding.weight)
+        with eval_mode(self.model), torch.no_grad():
+            logits, output = self._run(tokens, lengths, maps)
+        if not maps:
+            return ReaderOutput(logits=logits)
+        if not output.attentions or any(layer is None for layer in output.attentions):
+            raise UsageError(
+                f"{type(self.model).__name__} returned no attentions: load it with attn_implementation='eager'"
+            )
+        padding = ~_valid_mask(tokens, lengths)[:, None, :, None]
+        weights: tuple[Map, ...] = tuple(layer.masked_fill(padding, 0) for layer in output.attentions)
+        is_first = self.answer_at == "first"
+        if self.answer_at is None and output.logits.ndim == 2:  # a classifier: bidirectional ones read the first token
+            is_first = any(bool(layer.triu(1).any()) for layer in weights)
+        positions = torch.zeros_like(lengths) if is_first else lengths - 1
+        return ReaderOutput(logits=logits, maps=weights, answer_positions=positions)
+
+    def saliency(self, tokens: Tokens, lengths: Lengths) -> Float[Tensor, "b t"]:
+        tokens, lengths = _validate(tokens, lengths, self.embedding.weight)
+        with eval_mode(self.model):
+            saliency = _embedding_saliency(self.embedding, lambda: self._run(tokens, lengths, False)[0])
+        return saliency * _valid_mask(tokens, lengths)
+
+    def _run(self, tokens: Tokens, lengths: Lengths, maps: bool) -> tuple[Float[Tensor, "b c"], Any]:
+        valid = _valid_mask(tokens, lengths)
+        pad = self.model.config.pad_token_id
+        self._check_padding(tokens, lengths, pad)
+        position = torch.zeros_like(lengths) if self.answer_at == "first" else lengths - 1
+        options: dict[str, Any] = {"use_cache": False} if "use_cache" in self.options else {}
+        if "logits_to_keep" in self.options:  # logits of the whole vocabulary at every position need too much memory
+            kept, position = position.unique(return_inverse=True)
+            options["logits_to_keep"] = kept
+        output = self.model(
+            input_ids=tokens.masked_fill(~valid, 0 if pad is None else pad),  # some models count positions by it
+            attention_mask=valid.long(),
+            output_attentions=maps,
+            return_dict=True,
+            **options,
+        )
+        logits: Tensor = output.logits
+        if logits.ndim == 3:
+            logits = logits[torch.arange(len(tokens), device=tokens.device), position]
+        return logits, output
+
+    def _check_padding(self, tokens: Tokens, lengths: Lengths, pad: int | None) -> None:
+        """A causal classifier finds the end of a text by its padding token, and would silently read elsewhere."""
+        is_single = len(tokens) == 1 and int(lengths[0]) == tokens.shape[1]
+        if not hasattr(self.model, "score") or (is_single and pad is None):
+            return
+        last: Int[Tensor, " b"] = tokens[torch.arange(len(tokens), device=tokens.device), lengths - 1]
+        if pad is None or bool((last == pad).any()):
+            raise UsageError(
+                f"{type(self.model).__name__} answers before the first padding token, and"
+                f" {'none is set' if pad is None else f'a text ends with it, {pad}'}:"
+                " set model.config.pad_token_id to a token that does not occur in the texts"
+            )
+
+
+def _validate(tokens: Tokens, lengths: Lengths, weight: Float[Tensor, "vocabulary d"]) -> tuple[Tokens, Lengths]:
+    """Check a batch, and move it to the device of the model."""
+    vocabulary, (b, t) = weight.shape[0], tokens.shape
     if not b or len(lengths) != b or int(lengths.min()) < 1 or int(lengths.max()) > t:
         raise UsageError(f"lengths must be one number from 1 to {t} for each of {b} rows, got {lengths.tolist()}")
-    if int(tokens.min()) < 0 or int(tokens.max()) >= known:
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
         raise UsageError(
-            f"tokens must be from 0 to {known - 1}, got {int(tokens.min())} to {int(tokens.max())}:"
+            f"tokens must be from 0 to {vocabulary - 1}, got {int(tokens.min())} to {int(tokens.max())}:"
             " use the vocabulary that the model was trained with"
         )
     return tokens.to(weight.device), lengths.to(weight.device)
 
 
-def read_places(tokens: Tokens, lengths: Lengths) -> Bool[Tensor, "b t"]:
-    """True where there is a text, false at padding."""
+def _valid_mask(tokens: Tokens, lengths: Lengths) -> Bool[Tensor, "b t"]:
+    """False at padding."""
     return torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
 
 
-def embedding_saliency(embedding: nn.Module, logits: Callable[[], Float[Tensor, "b c"]]) -> Float[Tensor, "b t"]:
-    """The saliency of what a model takes from its embedding while `logits` runs it."""
-    given: list[Tensor] = []
+def _embedding_saliency(embedding: nn.Module, logits: Callable[[], Float[Tensor, "b c"]]) -> Float[Tensor, "b t"]:
+    """Return the saliency of the output of `embedding` while `logits` runs the model."""
+    outputs: list[Tensor] = []
 
-    def take(_: nn.Module, __: tuple[Any, ...], x: Tensor) -> Tensor:
-        given.append(x.detach().requires_grad_())
-        return given[-1]
+    def record(_: nn.Module, __: tuple[Any, ...], x: Tensor) -> Tensor:
+        outputs.append(x.detach().requires_grad_())
+        return outputs[-1]
 
-    hook = embedding.register_forward_hook(take)
+    hook = embedding.register_forward_hook(record)
     try:
         with torch.enable_grad():
-            return decisive(given, logits())
+            scores = logits()
+            (x,) = outputs
+            return _gradient_times_input(x, scores)
     finally:
         hook.remove()
 
 
-def decisive(given: Sequence[Float[Tensor, "b t d"]], logits: Float[Tensor, "b c"]) -> Float[Tensor, "b t"]:
-    """|gradient . x| of each row's highest score, for the stream that it was made from."""
-    (x,) = given
+def _gradient_times_input(x: Float[Tensor, "b t d"], logits: Float[Tensor, "b c"]) -> Float[Tensor, "b t"]:
+    """Return |gradient . x| of each row's highest score."""
     (gradient,) = torch.autograd.grad(logits.max(-1).values.sum(), x)
     return (gradient * x.detach()).sum(-1).abs()

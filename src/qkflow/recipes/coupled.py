@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qkflow.data import CorpusConfig
-from qkflow.mechanisms.coupling import MOST_STEPS
+from qkflow.mechanisms.coupled import MAX_STEPS
 from qkflow.recipes import scales
 from qkflow.recipes.base import Recipe
 from qkflow.recipes.claims import Claim, Outcome, Perplexity, PerplexityChange
@@ -72,7 +72,7 @@ def coupled_integrators() -> Recipe:
 
 def coupled_steps() -> Recipe:
     """One to seven steps of the Hamiltonian coupling."""
-    first, *others = (f"standard+hamiltonian:steps={steps}" for steps in range(1, MOST_STEPS + 1))
+    first, *others = (f"standard+hamiltonian:steps={steps}" for steps in range(1, MAX_STEPS + 1))
     same = Outcome("equivalent", "1 to 7 steps perform the same")
     return _recipe(
         title="Two to seven steps of Hamiltonian coupling against one",

@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import cache
 
 from qkflow.errors import unknown
-from qkflow.mechanisms.coupling import MOST_STEPS
+from qkflow.mechanisms.coupled import MAX_STEPS
 from qkflow.models import DecoderConfig, matched, parameters, size
 
 _ABLATION = {
@@ -40,7 +40,7 @@ ARMS: dict[str, str] = {
     "standard": "standard",
     "differential": "differential",
     "hamiltonian": "coupled",
-    **{f"hamiltonian-{steps}": f"standard+hamiltonian:steps={steps}" for steps in range(1, MOST_STEPS + 1)},
+    **{f"hamiltonian-{steps}": f"standard+hamiltonian:steps={steps}" for steps in range(1, MAX_STEPS + 1)},
     "euler": "standard+euler",
     "uncoupled": "standard+uncoupled",
     "affine": "standard+affine",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qkflow.mechanisms.base import Diagnostic
+from qkflow.probes.diagnostics import Diagnostic
 from qkflow.report.figures import label
 from qkflow.report.palette import colour, dash, ink, marker
 from qkflow.report.rows import Table

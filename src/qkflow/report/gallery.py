@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from qkflow.data import Tokenizer
-from qkflow.mechanisms.base import Diagnostic
-from qkflow.probes import Look, look
+from qkflow.probes import LayerProbe, probe_layers
+from qkflow.probes.diagnostics import Diagnostic
 from qkflow.report.wording import token_label
 from qkflow.training import LoadedRun, load_run
 
@@ -47,7 +47,7 @@ def gather(names: Sequence[str], folder: Path, runs: Mapping[str, Path]) -> Gall
     """Load the arms one by one and look at each on the study's excerpts; what is not there is said and left out."""
     gallery = Gallery()
     excerpts = _excerpts(folder / "corpus.json", gallery.missing)
-    seen: list[tuple[str, list[list[Look]]]] = []
+    seen: list[tuple[str, list[list[LayerProbe]]]] = []
     for name in names:
         if name not in runs:
             gallery.missing.append(f"{name}: no run is finished, so there are no weights to look at.")
@@ -55,7 +55,7 @@ def gather(names: Sequence[str], folder: Path, runs: Mapping[str, Path]) -> Gall
         try:
             gallery.configs[name] = json.loads((Path(runs[name]) / "config.json").read_bytes())
             run = load_run(runs[name])
-            layers = [look(run.model, tokens) for tokens in excerpts]
+            layers = [probe_layers(run.model, tokens) for tokens in excerpts]
             if layers and not gallery.excerpts:
                 gallery.excerpts.extend(labels(run.tokenizer, tokens) for tokens in excerpts)
         except Exception as error:  # a mechanism of the user's may raise anything, and the page must not be lost to it
@@ -63,7 +63,7 @@ def gather(names: Sequence[str], folder: Path, runs: Mapping[str, Path]) -> Gall
             continue
         _notices(run, name, gallery.missing)
         if layers:
-            gallery.exhibits[name] = [layer.exhibits for layer in layers[0]]
+            gallery.exhibits[name] = [layer.diagnostics for layer in layers[0]]
             seen.append((name, layers))
     kept, step = _fitting([maps for _, maps in seen], gallery.missing)
     del gallery.excerpts[kept:]
@@ -71,9 +71,9 @@ def gather(names: Sequence[str], folder: Path, runs: Mapping[str, Path]) -> Gall
     return gallery
 
 
-def alone(name: str, layers: Sequence[Look], labelled: dict[str, Any]) -> Gallery:
+def alone(name: str, layers: Sequence[LayerProbe], labelled: dict[str, Any]) -> Gallery:
     """One model on one text: every head of it, and beside them the mean of each layer's."""
-    means = [Look(weights=layer.weights.mean(0, keepdim=True), exhibits=()) for layer in layers]
+    means = [LayerProbe(weights=layer.weights.mean(0, keepdim=True), diagnostics=()) for layer in layers]
     gallery = Gallery(excerpts=[labelled])
     _, step = _fitting([[list(layers)], [means]], gallery.missing)
     heads, mean = _arm(name, [layers], step), _arm("mean of the heads", [means], step)
@@ -128,7 +128,7 @@ def _notices(run: LoadedRun, name: str, missing: list[str]) -> None:
         missing.append(f"{name}: maps are those of step {run.step} of {run.config.steps}; the run is not finished.")
 
 
-def _fitting(arms: Sequence[list[list[Look]]], missing: list[str]) -> tuple[int, int]:
+def _fitting(arms: Sequence[list[list[LayerProbe]]], missing: list[str]) -> tuple[int, int]:
     """How many excerpts, and every how many-th layer, fit into the page's room."""
     if not arms:
         return 0, 1
@@ -145,12 +145,12 @@ def _fitting(arms: Sequence[list[list[Look]]], missing: list[str]) -> tuple[int,
     return kept, step
 
 
-def _characters(arms: Sequence[list[list[Look]]], kept: int, step: int) -> int:
+def _characters(arms: Sequence[list[list[LayerProbe]]], kept: int, step: int) -> int:
     sizes = [layer.weights.shape for maps in arms for layers in maps[:kept] for layer in layers[::step]]
     return sum(heads * (4 * ((tokens * (tokens + 1) // 2 + 2) // 3) + 40) for heads, tokens, _ in sizes)
 
 
-def _arm(name: str, maps: Sequence[Sequence[Look]], step: int) -> dict[str, Any]:
+def _arm(name: str, maps: Sequence[Sequence[LayerProbe]], step: int) -> dict[str, Any]:
     layers = list(range(1, len(maps[0]) + 1))[::step] if maps else []
     packed = [[[pack(head) for head in layer.weights.double().numpy()] for layer in one[::step]] for one in maps]
     return {"name": name, "layers": layers, "depth": len(maps[0]) if maps else 0, "maps": packed}

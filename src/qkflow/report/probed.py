@@ -13,9 +13,9 @@ from torch import Tensor
 
 from qkflow.data import Tokenizer
 from qkflow.io import write_file
-from qkflow.mechanisms.base import Diagnostic
-from qkflow.probes import Look
-from qkflow.probes.attention import POOLINGS, TAU, Attended, Confidence
+from qkflow.probes import LayerProbe
+from qkflow.probes.attention import POOLINGS, TAU, AttentionStats, RationaleConfidence
+from qkflow.probes.diagnostics import Diagnostic
 from qkflow.report.exhibits import exhibit_groups
 from qkflow.report.gallery import alone, labels
 from qkflow.report.highlight import Line, Word, lines
@@ -64,8 +64,8 @@ class Probed:
     """What each layer's mechanism has to show of its own."""
     own_tokens: int
     """The tokens, from the first, that this is of."""
-    attention: Attended
-    confidence: Confidence | None
+    attention: AttentionStats
+    confidence: RationaleConfidence | None
     """On the words that were named, if any were."""
     parts: Sequence[Part]
     """The first is of the maps."""
@@ -83,7 +83,7 @@ def write_probed(found: Probed, out: Path) -> Path:
 def probed_page(found: Probed) -> str:
     """The page as text."""
     begin = max(0, len(found.tokens) - MOST_SHOWN)
-    shown = [Look(weights=layer[:, begin:, begin:], exhibits=()) for layer in found.maps]
+    shown = [LayerProbe(weights=layer[:, begin:, begin:], diagnostics=()) for layer in found.maps]
     gallery = alone(found.name, shown, labels(found.tokenizer, found.tokens[begin:]))
     if begin:
         gallery.missing.append(f"Maps are of the last {MOST_SHOWN} of {count(len(found.tokens))} tokens.")
@@ -114,10 +114,10 @@ def probed_page(found: Probed) -> str:
     return render("probe.html", content, drawn)
 
 
-def confidence_table(found: Confidence) -> Table:
+def confidence_table(found: RationaleConfidence) -> Table:
     """The mass on the words named, under each pooling, beside what an even attention would give."""
     rows = [
-        (how, fixed(found.mass[how], 3), fixed(found.even, 3), "yes" if found.mass[how] >= TAU else "no")
+        (how, fixed(found.mass[how], 3), fixed(found.uniform, 3), "yes" if found.mass[how] >= TAU else "no")
         for how in POOLINGS
     ]
     columns = ("layers pooled by", "mass on the words", "if attention were even", f"at least {TAU:g}")
@@ -164,7 +164,7 @@ def _pooled(found: Probed, spans: Sequence[tuple[int, int]]) -> dict[str, list[f
 def _text(found: Probed) -> list[tuple[Line, str]]:
     """The text, a line for each pooling, with what the pooling is."""
     spans, names, breaks = _units(found)
-    marked = set() if found.confidence is None else set(found.confidence.places)
+    marked = set() if found.confidence is None else set(found.confidence.positions)
     inside = {n for n, (begin, end) in enumerate(spans) if marked & set(range(begin, end))}
     told: dict[str, str] = {}
     if found.confidence is not None:

@@ -45,7 +45,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def paced_groups(
-    model: nn.Module, paces: Mapping[str, ParamOptions], circuits: Mapping[str, Circuit], *, weight_decay: float
+    model: nn.Module, param_options: Mapping[str, ParamOptions], circuits: Mapping[str, Circuit], *, weight_decay: float
 ) -> list[dict[str, Any]]:
     """Every trainable parameter once, with those that have its rate, its decay and its circuit ("rest" unless named).
 
@@ -56,7 +56,7 @@ def paced_groups(
     groups: dict[tuple[float, float, Circuit, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            pace = paces.get(name, ParamOptions())
+            pace = param_options.get(name, ParamOptions())
             decayed = pace.decay and parameter.ndim >= 2 and not name.endswith(_VECTORS)
             circuit = circuits.get(name, "rest")
             # An optimiser takes whole parameters or sharded ones at once, not both.
@@ -70,7 +70,7 @@ def paced_groups(
 
 def paces_of(model: nn.Module) -> dict[str, ParamOptions]:
     """How parameters learn that a model gives a pace of their own, by name."""
-    return model.paces() if isinstance(model, Stack) else {}
+    return model.param_options() if isinstance(model, Stack) else {}
 
 
 def set_rates(groups: Iterable[dict[str, Any]], lr: float, ratio: float) -> None:

@@ -100,7 +100,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(registry, "_BUILT_IN", dict(registry._BUILT_IN))
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -108,7 +108,7 @@ def moved_by_hand(layer: Any, x: Tensor, who: list[list[int]]) -> tuple[Tensor, 
         to, k_after[:, :, [key]] = one(mean, k[:, :, [key]])
         for h in heads:
             alone = one(q[:, :, [h]], k[:, :, [key]])[0]
-            q_after[:, :, [h]] = q[:, :, [h]] + (to - mean) if one.pairs else alone
+            q_after[:, :, [h]] = q[:, :, [h]] + (to - mean) if one.is_paired else alone
     return q_after, k_after
 
 

@@ -176,14 +176,14 @@ def test_presets_match_the_baseline_in_parameters(spec: str, name: str) -> None:
 @every
 def test_paces_name_parameters_and_the_optimiser_keeps_to_them(spec: str) -> None:
     decoder = model(spec)
-    paces, named = decoder.paces(), dict(decoder.named_parameters())
-    assert set(paces) <= set(named)
-    assert not paces["embedding.weight"].decay
+    param_options, named = decoder.param_options(), dict(decoder.named_parameters())
+    assert set(param_options) <= set(named)
+    assert not param_options["embedding.weight"].decay
     config = TrainConfig(data=CorpusConfig(), model=decoder.config, steps=10, weight_decay=0.1)
     groups = build_optimizer(decoder, config).param_groups
     by = {id(p): group for group in groups for p in group["params"]}
     assert set(by) == {id(p) for p in named.values()}
-    for name, pace in paces.items():
+    for name, pace in param_options.items():
         assert by[id(named[name])]["rate"] == pace.rate
         if not pace.decay:
             assert by[id(named[name])]["weight_decay"] == 0

@@ -1,54 +1,318 @@
+"""Attention maps, pooling, confidence and statistics."""
+
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
 
 from qkflow.errors import UsageError
-from qkflow.probes.attention import attended, confidence_on, places_of
+from qkflow.models import Decoder, DecoderConfig
+from qkflow.models.blocks import Block
+from qkflow.probes import attention_maps, probe_layers
+from qkflow.probes.attention import (
+    Pooling,
+    attention_entropy,
+    attention_stats,
+    confidence,
+    confidence_curve,
+    effective_tokens,
+    l1_normalize,
+    pool_maps,
+    rationale_confidence,
+    rationale_mass,
+    token_positions,
+)
+from qkflow.probes.diagnostics import Diagnostic
+
+
+def model(mechanism: str | tuple[str, ...] = "standard", *, dropout: float = 0.0) -> Decoder:
+    config = DecoderConfig(width=32, layers=3, heads=4, hidden=48, mechanism=mechanism, dropout=dropout)
+    made = Decoder(config)
+    for parameter in made.parameters():  # blocks begin at zero: let every layer matter
+        torch.nn.init.normal_(parameter, std=0.2)
+    return made
+
+
+HYBRID = ("standard", "differential", "standard:window=3")
+TOKENS = [72, 101, 108, 108, 111, 256, 10]
+
+
+@pytest.mark.parametrize("mechanism", ["standard", "differential", HYBRID])
+def test_maps_are_the_weights_of_each_block_on_its_own_input(mechanism: str | tuple[str, ...]) -> None:
+    made = model(mechanism)
+    x = made.embedding(torch.tensor([TOKENS]))
+    for block, got in zip(made.blocks, attention_maps(made, TOKENS), strict=True):
+        assert isinstance(block, Block)
+        normed = block.mechanism_norm(x)
+        weights = block.mechanism.weights(normed)
+        assert_close(got, weights[0])
+        gathered = torch.einsum("bhts,bshv->bthv", got[None], block.mechanism.values(normed))
+        assert_close(block.mechanism.read(gathered, normed), block.mechanism(normed)[0], rtol=1e-4, atol=1e-5)
+        x = block(x)[0]
+
+
+def test_no_token_looks_ahead_and_a_window_is_kept() -> None:
+    for layer in attention_maps(model(HYBRID), TOKENS):
+        assert layer.triu(1).abs().max() == 0
+    assert attention_maps(model(HYBRID), TOKENS)[2].tril(-3).abs().max() == 0
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    made = model(dropout=0.5).train()
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    first, second = attention_maps(made, TOKENS), attention_maps(made, TOKENS)
+    assert_close(first, second)  # no dropout while looking
+    assert made.training
+    assert all(not block.mechanism._forward_pre_hooks for block in made.blocks)  # pyright: ignore
+    assert_close(dict(made.state_dict()), before)
+    assert all(not layer.requires_grad for layer in first)
+
+
+def test_a_failing_model_is_left_as_it_was() -> None:
+    made = model().train()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    made.blocks[1].feed_forward.register_forward_pre_hook(fail)  # pyright: ignore
+    with pytest.raises(RuntimeError, match="broken"):
+        attention_maps(made, TOKENS)
+    assert made.training
+    assert all(not block.mechanism._forward_pre_hooks for block in made.blocks)  # pyright: ignore
+
+
+def test_differential_layers_show_their_lambda_and_standard_ones_nothing() -> None:
+    layers = probe_layers(model(HYBRID), TOKENS)
+    assert [len(layer.diagnostics) for layer in layers] == [0, 1, 0]
+    (exhibit,) = layers[1].diagnostics
+    learned, start = exhibit.values[0][0], exhibit.values[1][0]
+    assert start == pytest.approx(0.8 - 0.6 * 2.718281828 ** (-0.3))
+    assert layers[1].weights.sum(-1) == pytest.approx(1 - learned, abs=1e-5)
+
+
+@pytest.mark.parametrize(("tokens", "message"), [([], "at least one"), ([257], "0 to 256"), ([-1], "0 to 256")])
+def test_tokens_that_are_none_are_refused(tokens: list[int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        attention_maps(model(), tokens)
+
+
+@pytest.mark.parametrize("values", [((1.0,),), ((1.0, 2.0), (1.0,)), ((1.0, 2.0), (1.0, 2.0), (1.0, 2.0)), ()])
+def test_an_exhibit_whose_numbers_do_not_fit_its_names_is_refused(values: tuple) -> None:
+    with pytest.raises(UsageError, match="2 rows"):
+        Diagnostic(title="x", kind="lines", x=(0.0, 1.0), series=("a", "b"), values=values)
+
+
+POOLINGS: tuple[Pooling, ...] = ("rollout", "average", "max")
+LENGTHS = torch.tensor([5, 3])
+
+
+def causal(layers: int = 3, heads: int = 2, *, seed: int = 0) -> list[Tensor]:
+    scores = torch.randn(layers, 2, heads, 5, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return list(scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).softmax(-1))
+
+
+@pytest.mark.parametrize("how", POOLINGS)
+def test_a_pooled_row_sums_to_one_and_has_nothing_at_padding(how: Pooling) -> None:
+    row = pool_maps(causal(), LENGTHS, how)
+    assert_close(row.sum(-1), torch.ones(2, dtype=torch.float64))
+    assert row[1, 3:].abs().max() == 0
+    assert row[0].min() > 0
+
+
+def test_the_average_is_over_heads_and_layers_of_the_last_row() -> None:
+    attention_maps, row = causal(), pool_maps(causal(), LENGTHS)
+    assert_close(row[0], torch.stack([layer[0, :, 4] for layer in attention_maps]).mean((0, 1)))
+    assert_close(row[1], torch.stack([layer[1, :, 2] for layer in attention_maps]).mean((0, 1)))
+
+
+def test_the_largest_over_layers_is_made_shares() -> None:
+    one, other = torch.tensor([0.8, 0.2]), torch.tensor([0.4, 0.6])
+    attention_maps = [row.expand(1, 1, 2, 2) for row in (one, other)]
+    assert_close(pool_maps(attention_maps, torch.tensor([2]), "max"), torch.tensor([[0.8, 0.6]]) / 1.4)
+
+
+def test_rollout_is_the_product_of_the_layers_with_the_residual_stream() -> None:
+    attention_maps, got = causal(), pool_maps(causal(), LENGTHS, "rollout")
+    product = torch.eye(5, dtype=torch.float64)
+    for layer in attention_maps:  # as published: the first layer stands on the right
+        product = (layer.mean(1) + torch.eye(5)) / 2 @ product
+    assert_close(got[0], product[0, 4])
+    assert_close(got[1], product[1, 2])
+
+
+@pytest.mark.parametrize("how", POOLINGS)
+def test_padding_changes_nothing_whatever_stands_there(how: Pooling) -> None:
+    attention_maps = causal()
+    spoiled = [layer.clone() for layer in attention_maps]
+    for layer in spoiled:
+        layer[1, :, 3:] = torch.nan
+    assert_close(pool_maps(spoiled, LENGTHS, how), pool_maps(attention_maps, LENGTHS, how))
+    alone = pool_maps([layer[1:, :, :3, :3] for layer in attention_maps], LENGTHS[1:], how)
+    assert_close(pool_maps(attention_maps, LENGTHS, how)[1:, :3], alone)
+
+
+def test_an_encoder_can_be_asked_at_its_first_token() -> None:
+    attention_maps = [torch.rand(2, 2, 5, 5, dtype=torch.float64) for _ in range(2)]
+    row = pool_maps(attention_maps, LENGTHS, query_positions=torch.tensor([0, 0]))
+    want = torch.stack(
+        [layer[1, :, 0, :3] / layer[1, :, 0, :3].sum(-1, keepdim=True) for layer in attention_maps]
+    ).mean((0, 1))
+    assert_close(row[1, :3], want)
+    assert row[1, 3:].abs().max() == 0
+
+
+def test_signed_weights_count_by_their_size_and_every_head_alike() -> None:
+    signed = torch.tensor([[3.0, -1.0], [0.01, 0.01]]).view(1, 2, 1, 2).expand(1, 2, 2, 2)
+    assert_close(pool_maps([signed], torch.tensor([2])), torch.tensor([[0.625, 0.375]]))
+
+
+@pytest.mark.parametrize("how", ["average", "max"])
+def test_a_token_that_attends_to_nothing_has_no_shares(how: Pooling) -> None:
+    assert pool_maps([torch.zeros(1, 2, 3, 3)], torch.tensor([3]), how).tolist() == [[0, 0, 0]]
+
+
+def test_rolled_out_a_token_that_attends_to_nothing_stays_itself() -> None:
+    assert pool_maps([torch.zeros(1, 2, 3, 3)], torch.tensor([3]), "rollout").tolist() == [[0, 0, 1]]
+
+
+def test_layers_may_differ_in_their_heads() -> None:
+    attention_maps = [*causal(1, 4), *causal(1, 2)]
+    assert_close(
+        pool_maps(attention_maps, LENGTHS)[0],
+        (attention_maps[0][0, :, 4].mean(0) + attention_maps[1][0, :, 4].mean(0)) / 2,
+    )
+
+
+@given(row=st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=8))
+@settings(deadline=None, max_examples=25)
+def test_shares_sum_to_one_or_are_all_zero_and_stay_what_they_are(row: list[float]) -> None:
+    part = l1_normalize(torch.tensor(row, dtype=torch.float64))
+    assert part.sum().item() == pytest.approx(1 if any(row) else 0)
+    assert_close(l1_normalize(part), part)
+
+
+@pytest.mark.parametrize("how", POOLINGS)
+def test_half_precision_maps_are_pooled_in_single(how: Pooling) -> None:
+    row = pool_maps([layer.bfloat16() for layer in causal()], LENGTHS, how)
+    assert row.dtype == torch.float32
+    assert_close(row.sum(-1), torch.ones(2))
+
+
+def test_what_is_not_a_number_stays_visible() -> None:
+    assert l1_normalize(torch.tensor([torch.nan, 1.0])).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("attention_maps", "lengths", "how", "message"),
+    [
+        ([], [5, 3], "average", "maps=True"),
+        (causal(), [5, 0], "average", r"from 1 to 5 for each of 2 rows, got \[5, 0\]"),
+        (causal(), [6, 3], "average", r"from 1 to 5 for each of 2 rows, got \[6, 3\]"),
+    ],
+)
+def test_what_cannot_be_pooled_is_refused(
+    attention_maps: list[Tensor], lengths: list[int], how: Pooling, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        pool_maps(attention_maps, torch.tensor(lengths), how)
+
+
+ROWS = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+RATIONALES = torch.tensor([[True, True, False, False], [True, False, False, False], [True, False, False, False]])
+
+
+def test_mass_is_what_lies_on_the_rationale() -> None:
+    assert rationale_mass(ROWS, RATIONALES).tolist() == [0.75, 0, 0]
+
+
+def test_mass_of_signed_weights_is_a_part_of_their_size() -> None:
+    assert rationale_mass(torch.tensor([[-6.0, 2.0]]), torch.tensor([[True, False]])).item() == 0.75
+
+
+def test_an_instance_without_a_rationale_has_no_mass_and_counts_in_no_confidence() -> None:
+    found = rationale_mass(ROWS[:2], torch.tensor([[True] * 4, [False] * 4]))
+    assert found[0] == 1
+    assert found[1].isnan()
+    assert confidence(found) == 100
+    assert math.isnan(confidence(found[1:]))
+
+
+@pytest.mark.parametrize(("tau", "percent"), [(0.0, 100), (0.2, 75), (0.5, 50), (0.51, 25), (1.0, 25)])
+def test_confidence_is_the_percentage_that_reaches_tau(tau: float, percent: float) -> None:
+    assert confidence([0.1, 0.2, 0.5, 1.0], tau) == percent
+    assert confidence(np.array([0.1, 0.2, 0.5, 1.0]), tau) == percent
+    assert confidence(torch.tensor([0.1, 0.2, 0.5, 1.0]), tau) == percent  # 0.2 in single precision, too
+
+
+@given(masses=st.lists(st.floats(0, 1), min_size=1, max_size=12))
+@settings(deadline=None, max_examples=25)
+def test_the_curve_never_rises_and_its_area_is_the_mean_mass(masses: list[float]) -> None:
+    taus = (np.arange(2000) + 0.5) / 2000
+    curve = confidence_curve(masses, taus)
+    assert (np.diff(curve) <= 0).all()
+    assert curve.mean() == pytest.approx(100 * np.mean(masses), abs=0.1)
+
+
+def test_entropy_counts_in_nats_and_no_share_adds_nothing() -> None:
+    found = attention_entropy(ROWS)
+    assert_close(found[0].item(), 1.5 * math.log(2))
+    assert found[1] == 0
+    assert math.copysign(1, found[1].item()) == 1
+    assert found[2].isnan()
+
+
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_even_attention_has_as_many_effective_tokens_as_it_attends_to(n: int) -> None:
+    row = torch.zeros(1, 9, dtype=torch.float64)
+    row[0, :n] = 0.3  # shares are made of it
+    assert_close(effective_tokens(row).item(), float(n))
 
 
 def test_even_attention_attends_to_every_token_and_a_single_one_to_one() -> None:
     even = torch.ones(2, 4, 4).tril() / torch.arange(1, 5)[:, None]
     last = torch.eye(4).expand(2, 4, 4)
-    found = attended([even, last])
-    assert found.layers[0].attended_last == pytest.approx(4)
+    found = attention_stats([even, last])
+    assert found.layers[0].effective_tokens_last == pytest.approx(4)
     assert found.layers[0].entropy_last == pytest.approx(math.log(4))
-    assert found.layers[0].attended == pytest.approx((1 + 2 + 3 + 4) / 4)
-    assert found.layers[1].attended_last == found.layers[1].attended == pytest.approx(1)
+    assert found.layers[0].effective_tokens_mean == pytest.approx((1 + 2 + 3 + 4) / 4)
+    assert found.layers[1].effective_tokens_last == found.layers[1].effective_tokens_mean == pytest.approx(1)
     assert found.pooled["average"] == pytest.approx([0.125, 0.125, 0.125, 0.625])
-    assert all(sum(shares) == pytest.approx(1) for shares in found.pooled.values())
+    assert all(sum(l1_normalize) == pytest.approx(1) for l1_normalize in found.pooled.values())
 
 
 def test_figures_are_means_over_heads() -> None:
     heads = torch.stack([torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.eye(2)])
-    assert attended([heads]).layers[0].attended_last == pytest.approx(1.5)
+    assert attention_stats([heads]).layers[0].effective_tokens_last == pytest.approx(1.5)
 
 
 def test_the_strongest_link_is_between_two_different_tokens_and_has_its_sign() -> None:
     weights = torch.eye(3).repeat(2, 1, 1)
     weights[1, 2, 0] = -0.7
     weights[0, 1, 0] = 0.3
-    link = attended([weights]).layers[0].strongest
+    link = attention_stats([weights]).layers[0].strongest
     assert link is not None
-    assert (link.by, link.source, link.head) == (2, 0, 1)
+    assert (link.query, link.key, link.head) == (2, 0, 1)
     assert link.weight == pytest.approx(-0.7)
-    assert attended([torch.ones(1, 1, 1)]).layers[0].strongest is None
+    assert attention_stats([torch.ones(1, 1, 1)]).layers[0].strongest is None
 
 
 def test_a_token_that_attends_to_nothing_is_left_out_of_means() -> None:
     weights = torch.eye(3)[None].clone()
     weights[0, 0] = 0  # as where only what came before is seen
-    assert attended([weights]).layers[0].attended == pytest.approx(1)
-    assert math.isnan(attended([torch.zeros(1, 2, 2)]).layers[0].attended)
+    assert attention_stats([weights]).layers[0].effective_tokens_mean == pytest.approx(1)
+    assert math.isnan(attention_stats([torch.zeros(1, 2, 2)]).layers[0].effective_tokens_mean)
 
 
 def test_mass_lies_between_none_and_all_and_even_attention_gives_the_part_of_the_tokens() -> None:
     even = torch.ones(1, 4, 4).tril() / torch.arange(1, 5)[:, None]
-    on = confidence_on(attended([even]), [0, 3])
-    assert on.mass["average"] == on.mass["max"] == pytest.approx(on.even) == pytest.approx(0.5)
-    assert confidence_on(attended([even]), range(4)).mass["rollout"] == pytest.approx(1)
+    on = rationale_confidence(attention_stats([even]), [0, 3])
+    assert on.mass["average"] == on.mass["max"] == pytest.approx(on.uniform) == pytest.approx(0.5)
+    assert rationale_confidence(attention_stats([even]), range(4)).mass["rollout"] == pytest.approx(1)
 
 
 @given(st.lists(st.sampled_from(["the", "author", "guards", "naïve", "שלום", "😀", "a.b"]), min_size=1), st.data())
@@ -65,14 +329,14 @@ def test_words_are_found_however_the_text_is_cut_into_tokens(words: list[str], d
             inside |= set(range(begin, begin + len(word.encode())))
     begins = [sum(map(len, pieces[:n])) for n in range(len(pieces))]
     overlap = [n for n, piece in enumerate(pieces) if inside & set(range(begins[n], begins[n] + len(piece)))]
-    assert places_of(wanted, pieces) == tuple(overlap)
+    assert token_positions(wanted, pieces) == tuple(overlap)
 
 
 def test_a_token_beside_a_word_is_not_of_it() -> None:
-    assert places_of("author", [b"the ", b"author", b" of"]) == (1,)
+    assert token_positions("author", [b"the ", b"author", b" of"]) == (1,)
 
 
 @pytest.mark.parametrize("words", ["auth", "authors", "", " "])
 def test_what_is_no_word_of_the_text_is_refused(words: str) -> None:
     with pytest.raises(UsageError, match=r"words? of the text"):
-        places_of(words, [b"the", b" author"])
+        token_positions(words, [b"the", b" author"])

@@ -13,9 +13,15 @@ from torch import Tensor
 from qkflow.data.tasks.base import Instance
 from qkflow.errors import UsageError
 from qkflow.models import Classifier, ClassifierConfig
-from qkflow.probes.deletion import counted, divided, ranked
-from qkflow.probes.faithfulness import Looked, Ranking, examine
-from qkflow.probes.readers import Reading, reader
+from qkflow.probes.faithfulness import (
+    Faithfulness,
+    Ranking,
+    evaluate_faithfulness,
+    rank_tokens,
+    split_tokens,
+    top_count,
+)
+from qkflow.probes.readers import ReaderOutput, reader
 
 
 class Words:
@@ -25,7 +31,7 @@ class Words:
         self.odds, self.attends = odds, attends or {}
         self.rows: list[tuple[int, ...]] = []
 
-    def read(self, tokens: Tensor, lengths: Tensor, *, maps: bool = False) -> Reading:
+    def read(self, tokens: Tensor, lengths: Tensor, *, maps: bool = False) -> ReaderOutput:
         t = tokens.shape[1]
         valid = torch.arange(t) < lengths[:, None]
         assert (tokens[~valid] == 0).all()
@@ -33,7 +39,7 @@ class Words:
         score = self._of(self.odds, tokens, 0.0).where(valid, 0).sum(1)
         logits = torch.stack([torch.zeros_like(score), score], 1)
         weights = self._of(self.attends, tokens, 1.0).where(valid, 0)
-        return Reading(logits=logits, maps=(weights[:, None, None].expand(-1, 1, t, t),) if maps else None)
+        return ReaderOutput(logits=logits, maps=(weights[:, None, None].expand(-1, 1, t, t),) if maps else None)
 
     def saliency(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         return self._of(self.odds, tokens, 0.0).abs() * (torch.arange(tokens.shape[1]) < lengths[:, None])
@@ -63,7 +69,7 @@ def texts(n: int = 12, *, seed: int = 0, longest: int = 9) -> list[Instance]:
     return made
 
 
-def figures(looked: Looked) -> dict[str, np.ndarray]:
+def figures(looked: Faithfulness) -> dict[str, np.ndarray]:
     found = {name: x for name, x in vars(looked).items() if isinstance(x, np.ndarray)}
     found |= {f"mass {how}": x for how, x in looked.masses.items()}
     for ranking, faithful in looked.rankings.items():
@@ -73,7 +79,7 @@ def figures(looked: Looked) -> dict[str, np.ndarray]:
 
 def test_deleting_the_top_words_is_what_eraser_defines() -> None:
     words = Words({5: 2.0, 6: -1.0, 7: 0.5}, {5: 3.0, 6: 2.0, 7: 1.0})
-    looked = examine(words, [text(7, 5, 6, 9, rationale=[1])])
+    looked = evaluate_faithfulness(words, [text(7, 5, 6, 9, rationale=[1])])
     p = sigmoid(1.5)
     assert looked.predicted.tolist() == [1]
     assert_allclose(looked.probability, [p])
@@ -83,7 +89,7 @@ def test_deleting_the_top_words_is_what_eraser_defines() -> None:
 
 
 def test_the_probability_is_that_of_the_models_own_answer_and_not_of_the_label() -> None:
-    looked = examine(Words({5: -3.0, 6: 1.0}, {5: 9.0}), [text(5, 6, label=1)])
+    looked = evaluate_faithfulness(Words({5: -3.0, 6: 1.0}, {5: 9.0}), [text(5, 6, label=1)])
     assert (looked.predicted[0], looked.correct[0]) == (0, False)
     assert_allclose(looked.probability, [sigmoid(2)])
     assert_allclose(looked.label_probability, [sigmoid(-2)])
@@ -93,7 +99,7 @@ def test_the_probability_is_that_of_the_models_own_answer_and_not_of_the_label()
 
 def test_aopc_is_the_mean_over_one_to_fifty_per_cent() -> None:
     odds = {word: 0.1 * word for word in range(1, 21)}
-    looked = examine(Words(odds, {word: float(word) for word in range(1, 21)}), [text(*range(1, 21))])
+    looked = evaluate_faithfulness(Words(odds, {word: float(word) for word in range(1, 21)}), [text(*range(1, 21))])
     whole = sum(odds.values())
     without = [sum(odds[word] for word in range(1, 21 - count)) for count in (1, 1, 2, 4, 10)]
     alone = [whole - rest for rest in without]
@@ -107,7 +113,7 @@ def test_random_words_are_the_floor_under_attention_that_finds_the_word() -> Non
     draw = np.random.default_rng(0)
     many = [text(*np.insert(draw.integers(1, 9, 19), draw.integers(20), 9).tolist()) for _ in range(300)]
     words = Words({9: 20.0}, {9: 2.0})
-    looked = examine(words, many, rankings=("attention", "gradient", "random"), parts=(0.05,))
+    looked = evaluate_faithfulness(words, many, rankings=("attention", "gradient", "random"), fractions=(0.05,))
     assert_allclose(looked.comprehensiveness, 0.5, atol=1e-6)  # one in twenty, and it is the one
     assert_allclose(looked.rankings["gradient"].comprehensiveness, 0.5, atol=1e-6)
     assert 0.02 < looked.rankings["random"].comprehensiveness.mean() / 0.5 < 0.09
@@ -117,21 +123,21 @@ def test_random_words_are_the_floor_under_attention_that_finds_the_word() -> Non
 
 def test_the_seed_draws_the_random_words() -> None:
     words, many = Words({1: 1.0, 2: -2.0}), texts(30)
-    first, again, other = (examine(words, many, rankings=["random"], seed=seed) for seed in (0, 0, 1))
+    first, again, other = (evaluate_faithfulness(words, many, rankings=["random"], seed=seed) for seed in (0, 0, 1))
     assert figures(first)["random comprehensiveness"].tolist() == figures(again)["random comprehensiveness"].tolist()
     assert figures(first)["random comprehensiveness"].tolist() != figures(other)["random comprehensiveness"].tolist()
 
 
 def test_random_words_stand_elsewhere_in_every_text() -> None:
     words, many = Words({}), [text(*range(first, first + 10)) for first in (1, 11, 21, 31, 41)]
-    examine(words, many, rankings=["random"], parts=(0.05,))
+    evaluate_faithfulness(words, many, rankings=["random"], fractions=(0.05,))
     alone = {row[0] % 10 for row in words.rows if len(row) == 1}
     assert len(alone) > 1
 
 
 def test_what_is_read_after_a_deletion_is_a_text_with_everything_kept_and_no_gaps() -> None:
     words, one = Words({3: 1.0}), text(1, 2, 3, 4, 5, 6, 7, kept=[2, 6])
-    examine(words, [one])
+    evaluate_faithfulness(words, [one])
     for row in words.rows:
         assert 3 in row
         assert row[-1] == 7
@@ -141,13 +147,13 @@ def test_what_is_read_after_a_deletion_is_a_text_with_everything_kept_and_no_gap
 
 def test_where_the_last_word_goes_the_answer_is_asked_for_at_the_one_before() -> None:
     words = Words({}, {8: 5.0})
-    examine(words, [text(6, 7, 8)], parts=(0.05,), rankings=["attention"])
+    evaluate_faithfulness(words, [text(6, 7, 8)], fractions=(0.05,), rankings=["attention"])
     assert sorted(words.rows) == [(6, 7), (6, 7, 8), (8,)]
 
 
 @pytest.mark.parametrize("one", [text(5), text(5, 6, kept=[0, 1])])
 def test_a_text_with_nothing_to_spare_loses_nothing(one: Instance) -> None:
-    looked = examine(Words({5: 1.0}), [one])
+    looked = evaluate_faithfulness(Words({5: 1.0}), [one])
     for found in looked.rankings.values():
         for values in vars(found).values():
             assert values.tolist() == [0]
@@ -155,32 +161,32 @@ def test_a_text_with_nothing_to_spare_loses_nothing(one: Instance) -> None:
 
 def test_a_text_that_would_lose_all_its_words_keeps_the_last() -> None:
     words = Words({1: 1.0, 2: 3.0})
-    looked = examine(words, [text(1, 2)], part=1.0, rankings=["attention"])
+    looked = evaluate_faithfulness(words, [text(1, 2)], fraction=1.0, rankings=["attention"])
     assert_allclose(looked.comprehensiveness, [sigmoid(4) - sigmoid(3)])
     assert_allclose(looked.sufficiency, [0])
 
 
 def test_no_text_is_read_twice() -> None:
     words = Words({1: 1.0}, {1: 2.0})
-    examine(words, [text(1, 2, 3), text(1, 2, 3), text(1, 2, 4)], rankings=["attention"])
+    evaluate_faithfulness(words, [text(1, 2, 3), text(1, 2, 3), text(1, 2, 4)], rankings=["attention"])
     deleted = [row for row in words.rows if len(row) < 3]
     assert len(deleted) == len(set(deleted))
 
 
 def test_ties_go_by_place_and_rounding_makes_none() -> None:
-    assert ranked(np.array([0.2, 0.3, 0.2, 0.3])) == [1, 3, 0, 2]
-    assert ranked(np.array([0.3, 0.3 + 1e-8, 0.3 - 1e-8])) == [0, 1, 2]
-    assert ranked(np.array([1e-9, 2e-9, 0.0, 0.5])) == [3, 1, 0, 2]
-    assert ranked(np.zeros(3), kept=[1]) == [0, 2]
-    assert ranked(np.arange(200) % 2.0) == [*range(1, 200, 2), *range(0, 200, 2)]
+    assert rank_tokens(np.array([0.2, 0.3, 0.2, 0.3])) == [1, 3, 0, 2]
+    assert rank_tokens(np.array([0.3, 0.3 + 1e-8, 0.3 - 1e-8])) == [0, 1, 2]
+    assert rank_tokens(np.array([1e-9, 2e-9, 0.0, 0.5])) == [3, 1, 0, 2]
+    assert rank_tokens(np.zeros(3), protected=[1]) == [0, 2]
+    assert rank_tokens(np.arange(200) % 2.0) == [*range(1, 200, 2), *range(0, 200, 2)]
 
 
-@example(part=0.07, places=100)
-@given(part=st.sampled_from([0.01, 0.05, 0.07, 0.1, 0.2, 0.5, 1.0]), places=st.integers(0, 300))
+@example(fraction=0.07, places=100)
+@given(fraction=st.sampled_from([0.01, 0.05, 0.07, 0.1, 0.2, 0.5, 1.0]), places=st.integers(0, 300))
 @settings(deadline=None, max_examples=25)
-def test_a_part_is_rounded_up_and_never_nothing(part: float, places: int) -> None:
-    percent = round(100 * part)
-    assert counted(part, places) == min(places, max(1, -(-percent * places // 100)))
+def test_a_part_is_rounded_up_and_never_nothing(fraction: float, places: int) -> None:
+    percent = round(100 * fraction)
+    assert top_count(fraction, places) == min(places, max(1, -(-percent * places // 100)))
 
 
 @given(t=st.integers(1, 12), data=st.data())
@@ -189,7 +195,7 @@ def test_the_two_parts_of_a_text_share_its_kept_places_and_nothing_else(t: int, 
     kept = data.draw(st.sets(st.integers(0, t - 1)))
     order = [place for place in data.draw(st.permutations(range(t))) if place not in kept]
     count = data.draw(st.integers(0, len(order)))
-    without, alone = divided(tuple(range(t)), order, count)
+    without, alone = split_tokens(tuple(range(t)), order, count)
     left = {*without} if kept or count < t else set()
     assert {*alone} | left == {*range(t)}
     assert {*alone} & left == kept
@@ -208,24 +214,29 @@ ALL: tuple[Ranking, ...] = ("attention", "gradient", "random")
 @pytest.mark.parametrize(("double", "digits"), [(True, 1e-10), (False, 1e-5)])
 def test_batched_equals_one_by_one(double: bool, digits: float) -> None:
     read, many = reader(model().double() if double else model()), texts(5, longest=6)
-    alone = [figures(examine(read, [one], rankings=ALL, batch=1, parts=(0.2, 0.5))) for one in many]
+    alone = [figures(evaluate_faithfulness(read, [one], rankings=ALL, batch=1, fractions=(0.2, 0.5))) for one in many]
     for batch in (3, 256):
-        for name, got in figures(examine(read, many, rankings=ALL, batch=batch, parts=(0.2, 0.5))).items():
+        for name, got in figures(
+            evaluate_faithfulness(read, many, rankings=ALL, batch=batch, fractions=(0.2, 0.5))
+        ).items():
             assert_allclose(got, np.concatenate([one[name] for one in alone]), rtol=digits, atol=digits, err_msg=name)
 
 
 def test_holding_few_deletions_in_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     words, many = Words({1: 1.0, 2: -2.0}, {2: 3.0}), texts(30)
-    want = figures(examine(words, many))
-    monkeypatch.setattr("qkflow.probes.faithfulness._AT_ONCE", 4)
-    for name, got in figures(examine(words, many)).items():
+    want = figures(evaluate_faithfulness(words, many))
+    monkeypatch.setattr("qkflow.probes.faithfulness._INSTANCES_AT_ONCE", 4)
+    for name, got in figures(evaluate_faithfulness(words, many)).items():
         assert_allclose(got, want[name], rtol=1e-12, err_msg=name)
 
 
 def test_the_order_of_instances_changes_nothing() -> None:
     read, many = reader(model().double()), texts()
     mixed = np.random.default_rng(1).permutation(len(many))
-    straight, shuffled = examine(read, many, rankings=ALL), examine(read, [many[i] for i in mixed], rankings=ALL)
+    straight, shuffled = (
+        evaluate_faithfulness(read, many, rankings=ALL),
+        evaluate_faithfulness(read, [many[i] for i in mixed], rankings=ALL),
+    )
     for name, got in figures(shuffled).items():
         assert_allclose(got, figures(straight)[name][mixed], rtol=1e-10, atol=1e-10, err_msg=name)
     for i, row in zip(mixed, shuffled.attention, strict=True):
@@ -235,28 +246,30 @@ def test_the_order_of_instances_changes_nothing() -> None:
 
 def test_the_pooling_decides_mass_and_ranking() -> None:
     read, many = reader(model().double()), texts()
-    found = {how: examine(read, many, pooling=how, rankings=()) for how in ("average", "max", "rollout")}
+    found = {how: evaluate_faithfulness(read, many, pooling=how, rankings=()) for how in ("average", "max", "rollout")}
     for how, looked in found.items():
         assert_allclose(looked.mass, looked.masses[how])
         on_it = [row[list(one.rationale)].sum() for row, one in zip(looked.attention, many, strict=True)]
         assert_allclose(looked.mass, on_it)
         assert_allclose(looked.effective, np.exp(looked.entropy))
     assert len({tuple(looked.mass) for looked in found.values()}) == 3
-    with pytest.raises(UsageError, match="attention was not ranked, only nothing was"):
+    with pytest.raises(UsageError, match="attention was not ranked"):
         _ = found["max"].comprehensiveness
 
 
 def test_memory_is_bounded_however_large_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qkflow.probes.deletion._NUMBERS", 64 * 5 * 5 * 2)
-    monkeypatch.setattr("qkflow.probes.deletion._TOKENS", 20)
+    monkeypatch.setattr("qkflow.probes.faithfulness._MAX_MAP_ELEMENTS", 64 * 5 * 5 * 2)
+    monkeypatch.setattr("qkflow.probes.faithfulness._MAX_TOKENS", 20)
     sizes: list[tuple[int, int, bool]] = []
 
     class Counting(Words):
-        def read(self, tokens: Tensor, lengths: Tensor, *, maps: bool = False) -> Reading:
+        def read(self, tokens: Tensor, lengths: Tensor, *, maps: bool = False) -> ReaderOutput:
             sizes.append((*tokens.shape, maps))
             return super().read(tokens, lengths, maps=maps)
 
-    examine(Counting({1: 1.0}), [text(*row) for row in np.random.default_rng(0).integers(1, 9, (200, 5)).tolist()])
+    evaluate_faithfulness(
+        Counting({1: 1.0}), [text(*row) for row in np.random.default_rng(0).integers(1, 9, (200, 5)).tolist()]
+    )
     assert sizes[0] == (2, 5, True)  # the heads are not known yet
     assert sizes[1] == (128, 5, True)  # one
     assert all(b * t <= 20 for b, t, maps in sizes if not maps)
@@ -265,15 +278,15 @@ def test_memory_is_bounded_however_large_the_batch(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"instances": []}, "no instances"),
-        ({"part": 0.0}, "above 0 and at most 1"),
-        ({"parts": ()}, "there is one at least"),
-        ({"parts": (0.5, 1.1)}, "above 0 and at most 1"),
+        ({"instances": []}, "got no instances"),
+        ({"fraction": 0.0}, "above 0 and at most 1"),
+        ({"fractions": ()}, "at least one of them"),
+        ({"fractions": (0.5, 1.1)}, "above 0 and at most 1"),
         ({"batch": 0}, "batch must be at least 1"),
         ({"seed": -1}, "seed at least 0"),
-        ({"instances": [text(1, label=2)]}, "the model gives 2 answers, numbered from 0; labels are 2 to 2"),
+        ({"instances": [text(1, label=2)]}, "labels must be from 0 to 1, the answers of the model, got 2 to 2"),
     ],
 )
 def test_what_cannot_be_examined_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        examine(Words({}), **{"instances": [text(1, 2)], **wrong})
+        evaluate_faithfulness(Words({}), **{"instances": [text(1, 2)], **wrong})

@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from qkflow.errors import UsageError
-from qkflow.probes.readers import Reading, reader
+from qkflow.probes.readers import ReaderOutput, reader
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 1, 0, 0]])
 LENGTHS = torch.tensor([5, 3])
@@ -41,7 +41,7 @@ def hf(kind: str, *, attention: str = "eager", pad: int | None = 0) -> Any:
     return made
 
 
-def parts(reading: Reading) -> list[torch.Tensor]:
+def fractions(reading: ReaderOutput) -> list[torch.Tensor]:
     assert reading.maps is not None
     return [reading.logits, *reading.maps]
 
@@ -54,8 +54,8 @@ def test_a_text_is_read_in_a_batch_as_it_is_alone(kind: str) -> None:
     model = hf(kind).train()
     read = reader(model)
     together, alone = read.read(TOKENS, LENGTHS, maps=True), read.read(TOKENS[1:, :3], LENGTHS[1:], maps=True)
-    logits, *maps = parts(together)
-    own, *own_maps = parts(alone)
+    logits, *maps = fractions(together)
+    own, *own_maps = fractions(alone)
     assert_close(logits[1], own[0], rtol=1e-10, atol=1e-10)
     for layer, other in zip(maps, own_maps, strict=True):
         assert_close(layer[1, :, :3, :3], other[0], rtol=1e-10, atol=1e-10)
@@ -72,14 +72,14 @@ def test_a_language_model_answers_with_the_token_after_the_last(kind: str) -> No
         want = model(TOKENS[1:, :3]).logits[0, -1]
     got = reader(model).read(TOKENS, LENGTHS, maps=True)
     assert_close(got.logits[1], want)
-    assert got.asked is not None
-    assert got.asked.tolist() == [4, 2]
+    assert got.answer_positions is not None
+    assert got.answer_positions.tolist() == [4, 2]
 
 
 def test_an_encoder_is_asked_at_its_first_token_unless_told() -> None:
     model = hf("BertForSequenceClassification")
-    for asks, places in ((None, [0, 0]), ("first", [0, 0]), ("last", [4, 2])):
-        asked = reader(model, asks=asks).read(TOKENS, LENGTHS, maps=True).asked
+    for answer_at, places in ((None, [0, 0]), ("first", [0, 0]), ("last", [4, 2])):
+        asked = reader(model, answer_at=answer_at).read(TOKENS, LENGTHS, maps=True).answer_positions
         assert asked is not None
         assert asked.tolist() == places
 
@@ -106,5 +106,5 @@ def test_a_causal_classifier_that_would_answer_elsewhere_is_refused(pad: int | N
 
 
 def test_a_model_with_an_encoder_and_a_decoder_is_refused() -> None:
-    with pytest.raises(UsageError, match="has an encoder and a decoder"):
+    with pytest.raises(UsageError, match="is an encoder-decoder"):
         reader(hf("T5ForConditionalGeneration"))

@@ -116,18 +116,21 @@ def test_saliency_of_one_hot_tokens_is_the_gradient_at_their_own_entry() -> None
 @pytest.mark.parametrize("make", MODELS)
 def test_reading_leaves_a_model_as_it_was(make: type) -> None:
     model = make().train()
-    parts = list(model.modules())
-    parts[-1].eval()  # someone froze it
-    modes, before = [part.training for part in parts], {name: x.clone() for name, x in model.state_dict().items()}
+    fractions = list(model.modules())
+    fractions[-1].eval()  # someone froze it
+    modes, before = (
+        [fraction.training for fraction in fractions],
+        {name: x.clone() for name, x in model.state_dict().items()},
+    )
     read = reader(model)
     with torch.no_grad():
         assert read.saliency(TOKENS, LENGTHS).requires_grad is False
     got = read.read(TOKENS, LENGTHS, maps=True)
     assert not got.logits.requires_grad
-    assert [part.training for part in parts] == modes
+    assert [fraction.training for fraction in fractions] == modes
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
     assert_close(dict(model.state_dict()), before)
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+    assert not any(fraction._forward_hooks or fraction._forward_pre_hooks for fraction in fractions)
 
 
 def test_nothing_is_dropped_while_reading() -> None:
@@ -158,7 +161,7 @@ def test_texts_that_a_model_cannot_read_are_refused(
 
 
 def test_models_that_cannot_be_read_are_refused_with_what_to_do() -> None:
-    with pytest.raises(UsageError, match=r"got Linear: write a class with read\(\) and saliency\(\)"):
+    with pytest.raises(UsageError, match=r"no reader for Linear"):
         reader(nn.Linear(2, 2))
-    with pytest.raises(UsageError, match="a Classifier answers at the last token"):
-        reader(classifier(), asks="first")
+    with pytest.raises(UsageError, match="Classifier answers at the last token"):
+        reader(classifier(), answer_at="first")

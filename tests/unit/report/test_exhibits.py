@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from qkflow.mechanisms.base import Diagnostic
-from qkflow.probes import look
+from qkflow.probes import probe_layers
+from qkflow.probes.diagnostics import Diagnostic
 from qkflow.report import exhibits
 from qkflow.report.exhibits import exhibit_groups
 from qkflow.report.gallery import gather
@@ -103,8 +103,8 @@ def test_a_page_shows_phases_of_a_model_with_the_names_of_its_tokens(synthetic: 
     order, _, cells, wheels = data["exhibits"]
     assert len(order[0]["data"]) == 2  # heads, half as many as the model says
     assert cells[1]["data"][0]["x"][:3] == ["d (1)", "e (2)", "f (3)"]
-    seen = look(
+    seen = probe_layers(
         load_run(runs["kuramoto"]).model, json.loads((tmp_path / "corpus.json").read_text())["excerpts"][0]["tokens"]
     )
-    assert tuple(wheels[1]["data"][0]["theta"]) == seen[1].exhibits[-1].values[0]
+    assert tuple(wheels[1]["data"][0]["theta"]) == seen[1].diagnostics[-1].values[0]
     assert len(json.dumps(data["exhibits"])) < 200_000

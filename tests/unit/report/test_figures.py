@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from qkflow.experiment.summary import ExperimentResult
-from qkflow.mechanisms.base import Diagnostic
+from qkflow.probes.diagnostics import Diagnostic
 from qkflow.report import figures
 from qkflow.report.exhibits import exhibit_groups
 from qkflow.report.palette import LIGHT

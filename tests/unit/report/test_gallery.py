@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkflow.mechanisms import StandardAttention
-from qkflow.probes import maps
+from qkflow.probes import attention_maps
 from qkflow.report import gallery
 from qkflow.report.gallery import gather, pack, unpack
 from qkflow.training import load_run
@@ -47,7 +47,7 @@ def test_the_gallery_holds_the_maps_of_the_runs(synthetic: ModuleType, tmp_path:
     assert [len(arm["maps"][0][0]) for arm in shown.arms] == [4, 2]  # heads
     tokens = json.loads((tmp_path / "corpus.json").read_text())["excerpts"][1]["tokens"]
     for arm in shown.arms:
-        for layer, truth in zip(arm["maps"][1], maps(load_run(runs[arm["name"]]).model, tokens), strict=True):
+        for layer, truth in zip(arm["maps"][1], attention_maps(load_run(runs[arm["name"]]).model, tokens), strict=True):
             for head, weights in zip(layer, truth, strict=True):
                 assert abs(unpack(head, len(tokens)) - weights.numpy()).max() <= float(weights.abs().max()) / 120
     assert [len(layers) for layers in shown.exhibits["differential"]] == [1, 1]

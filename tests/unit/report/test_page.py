@@ -88,7 +88,7 @@ def test_the_page_tells_the_study_in_its_order(
         "Cost and memory",
         "Attention on held-out text",
         "What the mechanisms show of their own",
-        "lambda, the weight of the map that is taken away",
+        "lambda, the weight of the subtracted map",
         "Tuning",
         "Runs that failed",
         "The corpus",

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkflow.data import ByteTokenizer
-from qkflow.mechanisms.base import Diagnostic
-from qkflow.probes.attention import attended, confidence_on
+from qkflow.probes.attention import attention_stats, rationale_confidence
+from qkflow.probes.diagnostics import Diagnostic
 from qkflow.report import probed
 from qkflow.report.gallery import unpack
 from qkflow.report.probed import Part, Probed, characters, probed_page
@@ -30,7 +30,7 @@ def page_of(text: bytes, *, name: str = "mine", marked: tuple[int, ...] = ()) ->
     scores = torch.randn(2, len(tokens), len(tokens))
     causal = torch.ones(len(tokens), len(tokens)).tril().bool()
     maps = [scores.masked_fill(~causal, -torch.inf).softmax(-1), -torch.eye(len(tokens))[None]]
-    attention = attended(maps)
+    attention = attention_stats(maps)
     rows = Table(caption=name, columns=("layer", name), rows=(("1", name),), words=(0, 1))
     part = Part(name="maps", title="Attention of each layer", table=rows, verdict=name, note=name)
     found = Probed(
@@ -45,7 +45,7 @@ def page_of(text: bytes, *, name: str = "mine", marked: tuple[int, ...] = ()) ->
         own=[(EXHIBIT,), ()],
         own_tokens=min(64, len(tokens)),
         attention=attention,
-        confidence=confidence_on(attention, marked) if marked else None,
+        confidence=rationale_confidence(attention, marked) if marked else None,
         parts=[part, Part(name="stability", title="Stability", table=rows, verdict=name)],
         remarks=[name],
         command=["qkflow", "probe", name],

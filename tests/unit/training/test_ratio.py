@@ -76,9 +76,9 @@ def test_a_ratio_comes_on_top_of_a_mechanisms_own_paces(configure: Any, spec: st
     assert sorted(listed) == sorted(map(id, model.parameters()))
     said = {id(m.get_parameter(name)) for m in model.mechanisms for name in m.circuits().qk}
     assert {id(p) for group in groups if group["circuit"] == "qk" for p in group["params"]} == said
-    paces, names = model.paces(), {id(p): name for name, p in model.named_parameters()}
+    param_options, names = model.param_options(), {id(p): name for name, p in model.named_parameters()}
     for group in groups:
-        rates = {paces[names[id(p)]].rate if names[id(p)] in paces else 1.0 for p in group["params"]}
+        rates = {param_options[names[id(p)]].rate if names[id(p)] in param_options else 1.0 for p in group["params"]}
         assert rates == {group["rate"]}
 
 

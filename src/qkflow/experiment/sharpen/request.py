@@ -10,7 +10,7 @@ from qkflow.data.tasks import TaskConfig
 from qkflow.errors import UsageError, unknown
 from qkflow.experiment.arm import parse_arm
 from qkflow.models.one_layer import Form
-from qkflow.probes.pooling import Pooling
+from qkflow.probes.attention import Pooling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from qkflow.experiment.sharpen.metrics import metrics_of
 from qkflow.experiment.sharpen.run import chosen_rates, tried
 from qkflow.experiment.sharpen.stored import damaged, read_json, read_path
 from qkflow.experiment.sharpen.words import answer
-from qkflow.probes.confidence import reached
+from qkflow.probes.attention import reaches
 from qkflow.training.tensors import load_tensors
 
 _NOTHING = 1e-12
@@ -108,7 +108,7 @@ class _Run:
             raise damaged(folder, error) from error
         self.values: dict[str, np.ndarray] = {name: tensor.numpy() for name, tensor in tensors.items()}
         mass = self.values["mass"]
-        self.values["confident"] = np.where(np.isfinite(mass), reached(mass, tau), np.nan)
+        self.values["confident"] = np.where(np.isfinite(mass), reaches(mass, tau), np.nan)
 
 
 def _read(study: Path, made: SharpenDesign) -> dict[str, dict[int, _Run]]:
@@ -159,7 +159,7 @@ def _finite_mean(values: np.ndarray) -> float | None:
 
 def _curve(masses: Sequence[np.ndarray]) -> tuple[tuple[float, float], ...]:
     known = np.concatenate([mass[np.isfinite(mass)] for mass in masses]) if masses else np.empty(0)
-    return tuple((tau, float(reached(known, tau).mean())) for tau in _TAUS) if len(known) else ()
+    return tuple((tau, float(reaches(known, tau).mean())) for tau in _TAUS) if len(known) else ()
 
 
 def _by_kind(

@@ -29,8 +29,8 @@ from qkflow.experiment.metrics.rationale import TrainingPoint
 from qkflow.experiment.worker import described
 from qkflow.io import write_folder
 from qkflow.models import Decoder
-from qkflow.probes.faithfulness import Looked, examine
-from qkflow.probes.pooling import Pooling
+from qkflow.probes.attention import Pooling
+from qkflow.probes.faithfulness import Faithfulness, evaluate_faithfulness
 from qkflow.probes.readers import reader
 from qkflow.training.reproducibility import flushed_denormals, threads
 from qkflow.training.signals import stop_on_signals
@@ -100,13 +100,13 @@ def _make(order: RunSpec, folder: Path, should_stop: Any) -> None:
     def watch(step: int, model: nn.Module) -> None:
         if step == 0:
             before["attention"] = _attention(model, order)
-        seen = examine(reader(model), watched, pooling=order.pooling, rankings=())
+        seen = evaluate_faithfulness(reader(model), watched, pooling=order.pooling, rankings=())
         path.append(_point(step, seen))
 
     moments = () if order.tuning else order.moments
     model = learn(config, task, watch=watch, moments=moments, should_stop=should_stop)
     if order.tuning:
-        whole = examine(reader(model), task.validation, pooling=order.pooling, rankings=())
+        whole = evaluate_faithfulness(reader(model), task.validation, pooling=order.pooling, rankings=())
         path.append(_point(config.steps, whole))
     if not math.isfinite(path[-1].loss):
         raise DivergenceError("the validation loss is not finite: choose a lower learning rate or r")
@@ -123,7 +123,7 @@ def _make(order: RunSpec, folder: Path, should_stop: Any) -> None:
     write_folder(folder, fill)
 
 
-def _point(step: int, seen: Looked) -> TrainingPoint:
+def _point(step: int, seen: Faithfulness) -> TrainingPoint:
     return TrainingPoint(
         step=step,
         loss=float(seen.loss.mean()),
@@ -135,8 +135,12 @@ def _point(step: int, seen: Looked) -> TrainingPoint:
 def _looked(model: nn.Module, order: RunSpec, before: Sequence[Any]) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """What was seen of every test instance, and of the examples."""
     task = order.task
-    seen = examine(
-        reader(model), task.test, pooling=order.pooling, part=order.part, rankings=("attention", "gradient", "random")
+    seen = evaluate_faithfulness(
+        reader(model),
+        task.test,
+        pooling=order.pooling,
+        fraction=order.part,
+        rankings=("attention", "gradient", "random"),
     )
     performance = seen.correct.astype(np.float64)
     if isinstance(model, Decoder):
@@ -171,4 +175,6 @@ def _attention(model: nn.Module, order: RunSpec) -> list[list[float]]:
     if not order.examples:
         return []
     some = [order.task.test[place] for place in order.examples]
-    return [row.tolist() for row in examine(reader(model), some, pooling=order.pooling, rankings=()).attention]
+    return [
+        row.tolist() for row in evaluate_faithfulness(reader(model), some, pooling=order.pooling, rankings=()).attention
+    ]

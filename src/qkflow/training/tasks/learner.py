@@ -99,13 +99,13 @@ def task_groups(model: nn.Module, config: TaskRunConfig) -> list[dict[str, Any]]
 
     A mechanism may give parameters a pace of their own, which is a factor on all of that.
     """
-    paces = paces_of(model)
+    param_options = paces_of(model)
     if config.embedding_ratio != 1:
         for name in _embeddings(model):
-            own = paces.get(name, ParamOptions())
-            paces[name] = replace(own, rate=own.rate * config.embedding_ratio)
+            own = param_options.get(name, ParamOptions())
+            param_options[name] = replace(own, rate=own.rate * config.embedding_ratio)
     circuits = circuits_by_name(find_circuits(model))
-    groups = paced_groups(model, paces, circuits, weight_decay=config.weight_decay)
+    groups = paced_groups(model, param_options, circuits, weight_decay=config.weight_decay)
     set_rates(groups, config.lr, config.qk_ratio)
     return groups
 

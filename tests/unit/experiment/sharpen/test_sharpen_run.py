@@ -24,8 +24,8 @@ from qkflow.experiment.sharpen.request import RationaleRequest
 from qkflow.experiment.sharpen.run import chosen_rates, run_sharpen
 from qkflow.experiment.sharpen.summarise import read_result
 from qkflow.experiment.sharpen.worker import RunOutcome
-from qkflow.probes.confidence import confidence, confidence_curve
-from qkflow.probes.faithfulness import examine
+from qkflow.probes.attention import confidence, confidence_curve
+from qkflow.probes.faithfulness import evaluate_faithfulness
 from qkflow.training.tensors import load_tensors
 
 Ask = Callable[..., RationaleRequest]
@@ -363,13 +363,13 @@ def test_a_task_of_writing_is_measured_by_what_is_written(ask: Ask, tmp_path: Pa
 def test_a_run_has_the_bits_of_one_thread_wherever_it_is_made(
     ask: Ask, task: Task, tmp_path: Path, inline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, examine = [], worker.examine
+    seen, evaluate_faithfulness = [], worker.evaluate_faithfulness
 
     def counting(*args: Any, **options: Any) -> Any:
         seen.append(torch.get_num_threads())
-        return examine(*args, **options)
+        return evaluate_faithfulness(*args, **options)
 
-    monkeypatch.setattr(worker, "examine", counting)
+    monkeypatch.setattr(worker, "evaluate_faithfulness", counting)
     torch.set_num_threads(2)
     run_sharpen(ask(seeds=1, steps=1), task, tmp_path, engine=inline())
     assert set(seen) == {1}
@@ -406,9 +406,9 @@ def test_what_is_watched_along_training_is_of_every_kind_though_files_have_them_
 
     def spy(reader: Any, instances: Any, **options: Any) -> Any:
         seen.append([one.label for one in instances])
-        return examine(reader, instances, **options)
+        return evaluate_faithfulness(reader, instances, **options)
 
-    monkeypatch.setattr(worker, "examine", spy)
+    monkeypatch.setattr(worker, "evaluate_faithfulness", spy)
     run_sharpen(ask(seeds=1), replace(task, validation=row), tmp_path / "study", engine=inline())
     watched = [labels for labels in seen if len(labels) == 256]
     assert watched

@@ -142,7 +142,7 @@ def test_a_mechanism_keeps_the_pace_that_it_asks_for(run: Make) -> None:
     rates = {id(p): (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
     quick = names_of(model, "qk")
     for name, parameter in model.named_parameters():
-        pace = model.paces()[name]  # type: ignore[operator]
+        pace = model.param_options()[name]  # type: ignore[operator]
         r = 4.0 if name in quick else 3.0 if name == "embedding.weight" else 1.0
         lr, decay = rates[id(parameter)]
         assert lr == pytest.approx(0.05 * r * pace.rate)

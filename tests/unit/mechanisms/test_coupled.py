@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from qkflow.errors import UsageError
 from qkflow.mechanisms import Coupling, CouplingConfig
-from qkflow.mechanisms.coupling import Affine, Motion
+from qkflow.mechanisms.coupled import Affine, DriftKick
 from qkflow.models.sizes import parameters, size
 from qkflow.ops.symplectic import naive
 
@@ -98,7 +98,7 @@ def test_a_motion_is_the_operators(scheme: str, force: Any, sharing: Any) -> Non
     step = {"symplectic-euler": naive.symplectic_euler, "leapfrog": naive.leapfrog, "euler": naive.euler}[scheme]
     for steps in (1, 4):
         made, (q, k) = make(force=force, steps=steps, sharing=sharing, **how), points()
-        assert isinstance(made, Motion)
+        assert isinstance(made, DriftKick)
         acting = made.force if made.force is not None else torch.zeros_like
         with torch.no_grad():
             close(made(q, k), step(q, k, acting, made.dt, steps))
@@ -251,12 +251,12 @@ def test_half_precision_moves_both_ways(config: dict[str, Any]) -> None:
         ({"dt": -math.inf}, "dt must be a finite number, got -inf"),
         ({"hidden": 0}, "hidden must be at least 1, got 0"),
         ({"dynamics": "affine", "alternations": 0}, "alternations must be at least 1, got 0"),
-        ({"dynamics": "affine", "steps": 3}, "affine dynamics has no use for steps: it takes alternations"),
-        ({"dynamics": "affine", "dt": 0.2}, "affine dynamics has no use for dt"),
-        ({"alternations": 2}, "hamiltonian dynamics has no use for alternations"),
-        ({"dynamics": "euler", "integrator": "leapfrog"}, "euler dynamics has no use for integrator"),
-        ({"dynamics": "uncoupled", "force": "potential"}, "uncoupled dynamics has no use for force"),
-        ({"dynamics": "nonlinear-query", "steps": 2}, "nonlinear-query dynamics has no use for steps"),
+        ({"dynamics": "affine", "steps": 3}, "affine dynamics has no option steps: expected alternations"),
+        ({"dynamics": "affine", "dt": 0.2}, "affine dynamics has no option dt"),
+        ({"alternations": 2}, "hamiltonian dynamics has no option alternations"),
+        ({"dynamics": "euler", "integrator": "leapfrog"}, "euler dynamics has no option integrator"),
+        ({"dynamics": "uncoupled", "force": "potential"}, "uncoupled dynamics has no option force"),
+        ({"dynamics": "nonlinear-query", "steps": 2}, "nonlinear-query dynamics has no option steps"),
         ({"integrator": "leapfrogg"}, "did you mean 'leapfrog'"),
         ({"force": "potentail"}, "did you mean 'potential'"),
         ({"sharing": "layer"}, "did you mean 'layers'"),
@@ -274,14 +274,16 @@ def test_a_coupling_that_cannot_be_is_refused_in_one_line(config: dict[str, Any]
 
 @pytest.mark.parametrize(("queries", "keys"), [(4, 3), (2, 4), (4, 0)])
 def test_heads_that_do_not_pair_are_refused(queries: int, keys: int) -> None:
-    with pytest.raises(UsageError, match=f"{queries} heads of queries, {keys} of keys do not pair"):
+    with pytest.raises(UsageError, match=f"got {keys} and {queries}"):
         CouplingConfig()(queries, keys, WIDTH)
 
 
 @pytest.mark.parametrize("config", MOVING, ids=str)
 @pytest.mark.parametrize(("queries", "keys", "width"), [(3, 4, WIDTH), (4, 2, WIDTH), (4, 4, WIDTH + 1)])
 def test_points_of_another_shape_are_refused(config: dict[str, Any], queries: int, keys: int, width: int) -> None:
-    with pytest.raises(UsageError, match=rf"expected 4 and 4 heads of width 6, got \[{queries}, {width}\] and"):
+    with pytest.raises(
+        UsageError, match=rf"expected 4 query heads and 4 key heads of width 6, got \[{queries}, {width}\] and"
+    ):
         make(**config)(*points(queries, keys, width))
 
 

@@ -114,7 +114,7 @@ def test_a_map_with_a_layout_and_a_state_shows_each_sequence_its_own_past(
 def test_softmax_rows_of_a_map_sum_to_what_they_should(spec: str) -> None:
     layer = make(spec)
     rows = layer.weights(stream(2, 6)).sum(-1)
-    close(rows, torch.ones_like(rows) - (layer._lambda() if isinstance(layer, DifferentialAttention) else 0))
+    close(rows, torch.ones_like(rows) - (layer.lam if isinstance(layer, DifferentialAttention) else 0))
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -282,7 +282,7 @@ def test_without_rotary_positions_order_is_seen_through_causality_alone() -> Non
 def test_a_state_of_another_kind_or_size_is_refused() -> None:
     layer, x = make("standard"), stream(2, 3)
     _, state = layer(x)
-    with pytest.raises(UsageError, match="StandardAttention continues a KVCache, got DecoderState"):
+    with pytest.raises(UsageError, match="StandardAttention got a DecoderState, expected a KVCache"):
         layer(x, DecoderState((state,)))
     with pytest.raises(UsageError, match="holds 2 rows, the input 3"):
         layer(stream(3, 1), state)

@@ -1,15 +1,22 @@
-"""What can be seen of a coupling is what it does."""
+"""Statistics of couplings."""
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
 from qkflow.mechanisms import Coupling, CouplingConfig, DifferentialAttention, Mechanism, mechanism
 from qkflow.mechanisms.softmax import SoftmaxMechanism
+from qkflow.models import Decoder, DecoderConfig
+from qkflow.models.blocks import Block
 from qkflow.ops.sensitivity import Sensitivity
+from qkflow.probes import CouplingRecorder, coupling_stats, diagnostics
+from qkflow.probes.coupling import coupling_path, coupling_sensitivity, energy_trajectory, step_size
+from qkflow.training import Run, TrainConfig, train
 
 COUPLINGS = {
     "symplectic": CouplingConfig(steps=3),
@@ -42,7 +49,7 @@ def pairs(heads: int = 3, t: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_path_begins_where_the_pairs_are_and_ends_where_the_module_moves_them(name: str) -> None:
     config = COUPLINGS[name]
     made, (q, k) = coupling(config), pairs()
-    path = made.path(q, k)
+    path = coupling_path(made, q, k)
     assert len(path) == 1 + {"affine": config.alternations, "nonlinear-query": 1}.get(config.dynamics, config.steps)
     assert_close(path[0], (q, k), rtol=0, atol=0)
     assert_close(path[-1], made(q, k), rtol=1e-12, atol=1e-12)
@@ -51,7 +58,7 @@ def test_a_path_begins_where_the_pairs_are_and_ends_where_the_module_moves_them(
 def test_each_stop_of_a_path_is_where_a_shorter_motion_ends() -> None:
     long = coupling(CouplingConfig(integrator="leapfrog", force="potential", steps=3))
     q, k = pairs()
-    for steps, state in enumerate(long.path(q, k)[1:], start=1):
+    for steps, state in enumerate(coupling_path(long, q, k)[1:], start=1):
         short = coupling(CouplingConfig(integrator="leapfrog", force="potential", steps=steps))
         short.load_state_dict(long.state_dict())
         assert_close(state, short(q, k), rtol=1e-12, atol=1e-12)
@@ -60,7 +67,7 @@ def test_each_stop_of_a_path_is_where_a_shorter_motion_ends() -> None:
 @pytest.mark.parametrize("name", COUPLINGS)
 def test_a_path_of_grouped_queries_is_that_of_their_mean(name: str) -> None:
     made, (q, k) = coupling(COUPLINGS[name], queries=6, keys=3), pairs()
-    path = made.path(q, k)
+    path = coupling_path(made, q, k)
     together = q.repeat_interleave(2, dim=2)
     moved, key = made(together, k)
     assert_close(path[0], (q, k), rtol=0, atol=1e-15)
@@ -70,13 +77,13 @@ def test_a_path_of_grouped_queries_is_that_of_their_mean(name: str) -> None:
 def test_a_path_of_heads_that_do_not_pair_is_refused() -> None:
     q, k = pairs(2)
     with pytest.raises(UsageError, match="3 queries and as many keys of width 4"):
-        coupling(CouplingConfig()).path(q, k)
+        coupling_path(coupling(CouplingConfig()), q, k)
 
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_nothing_passes_in_a_control(name: str) -> None:
     made = coupling(COUPLINGS[name], queries=6)
-    found = made.sensitivity(*pairs())
+    found = coupling_sensitivity(made, *pairs())
     assert (found.query_on_key, found.key_on_query) == (0.0, 0.0)
     assert found.query_change > 0.01
 
@@ -85,14 +92,14 @@ def test_nothing_passes_in_a_control(name: str) -> None:
 def test_a_hamiltonian_coupling_begins_as_a_drift_of_its_steps(integrator: str) -> None:
     for steps in (1, 3):
         made = coupling(CouplingConfig(integrator=integrator, steps=steps), trained=False)  # pyright: ignore
-        found = made.sensitivity(*pairs())
-        assert made.step_size is not None
-        assert found.query_on_key == pytest.approx(steps * made.step_size, rel=1e-14)
+        found = coupling_sensitivity(made, *pairs())
+        assert step_size(made) is not None
+        assert found.query_on_key == pytest.approx(steps * step_size(made), rel=1e-14)
         assert found.key_on_query == found.query_change == found.key_change == 0.0
 
 
 def test_an_affine_coupling_begins_as_the_identity() -> None:
-    found = coupling(CouplingConfig(dynamics="affine"), trained=False).sensitivity(*pairs())
+    found = coupling_sensitivity(coupling(CouplingConfig(dynamics="affine"), trained=False), *pairs())
     assert found == Sensitivity(
         query_on_query=1.0, query_on_key=0.0, key_on_query=0.0, key_on_key=1.0, query_change=0.0, key_change=0.0
     )
@@ -101,7 +108,7 @@ def test_an_affine_coupling_begins_as_the_identity() -> None:
 @pytest.mark.parametrize("name", COUPLINGS)
 def test_sensitivity_is_that_of_the_module_itself(name: str) -> None:
     made, (q, k) = coupling(COUPLINGS[name]), pairs(t=1)
-    found = made.sensitivity(q[:1], k[:1])
+    found = coupling_sensitivity(made, q[:1], k[:1])
 
     def block(after: int, before: int) -> float:
         def move(x: torch.Tensor) -> torch.Tensor:
@@ -122,17 +129,26 @@ def test_a_sample_of_tokens_is_taken_evenly_and_always_the_same() -> None:
     made, (q, k) = coupling(COUPLINGS["euler"]), pairs(t=50)
     taken = torch.tensor([0, 33, 66, 99])
     some = [x.flatten(0, 1)[taken][None] for x in (q, k)]
-    assert made.sensitivity(q, k, most=12) == made.sensitivity(q, k, most=14) == made.sensitivity(*some)
-    assert made.sensitivity(q, k, most=1) == made.sensitivity(q[:1, :1], k[:1, :1])  # a token at least
+    assert (
+        coupling_sensitivity(made, q, k, max_pairs=12)
+        == coupling_sensitivity(made, q, k, max_pairs=14)
+        == coupling_sensitivity(made, *some)
+    )
+    assert coupling_sensitivity(made, q, k, max_pairs=1) == coupling_sensitivity(
+        made, q[:1, :1], k[:1, :1]
+    )  # a token at least
 
 
 def test_figures_do_not_depend_on_the_precision_of_the_model_and_leave_it_alone() -> None:
     made, (q, k) = coupling(COUPLINGS["leapfrog down a potential"]).float(), pairs()
     q, k = q.float(), k.float()
     before = {name: value.clone() for name, value in made.state_dict().items()}
-    found, energy = made.sensitivity(q, k), made.energy(q, k)
+    found, energy = coupling_sensitivity(made, q, k), energy_trajectory(made, q, k)
     wide = made.double()
-    assert (wide.sensitivity(q.double(), k.double()), wide.energy(q.double(), k.double())) == (found, energy)
+    assert (coupling_sensitivity(wide, q.double(), k.double()), energy_trajectory(wide, q.double(), k.double())) == (
+        found,
+        energy,
+    )
     assert all(torch.equal(value, before[name].double()) for name, value in made.state_dict().items())
     assert all(parameter.grad is None and parameter.requires_grad for parameter in made.parameters())
 
@@ -143,19 +159,19 @@ def test_leapfrog_keeps_the_energy_better_than_euler_and_none_is_claimed_without
     for made in (leapfrog, euler):
         torch.nn.init.constant_(made.dt, 0.2)  # pyright: ignore
     euler.load_state_dict(leapfrog.state_dict())
-    good, bad = leapfrog.energy(q, k), euler.energy(q, k)
+    good, bad = energy_trajectory(leapfrog, q, k), energy_trajectory(euler, q, k)
     assert good is not None
     assert bad is not None
     assert 0 < 3 * good.drift < bad.drift <= bad.worst
     for made in (coupling(config) for config in COUPLINGS.values() if config.force != "potential"):
-        assert made.energy(q, k) is None
+        assert energy_trajectory(made, q, k) is None
 
 
 def test_energies_are_those_of_the_states_on_the_path() -> None:
     made, (q, k) = coupling(COUPLINGS["leapfrog down a potential"]), pairs()
-    found = made.energy(q, k)
+    found = energy_trajectory(made, q, k)
     assert found is not None
-    along = torch.stack([made.force.energy(*state) for state in made.path(q, k)]).flatten(1).detach()  # pyright: ignore
+    along = torch.stack([made.force.energy(*state) for state in coupling_path(made, q, k)]).flatten(1).detach()  # pyright: ignore
     assert found.mean == pytest.approx(along.mean(1).tolist())
     assert found.median == pytest.approx(along.quantile(0.5, dim=1).tolist())
     assert (found.low, found.high) == (
@@ -184,9 +200,9 @@ def test_pairs_of_a_mechanism_are_what_its_coupling_moves(spec: str, key_heads: 
     seen: list[torch.Tensor] = []
     move = made.coupling.move
 
-    def spy(q: torch.Tensor, k: torch.Tensor, *, drifted: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def spy(q: torch.Tensor, k: torch.Tensor, *, skip_first_drift: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         seen.extend((q, k))
-        return move(q, k, drifted=drifted)
+        return move(q, k, skip_first_drift=skip_first_drift)
 
     made.coupling.move = spy
     with torch.no_grad():  # no drift is folded into the projection
@@ -197,12 +213,12 @@ def test_pairs_of_a_mechanism_are_what_its_coupling_moves(spec: str, key_heads: 
 def test_a_mechanism_without_a_coupling_has_pairs_too() -> None:
     made, x = layer("standard"), torch.randn(1, 3, 32, dtype=torch.float64)
     assert_close(made.pairs(x)[0].flatten(2), made.query(x))
-    assert made.exhibits(x) == ()
+    assert diagnostics(made, x) == ()
 
 
 def titles(made: Mechanism) -> list[str]:
     with torch.no_grad():
-        return [exhibit.title for exhibit in made.exhibits(torch.randn(1, 6, 32, dtype=torch.float64))]
+        return [figure.title for figure in diagnostics(made, torch.randn(1, 6, 32, dtype=torch.float64))]
 
 
 def test_a_coupling_is_shown_beside_what_the_mechanism_shows_itself() -> None:
@@ -218,9 +234,120 @@ def test_exhibits_hold_the_figures() -> None:
     assert isinstance(made, DifferentialAttention)
     assert made.coupling is not None
     x = torch.randn(1, 6, 32, dtype=torch.float64)
-    strength, step, energy, _ = made.exhibits(x)
-    found, along = made.coupling.sensitivity(*made.pairs(x)), made.coupling.energy(*made.pairs(x))
+    strength, step, energy, _ = diagnostics(made, x)
+    found, along = coupling_sensitivity(made.coupling, *made.pairs(x)), energy_trajectory(made.coupling, *made.pairs(x))
     assert along is not None
     assert strength.values == ((found.key_on_query,), (found.query_on_key,))
-    assert step.values == ((made.coupling.step_size,), (0.25,))
+    assert step.values == ((step_size(made.coupling),), (0.25,))
     assert (energy.x, energy.values[0]) == ((0.0, 1.0, 2.0), along.mean)
+
+
+POTENTIAL = "standard+hamiltonian:force=potential,integrator=leapfrog,steps=3,dt=0.2"
+HYBRID = ("standard", POTENTIAL, "differential+affine", "standard+uncoupled")
+TOKENS = [72, 101, 108, 108, 111, 256, 10]
+
+
+def model(mechanism: str | tuple[str, ...] = HYBRID, *, dropout: float = 0.0) -> Decoder:
+    made = Decoder(DecoderConfig(width=32, layers=4, heads=4, hidden=48, mechanism=mechanism, dropout=dropout))
+    for parameter in made.parameters():  # blocks begin at zero: let every layer matter
+        torch.nn.init.normal_(parameter, std=0.2)
+    return made
+
+
+def test_each_layer_is_looked_at_on_the_pairs_that_it_projects_itself() -> None:
+    made = model()
+    x = made.embedding(torch.tensor([TOKENS]))
+    for block, got in zip(made.blocks, coupling_stats(made, TOKENS), strict=True):
+        assert isinstance(block, Block)
+        assert isinstance(block.mechanism, SoftmaxMechanism)
+        if (coupling := block.mechanism.coupling) is None:
+            assert got is None
+        else:
+            pairs = block.mechanism.pairs(block.mechanism_norm(x))
+            assert got is not None
+            assert got.strength.key_on_query == pytest.approx(coupling_sensitivity(coupling, *pairs).key_on_query)
+        x = block(x)[0]
+
+
+def test_a_hybrid_stack_shows_what_each_layer_has() -> None:
+    standard, hamiltonian, affine, control = coupling_stats(model(), TOKENS)
+    assert standard is None
+    assert hamiltonian is not None
+    assert affine is not None
+    assert control is not None
+    assert (hamiltonian.dynamics, affine.dynamics, control.dynamics) == ("hamiltonian", "affine", "uncoupled")
+    assert (hamiltonian.control, affine.control, control.control) == (False, False, True)
+    assert (hamiltonian.dt_start, affine.dt, affine.dt_start) == (0.2, None, None)
+    assert hamiltonian.energy is not None
+    assert len(hamiltonian.energy.mean) == 4
+    assert affine.energy is control.energy is None
+    assert affine.strength.key_on_query > 0
+    assert control.strength.key_on_query == control.strength.query_on_key == 0
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    made = model(dropout=0.5).train()
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    state = torch.get_rng_state()
+    assert coupling_stats(made, TOKENS) == coupling_stats(made, torch.tensor(TOKENS))  # no dropout while looking
+    assert made.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_close(dict(made.state_dict()), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in made.parameters())
+
+
+@pytest.mark.parametrize("tokens", [[], [257], [-1]])
+def test_tokens_that_are_none_are_refused(tokens: list[int]) -> None:
+    with pytest.raises(UsageError, match="one token from 0 to 256"):
+        coupling_stats(model(), tokens)
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+    monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: the quick brown fox number {i * i}\n" for i in range(400)))
+    return TrainConfig(
+        data=CorpusConfig(source=str(text)),
+        model=DecoderConfig(width=16, layers=2, heads=2, hidden=16, mechanism=("standard", POTENTIAL), dropout=0.3),
+        steps=5,
+        context=16,
+        batch=4,
+        evaluate_every=2,
+        evaluate_tokens=300,
+        device="cpu",
+    )
+
+
+def test_a_watch_follows_training_and_training_does_not_notice(config: TrainConfig, tmp_path: Path) -> None:
+    watch = CouplingRecorder(TOKENS)
+    train(config, tmp_path / "watched", callbacks=[watch])
+    train(config, tmp_path / "alone")
+    watched, alone = ((tmp_path / name / "weights.safetensors").read_bytes() for name in ("watched", "alone"))
+    assert watched == alone
+    assert [moment.step for moment in watch.history] == [0, 2, 4, 5]
+    assert all(moment.layers[0] is None for moment in watch.history)
+    first, last = watch.history[0].layers[1], watch.history[-1].layers[1]
+    assert first is not None
+    assert last is not None
+    assert first.dt == pytest.approx(0.2)
+    assert last.dt != first.dt
+    assert last.dt_start == 0.2
+
+
+def test_a_watch_leaves_gradients_and_mode_alone(config: TrainConfig, tmp_path: Path) -> None:
+    made = Decoder(config.model).train()
+    for parameter in made.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    run = Run(folder=tmp_path, config=config, model=made, step=3, corpus="")
+    watch = CouplingRecorder(TOKENS)
+    watch.on_start(run)
+    assert [moment.step for moment in watch.history] == [3]
+    assert made.training
+    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in made.parameters())  # pyright: ignore
+
+
+def test_a_watch_of_something_else_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+    run = Run(folder=tmp_path, config=config, model=torch.nn.Linear(1, 1), step=0, corpus="")
+    with pytest.raises(UsageError, match="Decoder, got Linear"):
+        CouplingRecorder(TOKENS).on_start(run)

@@ -1,0 +1,414 @@
+"""Stability of delta-rule memories: transitions, worst case, lemma and bound, and statistics of a model."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch.testing import assert_close
+
+from qkflow.cli.probe_tables import memory_section
+from qkflow.errors import UsageError
+from qkflow.mechanisms.delta_rule import DeltaInputs, DeltaMechanism
+from qkflow.models import Decoder, DecoderConfig
+from qkflow.models.blocks import Block
+from qkflow.ops.delta_rule import delta_rule
+from qkflow.probes import (
+    MemoryStats,
+    coupling_stats,
+    delta_rule_stats,
+    memory_stats,
+    safe_alpha,
+    safe_lambda,
+    worst_case,
+)
+from qkflow.probes.memory import (
+    error_bound,
+    operator_norms,
+    product_norms,
+    spectral_radii,
+    step_distribution,
+    step_sizes,
+    trace_errors,
+    worst_norms,
+)
+
+Gates = tuple[Tensor, Tensor, Tensor]
+beta_values = st.floats(0, 2)
+lam_values = st.one_of(st.floats(0, 1), st.floats(1, 10))
+
+
+def pairs(shape: tuple[int, ...], seed: int, *, unit: bool = True) -> tuple[Tensor, Tensor]:
+    q, k = torch.randn(2, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (normalize(q, dim=-1), normalize(k, dim=-1)) if unit else (q, k)
+
+
+def gates(shape: tuple[int, ...], seed: int) -> Gates:
+    beta, decay, lam = torch.rand(3, *shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    return beta, -decay, lam
+
+
+def matrices(q: Tensor, k: Tensor, beta: Tensor, log_alpha: Tensor | None = None, lam: Tensor | None = None) -> Tensor:
+    """Every token's transition, written out."""
+    x = k if lam is None else k + lam[..., None] * q
+    T = torch.eye(k.shape[-1], dtype=k.dtype) - beta[..., None, None] * x[..., :, None] * k[..., None, :]
+    return T if log_alpha is None else log_alpha.exp()[..., None, None] * T
+
+
+@given(width=st.integers(1, 6), seed=st.integers(0, 1000), unit=st.booleans(), decays=st.booleans())
+@settings(deadline=None, max_examples=25)
+def test_the_closed_forms_are_what_the_matrices_have(width: int, seed: int, unit: bool, decays: bool) -> None:
+    q, k = pairs((2, 5, 3, width), seed, unit=unit)
+    beta, log_alpha, lam = gates((2, 5, 3), seed)
+    given = (q, k, 2 * beta, log_alpha if decays else None, 3 * lam)
+    T = matrices(*given)
+    assert_close(operator_norms(*given), torch.linalg.matrix_norm(T, ord=2), rtol=1e-10, atol=1e-10)
+    assert_close(spectral_radii(*given), torch.linalg.eigvals(T).abs().amax(-1), rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("width", [1, 3, 12])  # 12 is more than a window of 4 tokens can span
+@pytest.mark.parametrize("window", [1, 2, 4, 9])
+def test_a_products_norm_is_that_of_the_matrices_multiplied_in_the_texts_order(width: int, window: int) -> None:
+    q, k = pairs((2, 9, 3, width), 0)
+    given = (q, k, *gates((2, 9, 3), 0))
+    T = matrices(*given)
+    got = product_norms(*given, window=window)
+    for number, start in enumerate(range(0, 10 - window, max(1, window // 2))):
+        product = torch.eye(width, dtype=torch.float64)
+        for i in range(start, start + window):
+            product = product @ T[:, i]
+        assert_close(got[:, number], torch.linalg.matrix_norm(product, ord=2))
+    assert got.shape[1] == number + 1
+
+
+@pytest.mark.parametrize("window", [0, 6])
+def test_a_window_longer_than_the_text_is_refused(window: int) -> None:
+    q, k = pairs((1, 5, 1, 3), 0)
+    with pytest.raises(UsageError, match=f"from 1 to the 5 tokens of the text, got {window}"):
+        product_norms(q, k, torch.ones(1, 5, 1), window=window)
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    q, k = pairs((1, 4, 1, 3), 0)
+    k[0, 0, 0, 0] = math.nan
+    norms = product_norms(q, k, torch.ones(1, 4, 1, dtype=torch.float64), window=2).flatten()
+    assert norms.isfinite().tolist() == [False, True, True]
+
+
+@given(beta=beta_values, lam=lam_values, decay=st.floats(0, 2), seed=st.integers(0, 1000))
+@settings(deadline=None, max_examples=25)
+def test_no_transition_exceeds_the_worst_of_its_gates(beta: float, lam: float, decay: float, seed: int) -> None:
+    q, k = pairs((1, 500, 1, 3), seed)
+    shorter = torch.rand(1, 500, 1, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    at = torch.ones(1, 500, 1, dtype=torch.float64)
+    gates = beta * at, -decay * at, lam * at
+    for length in (1, shorter):
+        most = operator_norms(length * q, length * k, *gates).max()
+        assert most <= worst_norms(*gates)[0, 0, 0] * (1 + 1e-12)
+
+
+@given(beta=beta_values, lam=st.one_of(lam_values, st.floats(-5, 0)), alpha=st.floats(0.1, 1), width=st.integers(2, 5))
+@settings(deadline=None, max_examples=25)
+def test_alternating_the_two_worst_tokens_grows_as_said(beta: float, lam: float, alpha: float, width: int) -> None:
+    found = worst_case(beta, lam, alpha, width)
+    assert_close(found.q.norm(dim=-1), torch.ones(2, dtype=torch.float64))
+    assert_close(found.k.norm(dim=-1), torch.ones(2, dtype=torch.float64))
+    at = torch.ones(2, dtype=torch.float64)
+    first, second = matrices(found.q, found.k, beta * at, math.log(alpha) * at, lam * at)
+    grown = float(torch.linalg.eigvals(first @ second).abs().max())
+    assert grown == pytest.approx(found.growth**2, rel=1e-6)
+
+
+def test_the_published_gates_let_a_memory_grow_1_98_times_every_two_tokens() -> None:
+    found = worst_case(0.99, 1.0, width=4)
+    assert found.growth**2 >= 1.98
+    q, k = (x.repeat(20, 1).view(1, 40, 1, 4) for x in (found.q, found.k))
+    at = torch.ones(1, 40, 1, dtype=torch.float64)
+    start = torch.eye(4, dtype=torch.float64).view(1, 1, 4, 4)
+    empty = torch.zeros(1, 40, 1, 4, dtype=torch.float64)
+    rule = {"beta": 0.99 * at, "lam": at, "state": start}
+    _, grown = delta_rule(q, k, empty, **rule, backend="naive")
+    assert float(torch.linalg.matrix_norm(grown, ord=2)) == pytest.approx(found.growth**40)
+    _, held = delta_rule(q, k, empty, **rule, log_alpha=math.log(safe_alpha(0.99, 1.0)) * at, backend="naive")
+    assert float(torch.linalg.matrix_norm(held, ord=2)) == pytest.approx(1)
+
+
+def test_a_search_over_alternating_pairs_finds_nothing_worse() -> None:
+    angles = torch.arange(24, dtype=torch.float64) * (math.pi / 12)
+    turned, q0, q1 = (x.flatten() for x in torch.meshgrid(angles, angles, angles, indexing="ij"))
+    k = torch.stack([torch.zeros_like(turned), turned], 1)
+    q, k = (torch.stack([x.cos(), x.sin()], -1) for x in (torch.stack([q0, q1], 1), k))
+    for beta, lam in [(0.99, 1.0), (0.5, 0.3), (0.7, 0.9), (1.5, 0.5), (1.9, 1.0), (0.3, 5.0)]:
+        at = torch.ones(len(q), 2, dtype=torch.float64)
+        T = matrices(q, k, beta * at, None, lam * at)
+        found, said = torch.linalg.eigvals(T[:, 0] @ T[:, 1]).abs().max(), worst_case(beta, lam).growth ** 2
+        assert 0.98 * said < found < said * (1 + 1e-9)
+
+
+@given(beta=beta_values, alpha=st.floats(0.2, 1))
+@settings(deadline=None, max_examples=25)
+def test_a_safe_lambda_is_the_largest_that_does_not_grow(beta: float, alpha: float) -> None:
+    lam = safe_lambda(beta, alpha)
+    if math.isinf(lam) or lam > 1e6:
+        assert beta < 1e-3
+        return
+    assert worst_case(beta, lam, alpha).growth == pytest.approx(1, abs=1e-6)
+    assert alpha <= safe_alpha(beta, lam) * (1 + 1e-6)
+
+
+@given(beta=beta_values)
+@settings(deadline=None, max_examples=25)
+def test_without_lambda_nothing_grows_and_without_decay_no_lambda_is_safe(beta: float) -> None:
+    assert worst_case(beta, 0.0).growth == safe_alpha(beta, 0.0) == 1
+    if beta > 0:
+        assert safe_lambda(beta, 1.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((2.1, 1.0), "beta must be from 0 to 2, got 2.1"),
+        ((math.nan, 1.0), "beta must be"),
+        ((1.0, math.inf), "lam must be finite"),
+        ((1.0, 1.0, 1.5), "alpha must be from 0 to 1, got 1.5"),
+        ((1.0, 1.0, 1.0, 1), "width must be at least 2, got 1"),
+    ],
+)
+def test_gates_that_are_none_are_refused(given: tuple[float, ...], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        worst_case(*given)  # pyright: ignore[reportArgumentType]
+
+
+def test_memories_stay_bounded_over_100_000_random_tokens() -> None:
+    rows, block, width = 3, 1000, 4
+    random = torch.Generator().manual_seed(0)
+    state, sizes, read = None, [], []
+    for _ in range(100):
+        q, k, v = torch.randn(3, rows, block, 1, width, generator=random, dtype=torch.float64)
+        beta, lam = torch.rand(2, rows, block, 1, generator=random, dtype=torch.float64)
+        q, k, v = (normalize(x, dim=-1) for x in (q, k, v))
+        o, state = delta_rule(q, k, v, beta, lam=lam, state=state, backend="chunked")
+        sizes.append(float(state.norm(dim=(-2, -1)).max()))
+        read.append(float(o.norm(dim=-1).max()))
+    assert max(sizes) < 10
+    assert max(read) < 10
+    assert max(sizes[50:]) < 2 * max(sizes[:50])
+
+
+HYBRID = ("standard", "deltanet", "gated-deltanet", "qdelta+hamiltonian:dt=0.2")
+TOKENS = [72, 101, 108, 108, 111, 256, 10, 72, 101, 108]
+
+
+def inputs(seed: int, *, t: int = 20, decays: bool = True, mixes: bool = True, width: int = 4) -> DeltaInputs:
+    random = torch.Generator().manual_seed(seed)
+    q, k = normalize(torch.randn(2, 2, t, 3, width, generator=random, dtype=torch.float64), dim=-1)
+    v = torch.randn(2, t, 3, 5, generator=random, dtype=torch.float64)
+    beta, decay, lam = torch.rand(3, 2, t, 3, generator=random, dtype=torch.float64)
+    return DeltaInputs(q, k, v, beta, -decay if decays else None, lam if mixes else None)
+
+
+def alternating(t: int, beta: float, lam: float) -> DeltaInputs:
+    """One row and head that reads the worst two tokens in turn."""
+    found = worst_case(beta, lam, width=4)
+    q, k = (x.repeat(t // 2, 1).view(1, t, 1, 4) for x in (found.q, found.k))
+    at = torch.ones(1, t, 1, dtype=torch.float64)
+    return DeltaInputs(q, k, torch.ones_like(q), beta * at, None, lam * at)
+
+
+def model(mechanism: str | tuple[str, ...] = HYBRID, *, dropout: float = 0.0) -> Decoder:
+    layers = len(mechanism) if isinstance(mechanism, tuple) else 1
+    made = Decoder(DecoderConfig(width=32, layers=layers, heads=2, hidden=48, mechanism=mechanism, dropout=dropout))
+    for parameter in made.parameters():  # blocks begin at zero: let every layer matter
+        torch.nn.init.normal_(parameter, std=0.2)
+    return made
+
+
+def verdict(layers: list[MemoryStats | None]) -> str:
+    return memory_section(layers).verdict
+
+
+@given(seed=st.integers(0, 10_000), decays=st.booleans(), mixes=st.booleans())
+@settings(deadline=None, max_examples=25)
+def test_an_error_contracts_by_one_minus_beta_a(seed: int, decays: bool, mixes: bool) -> None:
+    given = inputs(seed, decays=decays, mixes=mixes)
+    run = trace_errors(*given)
+    factor = 1 - step_sizes(given.q, given.k, given.beta, given.lam)
+    assert_close(run.after, factor[..., None] * run.before, rtol=0, atol=1e-12)
+    assert delta_rule_stats(given).deviation <= 1e-12
+
+
+@given(seed=st.integers(0, 10_000), decays=st.booleans(), mixes=st.booleans(), t=st.integers(1, 30))
+@settings(deadline=None, max_examples=25)
+def test_the_bound_holds_with_decay_and_without(seed: int, decays: bool, mixes: bool, t: int) -> None:
+    given = inputs(seed, t=t, decays=decays, mixes=mixes)
+    run = trace_errors(*given)
+    bound = error_bound(run, (1 - step_sizes(given.q, given.k, given.beta, given.lam)).abs())
+    assert (run.after.norm(dim=-1) <= bound * (1 + 1e-12)).all()
+    seen = delta_rule_stats(given)
+    assert seen.slack >= 1 - 1e-12
+    assert_close(seen.bound, tuple(bound.mean((0, 2)).tolist()))
+
+
+def test_the_bound_is_the_published_formula() -> None:
+    given = inputs(0, decays=False)
+    run, factors = trace_errors(*given), (1 - step_sizes(given.q, given.k, given.beta, given.lam)).abs()
+    rho = factors[:, 1:].amax(1)
+    memory = torch.zeros(2, 3, 5, 4, dtype=torch.float64)
+    x, moved = given.k + given.lam[..., None] * given.q, []  # pyright: ignore[reportOptionalSubscript]
+    for i in range(20):
+        if i:  # the change of value, and of direction as the memory of the token before sees it
+            seen = (memory @ (x[:, i] - x[:, i - 1])[..., None]).squeeze(-1)
+            moved.append((given.v[:, i] - given.v[:, i - 1] - seen).norm(dim=-1))
+        memory = memory + (given.beta[:, i, :, None] * run.before[:, i])[..., None] * given.k[:, i, :, None]
+    r = torch.stack(moved, 1).amax(1)
+    for t, got in enumerate(error_bound(run, factors).unbind(1)):
+        start = run.after[:, 0].norm(dim=-1)
+        assert_close(got, rho**t * start + (1 - rho**t) / (1 - rho) * rho * r, rtol=1e-10, atol=1e-10)
+
+
+def test_a_text_of_one_kind_of_token_meets_its_bound() -> None:
+    k, v = torch.tensor([1.0, 0.0]).expand(1, 6, 1, 2).double(), torch.ones(1, 6, 1, 1, dtype=torch.float64)
+    seen = delta_rule_stats(DeltaInputs(k, k, v, torch.full((1, 6, 1), 0.5), None, None))
+    assert seen.error == seen.bound == tuple(0.5**i for i in range(1, 7))
+    assert (seen.rho, seen.slack, seen.norm, seen.allowed) == (0.5, 1, 1, 1)
+
+
+def test_the_slack_is_a_number_where_nothing_is_left_of_an_error() -> None:
+    k, one = torch.full((1, 3, 1, 4), 0.5), torch.ones(1, 3, 1)
+    assert delta_rule_stats(DeltaInputs(k, k, one.unsqueeze(-1), one, None, None)).slack == math.inf
+
+
+def test_memory_and_errors_are_those_of_the_delta_rule() -> None:
+    given = inputs(3)
+    run = trace_errors(*given)
+    for t in (1, 7, 20):
+        _, state = delta_rule(*(x[:, :t] for x in given), backend="naive")  # pyright: ignore
+        assert_close(run.memory[:, t - 1], state.norm(dim=(-2, -1)))
+    x = given.k + given.lam[..., None] * given.q  # pyright: ignore[reportOptionalSubscript]
+    assert_close(run.after[:, -1], given.v[:, -1] - torch.einsum("nhvk,nhk->nhv", state, x[:, -1]))
+
+
+def test_a_spread_tells_steps_that_do_not_contract() -> None:
+    got = step_distribution(torch.tensor([[-0.5, 0.0, 0.5, 1.0, 1.5], [2.0, 1.9, 0.1, 0.2, 3.0]]))
+    assert got.outside == 0.4
+    assert (got.min, got.max, got.mean) == (-0.5, 3.0, pytest.approx(0.97))
+    assert got.quantiles[2] == pytest.approx(0.75)
+    assert len(got.quantiles) == 5
+
+
+def test_products_tell_what_single_tokens_do_not() -> None:
+    seen = delta_rule_stats(alternating(64, 0.99, 1.0))
+    assert seen.radius <= 1 + 1e-12  # every eigenvalue of every transition
+    assert seen.steps.outside == 0
+    assert [each.tokens for each in seen.growth] == [2, 8, 64]
+    assert [each.max for each in seen.growth] == pytest.approx([1.980198**1, 1.980198**4, 1.980198**32], rel=1e-4)
+    assert seen.allowed == pytest.approx(1.980198**0.5)
+    assert seen.memory[-1] > 1e8
+    assert "products of transitions grow in 1 of them, up to a factor of 3.12e+09 over 64 tokens" in verdict(
+        [None, seen]
+    )
+    assert "grows by a factor of 1.41 per token" in verdict([None, seen])
+
+
+def test_the_delta_rule_itself_cannot_grow() -> None:
+    seen = delta_rule_stats(inputs(1, t=64, mixes=False, decays=False))
+    assert all(each.max <= 1 + 1e-12 for each in seen.growth)
+    assert verdict([seen]).startswith("On this text every token's error shrinks in all of 1 delta layer")
+    assert "no product of transitions grows" in verdict([seen])
+    assert "no queries and keys" in verdict([seen])
+
+
+def test_what_gates_allow_does_not_depend_on_the_text() -> None:
+    given = inputs(1, decays=False)
+    turned = given._replace(q=given.q.flip(1))
+    assert delta_rule_stats(given).allowed == delta_rule_stats(turned).allowed > 1
+    assert delta_rule_stats(given).norm != delta_rule_stats(turned).norm
+
+
+def test_a_growth_that_passes_is_told_with_what_is_left_of_it() -> None:
+    given = alternating(8, 0.99, 1.0)
+    fading = given._replace(log_alpha=torch.tensor([0.0] * 2 + [-1.0] * 6, dtype=torch.float64).view(1, 8, 1))
+    two, eight = delta_rule_stats(fading).growth
+    assert two.max > 1 > eight.max
+    assert f"up to a factor of {two.max:.3g} over 2 tokens and {eight.max:.3g} over 8." in verdict(
+        [delta_rule_stats(fading)]
+    )
+
+
+def test_a_verdict_counts_steps_that_do_not_contract() -> None:
+    given = inputs(1)
+    said = verdict([delta_rule_stats(given._replace(k=2 * given.k)), delta_rule_stats(given)])
+    assert "% of the steps beta a are outside (0, 2), in 1 of 2 delta layers" in said
+
+
+def test_a_verdict_claims_nothing_of_figures_that_are_not_finite() -> None:
+    given = inputs(1)
+    given.v[0, 0, 0, 0] = math.nan
+    assert "not finite" in verdict([delta_rule_stats(given)])
+    given.k[0, 0, 0, 0] = math.inf
+    assert "not finite" in verdict([delta_rule_stats(given)])
+
+
+def test_each_layer_is_looked_at_on_what_its_own_rule_is_given() -> None:
+    made = model()
+    x = made.embedding(torch.tensor([TOKENS]))
+    for block, got in zip(made.blocks, memory_stats(made, TOKENS), strict=True):
+        assert isinstance(block, Block)
+        if isinstance(block.mechanism, DeltaMechanism):
+            given = block.mechanism.inputs(block.mechanism_norm(x))
+            assert got is not None
+            assert got.steps.mean == pytest.approx(step_sizes(given.q, given.k, given.beta, given.lam).mean().item())
+        else:
+            assert got is None
+        x = block(x)[0]
+
+
+def test_a_hybrid_stack_shows_what_each_layer_has() -> None:
+    standard, delta, gated, mixed = memory_stats(model(), TOKENS)
+    assert standard is None
+    assert delta is not None
+    assert gated is not None
+    assert mixed is not None
+    assert delta.allowed == 1
+    assert gated.allowed < 1
+    assert mixed.norm >= mixed.radius
+    assert [each.tokens for each in mixed.growth] == [2, 8]
+    assert len(mixed.heads) == len(mixed.growth[0].heads) == 2
+    assert len(mixed.error) == len(mixed.bound) == len(mixed.memory) == len(TOKENS)
+    assert all(layer.deviation < 1e-12 for layer in (delta, gated, mixed))
+
+
+def test_the_coupling_of_a_delta_layer_is_looked_at_too() -> None:
+    *others, mixed = coupling_stats(model(), TOKENS)
+    assert others == [None] * 3
+    assert mixed is not None
+    assert mixed.dynamics == "hamiltonian"
+    assert mixed.strength.query_on_key > 0
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    made = model(dropout=0.5).train()
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    state = torch.get_rng_state()
+    assert memory_stats(made, TOKENS) == memory_stats(made, torch.tensor(TOKENS))  # no dropout while looking
+    assert made.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_close(dict(made.state_dict()), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in made.parameters())
+
+
+@pytest.mark.parametrize("tokens", [[], [257]])
+def test_tokens_that_are_none_are_refused(tokens: list[int]) -> None:
+    with pytest.raises(UsageError, match="one token from 0 to 256"):
+        memory_stats(model("qdelta"), tokens)
+
+
+def test_one_token_is_enough() -> None:
+    (seen,) = memory_stats(model("qdelta"), [1])
+    assert seen is not None
+    assert seen.growth == ()
+    assert seen.error == seen.bound
+    assert verdict([seen]).count(".") >= 2
