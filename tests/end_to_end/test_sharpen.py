@@ -101,7 +101,7 @@ def test_no_word_of_a_task_that_may_not_be_shown_leaves_the_process(
         (["--growth", "no"], "--growth takes numbers"),
         (["--rates", "fast"], "learning rates are numbers"),
         (["--seeds", "0"], "seeds must be at least 1, got 0"),
-        (["--task", "squad"], "the task squad needs its data: give --data PATH"),
+        (["--task", "squad"], "the task squad needs data: set --data"),
         (["--task", "hatexplain", "--data", "nowhere"], "nowhere: give --data PATH"),
         (["--data", "empty.jsonl"], "empty.jsonl is empty"),
         (["--data", "~nobody-here/x"], "the home of a user that is not there"),

@@ -103,7 +103,8 @@ def split_fused(model: nn.Module, *, qk: Sequence[str] = (), ov: Sequence[str] =
     """
     circuits = find_circuits(model, qk=qk, ov=ov)
     slices: dict[str, list[tuple[ParamSlice, Circuit]]] = {}
-    for circuit, params in (("qk", circuits.qk), ("ov", circuits.ov)):
+    params_of: dict[Circuit, tuple[ParamSlice, ...]] = {"qk": circuits.qk, "ov": circuits.ov}
+    for circuit, params in params_of.items():
         for param in params:
             if not param.is_whole:
                 slices.setdefault(param.name, []).append((param, circuit))

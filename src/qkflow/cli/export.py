@@ -30,7 +30,7 @@ class Export:
 
     def run(self) -> int:
         """Write the folder and print how to load it."""
-        from qkflow.data.text.tokenizer_io import saved_tokenizer
+        from qkflow.data.text.tokenizers import saved_tokenizer
         from qkflow.hub import export_run  # imports the tokenizers library, which other commands do not need
         from qkflow.hub.export import loading_code
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from qkflow.data import Tokenizer
-from qkflow.data.text.tokenizer_io import EXPORTED_TOKENIZER_FILE, TOKENIZER_FILE, find_tokenizer
+from qkflow.data.text.tokenizers import EXPORTED_TOKENIZER_FILE, TOKENIZER_FILE, find_tokenizer
 from qkflow.errors import CheckpointError, UsageError
 from qkflow.hub.config_json import (
     CAUSAL_LM,

@@ -14,8 +14,13 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from qkflow.data import Tokenizer, WordTokenizer, save_tokenizer
-from qkflow.data.text.tokenizer_io import EXPORTED_TOKENIZER_FILE, TOKENIZER_FILE
-from qkflow.data.text.tokenizers import BPETokenizer, ByteTokenizer, bytes_to_unicode
+from qkflow.data.text.tokenizers import (
+    EXPORTED_TOKENIZER_FILE,
+    TOKENIZER_FILE,
+    BPETokenizer,
+    ByteTokenizer,
+    bytes_to_unicode,
+)
 from qkflow.errors import UsageError
 from qkflow.io import write_json
 

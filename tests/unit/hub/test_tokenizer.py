@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qkflow.data import ByteTokenizer, Tokenizer, WordTokenizer
-from qkflow.data.text.tokenizer_io import find_tokenizer
-from qkflow.data.text.tokenizers import train_bpe
+from qkflow.data.text.tokenizers import find_tokenizer, train_bpe
 from qkflow.hub.tokenizer import END, to_tokenizers, write_tokenizer
 
 WORDS = WordTokenizer(["one", "two", "three", "."])

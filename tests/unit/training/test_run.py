@@ -73,7 +73,7 @@ def test_another_text_is_refused(configure: Any, texts: Path, tmp_path: Path, be
     [
         ({"model": {"vocabulary": 100}}, "the model has a vocabulary of 100, the corpus texts needs 257"),
         ({"batch": 10_000}, "batch 10000 is too large"),
-        ({"context": 10**6}, "lower --context or give more text"),
+        ({"context": 10**6}, "lower --context or use more text"),
     ],
 )
 def test_what_the_corpus_cannot_give_is_refused_before_a_folder_is_made(

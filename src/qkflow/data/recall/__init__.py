@@ -1,6 +1,6 @@
-"""Recall tasks: made texts with questions that have one right answer, to measure what a model keeps of its past."""
+"""Recall tasks: generated texts with questions that have one right answer."""
 
-from qkflow.data.recall.base import Cell, Instances
+from qkflow.data.recall.base import GridCell, Instances
 from qkflow.data.recall.mqar import MQAR, mqar
 from qkflow.data.recall.needle import Needle, needles
 from qkflow.data.recall.spec import TASKS, RecallTask, from_spec, is_task, to_spec
@@ -8,7 +8,7 @@ from qkflow.data.recall.spec import TASKS, RecallTask, from_spec, is_task, to_sp
 __all__ = [
     "MQAR",
     "TASKS",
-    "Cell",
+    "GridCell",
     "Instances",
     "Needle",
     "RecallTask",

@@ -9,41 +9,41 @@ import numpy as np
 from qkflow.errors import UsageError
 
 
-class Cell(NamedTuple):
-    """A place of a test grid; None where a task has no such thing."""
+class GridCell(NamedTuple):
+    """A cell of a test grid; None where an axis does not apply."""
 
     pairs: int | None
-    """Pairs to remember."""
+    """Key-value pairs to remember."""
     length: int
-    """Tokens of an instance."""
+    """Tokens per instance."""
     depth: int | None
-    """Where the needle lies, in percent of the haystack."""
+    """Position of the needle, in percent of the haystack."""
 
 
 class Instances(NamedTuple):
-    """Questions with their texts, all of one length."""
+    """Generated instances of equal length."""
 
     tokens: np.ndarray
     """int64 `[n, length]`: text, questions and answers."""
     answers: np.ndarray
-    """int64 `[m, 3]`: instance, and where in it an answer begins and ends, in order."""
+    """int64 `[m, 3]`: instance, begin and end of each answer, in order."""
     cells: np.ndarray
     """`[n]` of dtype `CELL_DTYPE`."""
 
-    def where(self, kept: np.ndarray) -> Instances:
-        """The instances that a bool mask `[n]` keeps, in their order."""
-        number = np.cumsum(kept) - 1
-        answers = self.answers[kept[self.answers[:, 0]]]
-        answers = np.column_stack([number[answers[:, 0]], answers[:, 1:]])
-        return Instances(self.tokens[kept], answers, self.cells[kept])
+    def select(self, mask: np.ndarray) -> Instances:
+        """Return the instances where the bool mask `[n]` is true."""
+        new_index = np.cumsum(mask) - 1
+        answers = self.answers[mask[self.answers[:, 0]]]
+        answers = np.column_stack([new_index[answers[:, 0]], answers[:, 1:]])
+        return Instances(self.tokens[mask], answers, self.cells[mask])
 
 
-def at_least(task: str, least: int, options: dict[str, int | tuple[int, ...]]) -> None:
-    """Refuse an option, or a number of an option's list, that is below the least that makes sense."""
+def check_minimum(task: str, minimum: int, options: dict[str, int | tuple[int, ...]]) -> None:
+    """Raise a `UsageError` if an option, or a number of a list option, is below `minimum` or given twice."""
     for name, value in options.items():
         numbers = value if isinstance(value, tuple) else (value,)
-        if not numbers or min(numbers) < least:
-            got = "+".join(map(str, numbers)) or "nothing"
-            raise UsageError(f"{task}: {name} is {got}: give {least} or more")
+        text = "+".join(map(str, numbers)) or "nothing"
+        if not numbers or min(numbers) < minimum:
+            raise UsageError(f"{task}: {name} must be at least {minimum}, got {text}")
         if len(set(numbers)) < len(numbers):
-            raise UsageError(f"{task}: {name} names a number twice ({'+'.join(map(str, numbers))}): give each once")
+            raise UsageError(f"{task}: {name} contains a number twice ({text}): list each number once")

@@ -1,4 +1,4 @@
-"""Tasks by name, and the short way to write one down: `name[:key=value,...]`, the numbers of a list joined by `+`.
+"""Recall tasks by name, and their specs: `name[:key=value,...]`, with the numbers of a list joined by `+`.
 
 mqar            mqar:pairs=4+8+16,length=64            s-niah-2:length=256,lengths=256+512,depths=0+50+100
 """
@@ -15,7 +15,7 @@ from qkflow.data.recall.needle import Needle
 from qkflow.errors import UsageError, unknown
 
 RecallTask = MQAR | Needle
-"""The config of a task, which makes its instances."""
+"""The configuration of a recall task, which generates its instances."""
 
 _TASKS: dict[str, tuple[type[RecallTask], Callable[..., RecallTask]]] = {
     "mqar": (MQAR, MQAR),
@@ -25,11 +25,11 @@ _TASKS: dict[str, tuple[type[RecallTask], Callable[..., RecallTask]]] = {
 }
 
 TASKS = tuple(_TASKS)
-"""The names of the recall tasks."""
+"""Names of the recall tasks."""
 
 
 def is_task(source: str) -> bool:
-    """Whether a source names a recall task, with or without options.
+    """Return whether a corpus source is a recall task, with or without options.
 
     >>> is_task("mqar:pairs=4"), is_task("mqar.txt")
     (True, False)
@@ -38,7 +38,7 @@ def is_task(source: str) -> bool:
 
 
 def from_spec(spec: str) -> RecallTask:
-    """The task that a spec names; unknown names and values that do not fit are a `UsageError`.
+    """Parse a spec; unknown names and invalid values raise a `UsageError`.
 
     >>> from_spec("mqar:pairs=2+4,length=32").pairs
     (2, 4)
@@ -46,24 +46,24 @@ def from_spec(spec: str) -> RecallTask:
     name, _, options = spec.partition(":")
     if name not in _TASKS:
         raise unknown("task", name, _TASKS)
-    config, make = _TASKS[name]
+    config, create = _TASKS[name]
     types = {key: hint for key, hint in get_type_hints(config).items() if key != "kind"}
     values: dict[str, Any] = {}
     for item in filter(None, options.split(",")):
-        key, equals, text = (part.strip() for part in item.partition("="))
+        key, equals, text = (word.strip() for word in item.partition("="))
         if not equals:
-            lists = "; the numbers of a list are joined by +" if item.strip().isdecimal() else ""
-            raise UsageError(f"{spec!r}: expected key=value after the colon, got {item!r}{lists}")
+            hint = "; join the numbers of a list with +" if item.strip().isdecimal() else ""
+            raise UsageError(f"{spec!r}: expected key=value after the colon, got {item!r}{hint}")
         if key not in types:
             raise unknown(f"option of {name}", key, types)
         if key in values:
-            raise UsageError(f"{spec!r} gives {key} twice: give it once")
-        values[key] = _value(name, key, text, types[key])
-    return make(**values)
+            raise UsageError(f"{spec!r} sets {key} twice: set it once")
+        values[key] = _parse_value(name, key, text, types[key])
+    return create(**values)
 
 
 def to_spec(task: RecallTask) -> str:
-    """The shortest spec of a task: its name, and the options that are not as usual.
+    """Return the shortest spec of a task: its name and the options that differ from the defaults.
 
     >>> to_spec(from_spec("mqar:length=64,pairs=2+4"))
     'mqar:pairs=2+4'
@@ -78,20 +78,20 @@ def to_spec(task: RecallTask) -> str:
     return ":".join(filter(None, [task.name, ",".join(options)]))
 
 
-def _value(name: str, key: str, text: str, hint: Any) -> int | str | tuple[int, ...]:
-    """The text of an option as what its annotation says: a whole number, several, or one of a few words."""
-    kinds = (hint, *get_args(hint))  # with the parts of a union
-    for kind in kinds:
-        if get_origin(kind) is Literal:
-            if text not in get_args(kind):
-                raise unknown(f"{key} of {name}", text, get_args(kind))
+def _parse_value(name: str, key: str, text: str, hint: Any) -> int | str | tuple[int, ...]:
+    """Convert the text of an option to its annotated type: an integer, a list of integers, or a literal."""
+    alternatives = (hint, *get_args(hint))  # the members of a union
+    for alternative in alternatives:
+        if get_origin(alternative) is Literal:
+            if text not in get_args(alternative):
+                raise unknown(f"{key} of {name}", text, get_args(alternative))
             return text
-    several = any(get_origin(kind) is tuple for kind in kinds)
+    is_list = any(get_origin(alternative) is tuple for alternative in alternatives)
     try:
         numbers = tuple(int(number) for number in text.split("+"))
     except ValueError:
         numbers = ()
-    if not numbers or not (several or len(numbers) == 1):
-        wanted = "whole numbers joined by +, as in 4+8+16" if several else "one whole number"
-        raise UsageError(f"{name}: {key}={text} cannot be read: give {wanted}")
-    return numbers if several else numbers[0]
+    if not numbers or not (is_list or len(numbers) == 1):
+        expected = "integers joined by +, as in 4+8+16" if is_list else "one integer"
+        raise UsageError(f"{name}: {key}={text} is invalid: expected {expected}")
+    return numbers if is_list else numbers[0]

@@ -1,4 +1,4 @@
-"""Tasks whose answers rest on words that are known."""
+"""Tasks with known rationales, to test whether attention is faithful."""
 
 from qkflow.data.tasks.base import Instance, Kind, Task, TaskConfig, TaskName
 from qkflow.data.tasks.open import open_task

@@ -1,19 +1,19 @@
-"""Subject-verb agreement from a small grammar: nouns between the subject and its verb, none to four of them.
+"""Subject-verb agreement from a small grammar, with zero to four nouns between the subject and its verb.
 
     near the guard the old author behind the skaters that the spies admire often      -> singular
                            ^^^^^^            ^^^^^^^          ^^^^
                            the head noun     two attractors
 
-Only the head noun tells the number: `the` fits both, adjectives and adverbs do not change, the numbers of all nouns are
-drawn independently, a verb inside an object clause agrees with its own subject, and one inside a subject clause, which
-would agree with the head noun, is in the past tense. The head noun's place is no help either: a phrase with a noun of
-its own may come first. As in Marvin & Linzen's sentences, subjects and other nouns are two sets of words, so that a
-model of one layer can find the head noun.
+Only the head noun determines the label. `the`, adjectives and adverbs do not inflect, and the numbers of all nouns are
+independent. A verb in an object clause agrees with its own subject; a verb in a subject clause, which would agree with
+the head noun, is in the past tense. The position of the head noun varies, because a phrase with another noun can come
+first. As in Marvin & Linzen's sentences, subjects and other nouns are disjoint sets, so that a one-layer model can find
+the head noun.
 
-| phrase        | example                                | where                  | nouns |
+| phrase        | example                                | position               | nouns |
 |---------------|----------------------------------------|------------------------|-------|
-| `prep`        | behind the guards                      | any number             | 1     |
-| `subject`     | that helped the guards                 | one at most            | 1     |
+| `prep`        | behind the guards                      | anywhere, repeatable   | 1     |
+| `subject`     | that helped the guards                 | anywhere, at most one  | 1     |
 | `object`      | that the guards admire                 | last                   | 1     |
 | `bare`        | the guards admire                      | last                   | 1     |
 | `object+prep` | that the guards near the spy admire    | last                   | 2     |
@@ -25,27 +25,27 @@ import random
 from dataclasses import dataclass
 
 from qkflow.data.tasks.base import Task, TaskConfig
-from qkflow.data.tasks.prefixes import SPLIT, Prefix, parted_task, parts_by_noun
-from qkflow.data.tasks.vocab import PARTS, Part
+from qkflow.data.tasks.prefixes import SPLIT_NOTE, Prefix, split_by_noun, split_prefix_task
+from qkflow.data.text.splits import SPLITS, SplitName
 from qkflow.errors import UsageError
 
 Noun = tuple[str, str]
-"""Singular, plural."""
+"""Singular and plural form."""
 Chain = tuple[str, ...]
-"""The phrases between a head noun and its verb."""
+"""Phrases between a head noun and its verb."""
 
 
-def _forms(words: str) -> tuple[Noun, ...]:
-    """`man/men author` -> (man, men), (author, authors)."""
+def _parse_nouns(words: str) -> tuple[Noun, ...]:
+    """Parse `man/men author` into (man, men), (author, authors)."""
     pairs = (word.partition("/") for word in words.split())
-    return tuple((one, many or f"{one}s") for one, _, many in pairs)
+    return tuple((singular, plural or f"{singular}s") for singular, _, plural in pairs)
 
 
-SUBJECTS = _forms(
+SUBJECTS = _parse_nouns(
     "author pilot surgeon farmer manager customer officer teacher senator consultant student lawyer"
     " man/men person/people child/children alumnus/alumni thief/thieves lady/ladies hero/heroes boss/bosses"
 )
-OTHERS = _forms(
+OTHERS = _parse_nouns(
     "guard driver chef architect skater dancer minister assistant executive parent"
     " woman/women fireman/firemen wolf/wolves spy/spies waitress/waitresses witness/witnesses"
 )
@@ -64,141 +64,147 @@ VERBS = (
 PREPOSITIONS = ("near", "behind", "beside", "next to", "in front of", "across from")
 ADJECTIVES = ("tall", "old", "young", "quiet", "famous", "clever", "tired", "local")
 ADVERBS = ("often", "usually", "never", "still", "certainly", "probably")
-STARTS = ("yesterday", "today", "recently", "sometimes", "perhaps")
+OPENING_ADVERBS = ("yesterday", "today", "recently", "sometimes", "perhaps")
 OPENINGS = ("", "adverb", "prep")
-ADJECTIVE, ADVERB = 0.15, 0.25
-"""How often a noun has an adjective, and the beginning ends in an adverb."""
+ADJECTIVE_RATE, ADVERB_RATE = 0.15, 0.25
+"""Probability of an adjective before a noun, and of an adverb at the end of the prefix."""
 
 NOUNS_OF = {"prep": 1, "subject": 1, "object": 1, "bare": 1, "object+prep": 2}
 
-MOST = 4
-"""Attractors, at most."""
-SIZES: dict[Part, int] = {"train": 20000, "validation": 500, "test": 1000}
-TRIES = 200
-"""Draws for one more distinct sentence before the grammar counts as used up."""
+MAX_ATTRACTORS = 4
+SIZES: dict[SplitName, int] = {"train": 20000, "validation": 500, "test": 1000}
+MAX_TRIES = 200
+"""Draws for a new sentence before the grammar counts as exhausted."""
 NOTES = (
-    f"built-in grammar (ours): {len(SUBJECTS)} subject nouns, {len(OTHERS)} other nouns, 0 to {MOST} of them between"
-    " the subject and its verb, all numbers independent",
+    f"built-in grammar (ours): {len(SUBJECTS)} subject nouns, {len(OTHERS)} other nouns, 0 to {MAX_ATTRACTORS} of them"
+    " between the subject and its verb, all numbers independent",
     "rationale: the subject's head noun",
 )
 
 
 def agreement(config: TaskConfig) -> Task:
-    """The built-in grammar's task: as many sentences with 0, 1, .. 4 attractors, singular and plural alike, distinct.
+    """Generate distinct sentences, balanced over 0, 1, .. 4 attractors and over singular and plural.
 
     >>> task = agreement(TaskConfig(train=100, test=20))
     >>> len(task.train), len(task.test), task.classes, task.train[2].kind
     (100, 20, ('singular', 'plural'), '2 attractors')
     """
-    source = random.Random(f"agreement {config.seed}")
+    rng = random.Random(f"agreement {config.seed}")
     templates = [Template(opening=opening, chain=chain) for opening in OPENINGS for chain in _chains()]
-    parts = parts_by_noun([(one.name, noun) for one in templates for noun, _ in SUBJECTS], config.seed)
-    seen, made = set[tuple[str, ...]](), dict[Part, list[Prefix]]()
-    for part in PARTS:
-        frames: list[list[Frame]] = [[] for _ in range(MOST + 1)]
-        for one in templates:
-            frames[one.attractors] += [(one, noun) for noun in SUBJECTS if parts[one.name, noun[0]] == part]
-        asked = config.train if part == "train" else config.test
-        made[part] = [
-            _distinct(source, frames[number % len(frames)], number // len(frames) % 2, seen)
-            for number in range(SIZES[part] if asked is None else asked)
+    split_of = split_by_noun([(template.name, noun) for template in templates for noun, _ in SUBJECTS], config.seed)
+    seen, prefixes = set[tuple[str, ...]](), dict[SplitName, list[Prefix]]()
+    for split in SPLITS:
+        frames: list[list[Frame]] = [[] for _ in range(MAX_ATTRACTORS + 1)]  # by number of attractors
+        for template in templates:
+            nouns = [noun for noun in SUBJECTS if split_of[template.name, noun[0]] == split]
+            frames[template.attractors] += [(template, noun) for noun in nouns]
+        limit = config.limit(split)
+        prefixes[split] = [
+            _new_sentence(rng, frames[number % len(frames)], number // len(frames) % 2, seen)
+            for number in range(SIZES[split] if limit is None else limit)
         ]
-    return parted_task("agreement (built-in grammar)", made, config, skipped={}, notes=(SPLIT, *NOTES))
+    return split_prefix_task("agreement (built-in grammar)", prefixes, config, skipped={}, notes=(SPLIT_NOTE, *NOTES))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """What a sentence is built like."""
+    """A sentence template."""
 
     opening: str
-    """What comes before the subject: nothing, an adverb, a prepositional phrase."""
+    """Before the subject: nothing, an adverb or a prepositional phrase."""
     chain: Chain
-    """What comes after it, up to the verb."""
+    """Phrases between the subject and the verb."""
 
     @property
     def name(self) -> str:
-        """What the split calls it."""
+        """Name of the template, used to split."""
         return " ".join((self.opening, "noun", *self.chain)).strip()
 
     @property
     def attractors(self) -> int:
-        """Nouns between the head noun and the verb."""
-        return sum(NOUNS_OF[part] for part in self.chain)
+        """Number of nouns between the head noun and the verb."""
+        return sum(NOUNS_OF[phrase] for phrase in self.chain)
 
 
 Frame = tuple[Template, Noun]
 
 
 def _chains() -> list[Chain]:
-    """All rows of phrases after the head noun with up to `MOST` nouns."""
+    """Return all sequences of phrases with at most `MAX_ATTRACTORS` nouns."""
     bodies: list[Chain] = []
-    for length in range(MOST + 1):
+    for length in range(MAX_ATTRACTORS + 1):
         plain = ("prep",) * length
         bodies.append(plain)
-        bodies.extend((*plain[:place], "subject", *plain[place + 1 :]) for place in range(length))
+        bodies.extend((*plain[:index], "subject", *plain[index + 1 :]) for index in range(length))
     ends: list[Chain] = [(), ("object",), ("bare",), ("object+prep",)]
-    return [body + end for body in bodies for end in ends if sum(NOUNS_OF[part] for part in body + end) <= MOST]
+    return [
+        body + end
+        for body in bodies
+        for end in ends
+        if sum(NOUNS_OF[phrase] for phrase in body + end) <= MAX_ATTRACTORS
+    ]
 
 
-def _distinct(source: random.Random, frames: list[Frame], label: int, seen: set[tuple[str, ...]]) -> Prefix:
-    for _ in range(TRIES):
-        prefix = _sentence(source, source.choice(frames), label)
+def _new_sentence(rng: random.Random, frames: list[Frame], label: int, seen: set[tuple[str, ...]]) -> Prefix:
+    for _ in range(MAX_TRIES):
+        prefix = _sentence(rng, rng.choice(frames), label)
         if prefix.words not in seen:
             seen.add(prefix.words)
             return prefix
-    raise UsageError(f"the built-in grammar gave {len(seen)} distinct sentences and no more: ask for fewer")
+    raise UsageError(f"the built-in grammar has no more than {len(seen)} distinct sentences: request fewer instances")
 
 
 @dataclass
 class _Writer:
-    """Writes a sentence, each noun at most once: `nouns` are the other nouns, to be taken from the end."""
+    """Builds a sentence phrase by phrase."""
 
-    source: random.Random
+    rng: random.Random
     nouns: list[Noun]
+    """Unused nouns; each is used at most once."""
     words: list[str]
 
-    def phrase(self, noun: Noun | None = None, number: int | None = None) -> int:
-        """`the (adjective) noun`; gives the number of the noun."""
+    def noun_phrase(self, noun: Noun | None = None, number: int | None = None) -> int:
+        """Add `the (adjective) noun`; return the number of the noun."""
         noun = self.nouns.pop() if noun is None else noun
-        number = self.source.randrange(2) if number is None else number
-        adjective = [self.source.choice(ADJECTIVES)] if self.source.random() < ADJECTIVE else []
+        number = self.rng.randrange(2) if number is None else number
+        adjective = [self.rng.choice(ADJECTIVES)] if self.rng.random() < ADJECTIVE_RATE else []
         self.words += ["the", *adjective, noun[number]]
         return number
 
-    def prepositional(self) -> None:
-        """`behind the guards`."""
-        self.words += self.source.choice(PREPOSITIONS).split()
-        self.phrase()
+    def prepositional_phrase(self) -> None:
+        """Add `behind the guards`."""
+        self.words += self.rng.choice(PREPOSITIONS).split()
+        self.noun_phrase()
 
-    def part(self, part: str) -> None:
-        """One phrase of a chain."""
-        verb = self.source.choice(VERBS)
-        if part == "prep":
-            self.prepositional()
-        elif part == "subject":
+    def phrase(self, phrase: str) -> None:
+        """Add one phrase of a chain."""
+        verb = self.rng.choice(VERBS)
+        if phrase == "prep":
+            self.prepositional_phrase()
+        elif phrase == "subject":
             self.words += ["that", verb[2]]
-            self.phrase()
+            self.noun_phrase()
         else:
-            self.words += [] if part == "bare" else ["that"]
-            number = self.phrase()
-            if part == "object+prep":
-                self.prepositional()
+            self.words += [] if phrase == "bare" else ["that"]
+            number = self.noun_phrase()
+            if phrase == "object+prep":
+                self.prepositional_phrase()
             self.words.append(verb[number])
 
 
-def _sentence(source: random.Random, frame: Frame, label: int) -> Prefix:
+def _sentence(rng: random.Random, frame: Frame, label: int) -> Prefix:
     template, noun = frame
-    writer = _Writer(source, source.sample(OTHERS, MOST + 1), [])
+    writer = _Writer(rng, rng.sample(OTHERS, MAX_ATTRACTORS + 1), [])
     if template.opening == "adverb":
-        writer.words.append(source.choice(STARTS))
+        writer.words.append(rng.choice(OPENING_ADVERBS))
     elif template.opening == "prep":
-        writer.prepositional()
-    writer.phrase(noun, label)
+        writer.prepositional_phrase()
+    writer.noun_phrase(noun, label)
     head = len(writer.words) - 1
-    for part in template.chain:
-        writer.part(part)
-    if source.random() < ADVERB:
-        writer.words.append(source.choice(ADVERBS))
+    for phrase in template.chain:
+        writer.phrase(phrase)
+    if rng.random() < ADVERB_RATE:
+        writer.words.append(rng.choice(ADVERBS))
     count = template.attractors
     return Prefix(
         words=tuple(writer.words),

@@ -1,23 +1,20 @@
-"""A task from its name: the built-in ones, or a reader for the files that were given."""
+"""Open a task by name: generated tasks, or a reader for the given files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from qkflow.data.tasks import jsonl
-from qkflow.data.tasks.base import Task, TaskConfig, existing
+from qkflow.data.tasks.base import Task, TaskConfig
 from qkflow.data.text import reading
-from qkflow.data.text.reading import Entry
 from qkflow.errors import UsageError
 
-PAIRS = "Marvin & Linzen's pairs (.jsonl, .jsonl.xz) or BLiMP (.tar.xz or its folder)"
-
+EXPECTED_PAIRS = "Marvin & Linzen's pairs (.jsonl, .jsonl.xz) or BLiMP (.tar.xz or its folder)"
 ARCHIVES = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", ".tgz", ".txz", ".zip")
 
 
 def open_task(config: TaskConfig) -> Task:
-    """Read or make the task that a config names.
+    """Read or generate the task that a config names.
 
     >>> open_task(TaskConfig(name="agreement", train=50, test=10)).name
     'agreement (built-in grammar)'
@@ -27,43 +24,54 @@ def open_task(config: TaskConfig) -> Task:
 
         return synthetic(config)
     if config.name == "agreement":
-        return _agreement(config)
+        return _open_agreement(config)
     if config.name == "squad":
         from qkflow.data.tasks import squad
 
-        return squad.squad(existing(config.data, "squad", squad.EXPECTED), config)
+        return squad.squad(data_path(config, squad.EXPECTED), config)
     from qkflow.data.tasks import hatexplain
 
-    return hatexplain.hatexplain(existing(config.data, "hatexplain", hatexplain.EXPECTED), config)
+    return hatexplain.hatexplain(data_path(config, hatexplain.EXPECTED), config)
 
 
-def _agreement(config: TaskConfig) -> Task:
+def data_path(config: TaskConfig, expected: str) -> Path:
+    """Return the path of a task's data; raise a `UsageError` that describes the expected data if there is none."""
+    if config.data is None:
+        raise UsageError(f"the task {config.name} needs data: set --data to the path of {expected}")
+    if not (path := Path(config.data).expanduser()).exists():
+        raise UsageError(f"no file or folder {config.data}: set --data to the path of {expected}")
+    return path
+
+
+def _open_agreement(config: TaskConfig) -> Task:
     from qkflow.data.tasks import agreement, blimp, marvin_linzen
 
     if config.data is None:
         return agreement.agreement(config)
-    path = existing(config.data, "agreement", PAIRS)
+    path = data_path(config, EXPECTED_PAIRS)
     if path.is_dir():
-        if any(Path(reading.bare(file.name)).stem in blimp.SETS for file in reading.files(path, _lines)):
+        jsonl = reading.list_files(path, lambda file: reading.content_suffix(file.label) == ".jsonl")
+        if any(Path(reading.strip_compression(file.name)).stem in blimp.SETS for file in jsonl):
             return blimp.blimp(path, config)
-        found = [*jsonl.files(path, ".jsonl"), *jsonl.files(path, ".tar")]
-        if len(found) != 1:
-            what = f"holds {', '.join(one.name for one in found)}: name one" if found else "holds neither"
-            raise UsageError(f"{path} {what}: give --data PATH, {PAIRS}")
-        path = found[0]
-    if path.name.endswith(ARCHIVES) or "sentence_good" in (first := _first(path)):
+        candidates = reading.files_with_suffix(path, ".jsonl") + reading.files_with_suffix(path, ".tar")
+        if len(candidates) != 1:
+            names = ", ".join(file.name for file in candidates)
+            problem = f"contains several files ({names}): choose one" if candidates else "contains no such file"
+            raise UsageError(f"{path} {problem}; set --data to the path of {EXPECTED_PAIRS}")
+        path = candidates[0]
+    if path.name.endswith(ARCHIVES) or "sentence_good" in (first := _first_row(path)):
         return blimp.blimp(path, config)
     if "sents" not in first:
-        raise UsageError(f"{path} has neither sents nor sentence_good in its first line: give --data PATH, {PAIRS}")
+        raise UsageError(
+            f"the first line of {path} has neither `sents` nor `sentence_good`: "
+            f"set --data to the path of {EXPECTED_PAIRS}"
+        )
     return marvin_linzen.marvin_linzen(path, config)
 
 
-def _lines(entry: Entry) -> bool:
-    return reading.ending(entry.label) == ".jsonl"
-
-
-def _first(path: Path) -> dict[str, Any]:
-    first = next(jsonl.rows(jsonl.entry(path), PAIRS), None)
-    if first is None:
-        raise UsageError(f"{path} is empty: give --data PATH, {PAIRS}")
-    return first
+def _first_row(path: Path) -> dict[str, Any]:
+    for location, row in reading.iter_json_lines(reading.text_file(path), EXPECTED_PAIRS):
+        if not isinstance(row, dict):
+            raise UsageError(f"{location} is not a JSON object: expected {EXPECTED_PAIRS}")
+        return row
+    raise UsageError(f"{path} is empty: set --data to the path of {EXPECTED_PAIRS}")

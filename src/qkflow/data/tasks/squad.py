@@ -1,10 +1,10 @@
-"""SQuAD (Rajpurkar et al., 2016) as generation: a text, a question, and the answer word by word.
+"""SQuAD (Rajpurkar et al., 2016) as generation: a context, a question, and the answer word by word.
 
     the  tower  was  built  in  1889  .  <question>  when  was  it  built  ?  <answer>   ->   1889  <end>
-                                ^^^^ rationale: where the answer stands
+                                ^^^^ rationale: the answer in the context
 
-Words, numbers and single signs of punctuation, in lower case. A text is never cut: a window around the answer would
-tell where it is. What is too long is skipped, and counted.
+Tokens are words, numbers and punctuation characters, in lower case. Contexts are never truncated, because a window
+around the answer would reveal its position. Longer examples are skipped and counted.
 """
 
 from __future__ import annotations
@@ -17,152 +17,131 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qkflow.data.tasks import jsonl
-from qkflow.data.tasks.base import UNKNOWN, Instance, Task, TaskConfig
-from qkflow.data.tasks.vocab import ANSWER, END, PARTS, QUESTION, UNSEEN, Part, read, subsample, vocabulary
+from qkflow.data.tasks.base import Instance, Task, TaskConfig
+from qkflow.data.tasks.vocab import ANSWER, END, QUESTION, UNKNOWN, UNSEEN, build_vocabulary, encode_words, subsample
 from qkflow.data.text import reading
+from qkflow.data.text.splits import SPLITS, SplitName
 from qkflow.errors import UsageError
 
 EXPECTED = "SQuAD: .json files (also .xz, .gz) of articles with paragraphs, contexts, questions and answers"
-LONGEST, VOCABULARY = 256, 8000
-VALIDATION = 0.05
-"""Of the training articles."""
-TESTING = re.compile(r"(.*[^a-z])?(squad)?(dev|test)([^a-z].*)?$")
+MAX_LENGTH, MAX_VOCABULARY = 256, 8000
+VALIDATION_SHARE = 0.05
+"""Share of the training articles."""
+TEST_FILE = re.compile(r"(.*[^a-z])?(squad)?(dev|test)([^a-z].*)?$")
 WORD = re.compile(r"[^\W\d_]+|\d+|\S")
 MARKERS = (QUESTION, ANSWER, END, UNSEEN)
 
 Question = tuple[str, list[tuple[str, int]]]
-"""The question, and its answers with the characters where they begin."""
+"""A question, and its answers with their character offsets."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Example:
-    """A question with its text and its answer, as words."""
+class SquadExample:
+    """A question with its context and its answer, as words."""
 
     context: tuple[str, ...]
     question: tuple[str, ...]
     span: tuple[int, int]
-    """The answer's places in the context: from the first, up to but without the last."""
+    """Word range [begin, end) of the answer in the context."""
     article: str
-    """What is never divided between parts."""
+    """Name of the article; an article is in one split only."""
     source: str
-    """The file it comes from."""
+    """Name of the file."""
 
     @property
     def length(self) -> int:
-        """Tokens, with the two markers."""
+        """Number of tokens, including the two markers."""
         return len(self.context) + len(self.question) + 2
 
     @property
     def answer(self) -> tuple[str, ...]:
-        """The answer's words."""
+        """The words of the answer."""
         return self.context[slice(*self.span)]
 
 
 def squad(path: Path, config: TaskConfig) -> Task:
-    """The task of a folder (or one file): `train*` trains, `*dev*` tests; without `train*`, all but `*dev*` train."""
-    training, testing, notes = _roles(path)
+    """Read a folder or file: `train*` files train, `*dev*` files test; without `train*`, all but `*dev*` train."""
+    train_files, test_files, split_note = _assign_files(path)
     skipped = Counter[str]()
-    longest = config.longest or LONGEST
-    pools: dict[Part, list[Example]] = {
-        "train": list(_examples(training, longest, skipped)),
+    max_length = config.longest or MAX_LENGTH
+    splits: dict[SplitName, list[SquadExample]] = {
+        "train": list(_read_examples(train_files, max_length, skipped)),
         "validation": [],
-        "test": list(_examples(testing, longest, skipped)),
+        "test": list(_read_examples(test_files, max_length, skipped)),
     }
-    shares: dict[Part, float] = (
-        {"validation": VALIDATION} if testing else {"validation": VALIDATION, "test": 2 * VALIDATION}
-    )
-    _divide(pools, shares, config.seed)
-    texts = (text for one in _distinct(pools["train"]) for text in one)
-    numbers = vocabulary(texts, markers=MARKERS, most=config.vocabulary or VOCABULARY)
-    answerable = [one for one in pools["train"] if all(word in numbers for word in one.answer)]
-    skipped["training answers with words outside the vocabulary"] += len(pools["train"]) - len(answerable)
-    pools["train"] = answerable
-    chosen = {part: subsample(pools[part], _most(config, part), config.seed) for part in PARTS}
-    instances = {part: tuple(_instance(one, numbers) for one in chosen[part]) for part in PARTS}
-    beyond = sum(numbers[UNSEEN] in one.answer for one in instances["test"])
+    shares: dict[SplitName, float] = {"validation": VALIDATION_SHARE}
+    if not test_files:
+        shares["test"] = 2 * VALIDATION_SHARE
+    _hold_out_articles(splits, shares, config.seed)
+    texts = (text for example_texts in _distinct_texts(splits["train"]) for text in example_texts)
+    vocabulary = build_vocabulary(texts, markers=MARKERS, max_size=config.vocabulary or MAX_VOCABULARY)
+    answerable = [example for example in splits["train"] if all(word in vocabulary for word in example.answer)]
+    skipped["training answers with words outside the vocabulary"] += len(splits["train"]) - len(answerable)
+    splits["train"] = answerable
+    chosen = {split: subsample(splits[split], config.limit(split), config.seed) for split in SPLITS}
+    instances = {split: tuple(_instance(example, vocabulary) for example in chosen[split]) for split in SPLITS}
+    n_unanswerable = sum(vocabulary[UNSEEN] in instance.answer for instance in instances["test"])
     return Task(
         name="SQuAD",
         kind="generation",
-        words=tuple(numbers),
-        classes=tuple(numbers),
+        words=tuple(vocabulary),
+        classes=tuple(vocabulary),
         train=instances["train"],
         validation=instances["validation"],
         test=instances["test"],
-        skipped={reason: count for reason, count in skipped.items() if count},
+        skipped=skipped,
         notes=(
-            *notes,
-            f"{beyond} of {len(instances['test'])} test answers have words outside the vocabulary of {len(numbers)}:"
-            " they stay, and cannot be answered right",
-            "answer: the first given one that begins and ends with a word; rationale: its place in the text",
+            split_note,
+            f"{n_unanswerable} of {len(instances['test'])} test answers have words outside the vocabulary of"
+            f" {len(vocabulary)}; they are kept and count as wrong",
+            "answer: the first one that starts and ends at word borders; rationale: its position in the context",
         ),
     )
 
 
-def words(text: str) -> list[tuple[str, int, int]]:
-    """The words of a text in lower case, each with the characters where it begins and ends.
+def split_words(text: str) -> list[tuple[str, int, int]]:
+    """Return the lower-case words of a text with their character ranges.
 
-    >>> words("It's 1889.")
+    >>> split_words("It's 1889.")
     [('it', 0, 2), ("'", 2, 3), ('s', 3, 4), ('1889', 5, 9), ('.', 9, 10)]
     """
-    return [(found.group().lower(), *found.span()) for found in WORD.finditer(text)]
+    return [(match.group().lower(), *match.span()) for match in WORD.finditer(text)]
 
 
-def _roles(path: Path) -> tuple[list[Path], list[Path], list[str]]:
-    """The files to train on, those to test on, and what to say about it."""
-    found = jsonl.files(path, ".json")
-    if not found:
-        raise UsageError(f"{path} has no .json files: expected {EXPECTED}")
-    testing = [file for file in found if TESTING.match(file.name.lower())]
-    others = [file for file in found if file not in testing]
-    training = [file for file in others if file.name.lower().startswith("train")] or others
-    if not training or not testing:
-        note = f"train, validation and test are articles of {_names(found)}: 85/5/10 %, none shared"
-        return found, [], [note]
-    left = f"; not used: {_names(others)}" if (others := [file for file in others if file not in training]) else ""
-    return (
-        training,
-        testing,
-        [f"trained on {_names(training)}, validated on 5 % of its articles, tested on {_names(testing)}{left}"],
-    )
+def _assign_files(path: Path) -> tuple[list[Path], list[Path], str]:
+    """Return the training files, the test files, and a note for the report."""
+    files = reading.files_with_suffix(path, ".json")
+    if not files:
+        raise UsageError(f"{path} contains no .json files: expected {EXPECTED}")
+    test = [file for file in files if TEST_FILE.match(file.name.lower())]
+    others = [file for file in files if file not in test]
+    train = [file for file in others if file.name.lower().startswith("train")] or others
+    if not train or not test:
+        return files, [], f"train, validation and test are disjoint articles of {_stems(files)}: 85/5/10 %"
+    unused = [file for file in others if file not in train]
+    note = f"trained on {_stems(train)}, validated on 5 % of its articles, tested on {_stems(test)}"
+    return train, test, f"{note}; not used: {_stems(unused)}" if unused else note
 
 
-def _names(files: Iterable[Path]) -> str:
-    return ", ".join(Path(reading.bare(file.name)).stem for file in files)
+def _stems(files: Iterable[Path]) -> str:
+    return ", ".join(Path(reading.strip_compression(file.name)).stem for file in files)
 
 
-def _examples(files: Sequence[Path], longest: int, skipped: Counter[str]) -> Iterator[Example]:
+def _read_examples(files: Sequence[Path], max_length: int, skipped: Counter[str]) -> Iterator[SquadExample]:
     for file in files:
-        source = _names([file])
-        articles = jsonl.document(file, EXPECTED).get("data")
+        source = _stems([file])
+        articles = reading.read_json(file, EXPECTED).get("data")
         if not isinstance(articles, list) or not articles:
             raise UsageError(f"{file} has no list of articles under 'data': expected {EXPECTED}")
         for number, article in enumerate(articles):
-            for place, (context, questions) in enumerate(_paragraphs(article, file)):
-                # A file with one article only is a heap of separate texts.
-                name = f"{source} {number}" if len(articles) > 1 else f"{source} {number} {place}"
-                for one in _asked(context, questions, name, source, skipped):
-                    if one.length <= longest:
-                        yield one
+            for index, (context, questions) in enumerate(_paragraphs(article, file)):
+                # In a file with a single article, each paragraph counts as an article.
+                name = f"{source} {number}" if len(articles) > 1 else f"{source} {number} {index}"
+                for example in _paragraph_examples(context, questions, name, source, skipped):
+                    if example.length <= max_length:
+                        yield example
                     else:
-                        skipped[f"longer than {longest} tokens"] += 1
-
-
-def _asked(
-    context: str, questions: Iterable[Question], article: str, source: str, skipped: Counter[str]
-) -> Iterator[Example]:
-    """The questions about a text that have an answer in it."""
-    spelled = words(context)
-    text = tuple(word for word, _, _ in spelled)
-    starts = {start: place for place, (_, start, _) in enumerate(spelled)}
-    ends = {end: place + 1 for place, (_, _, end) in enumerate(spelled)}
-    for question, answers in questions:
-        spans = (_span(answer, context, starts, ends) for answer in answers)
-        if (span := next(filter(None, spans), None)) is not None:
-            asked = tuple(word for word, _, _ in words(question))
-            yield Example(context=text, question=asked, span=span, article=article, source=source)
-        else:
-            skipped["no answer begins and ends with a word of the text" if answers else "no answer given"] += 1
+                        skipped[f"longer than {max_length} tokens"] += 1
 
 
 def _paragraphs(article: Any, file: Path) -> Iterator[tuple[str, list[Question]]]:
@@ -170,20 +149,37 @@ def _paragraphs(article: Any, file: Path) -> Iterator[tuple[str, list[Question]]
         for paragraph in article["paragraphs"]:
             questions: list[Question] = [
                 (
-                    str(one["question"]),
-                    [(str(answer["text"]), int(answer["answer_start"])) for answer in one["answers"]],
+                    str(entry["question"]),
+                    [(str(answer["text"]), int(answer["answer_start"])) for answer in entry["answers"]],
                 )
-                for one in paragraph["qas"]
+                for entry in paragraph["qas"]
             ]
             yield str(paragraph["context"]), questions
     except (KeyError, TypeError, ValueError):
-        raise UsageError(f"{file} has an article that is not what it should be: expected {EXPECTED}") from None
+        raise UsageError(f"{file} contains a malformed article: expected {EXPECTED}") from None
 
 
-def _span(
+def _paragraph_examples(
+    context: str, questions: Iterable[Question], article: str, source: str, skipped: Counter[str]
+) -> Iterator[SquadExample]:
+    """Yield the questions about a context whose answer is in it."""
+    located = split_words(context)
+    words = tuple(word for word, _, _ in located)
+    starts = {start: index for index, (_, start, _) in enumerate(located)}
+    ends = {end: index + 1 for index, (_, _, end) in enumerate(located)}
+    for question, answers in questions:
+        spans = (_word_span(answer, context, starts, ends) for answer in answers)
+        if (span := next(filter(None, spans), None)) is not None:
+            question_words = tuple(word for word, _, _ in split_words(question))
+            yield SquadExample(context=words, question=question_words, span=span, article=article, source=source)
+        else:
+            skipped["no answer starts and ends at word borders" if answers else "no answer given"] += 1
+
+
+def _word_span(
     answer: tuple[str, int], context: str, starts: Mapping[int, int], ends: Mapping[int, int]
 ) -> tuple[int, int] | None:
-    """The answer's words in the context; none where it does not stand there, or begins or ends inside a word."""
+    """Return the word range of an answer; None if it is not in the context or starts or ends within a word."""
     text, start = answer
     if start < 0 or context[start : start + len(text)] != text or not text.strip():
         return None
@@ -192,42 +188,41 @@ def _span(
     return None if first is None or last is None else (first, last)
 
 
-def _divide(pools: dict[Part, list[Example]], shares: Mapping[Part, float], seed: int) -> None:
-    """Move whole articles out of training, until each part has its share."""
-    articles = sorted({one.article for one in pools["train"]})
+def _hold_out_articles(
+    splits: dict[SplitName, list[SquadExample]], shares: Mapping[SplitName, float], seed: int
+) -> None:
+    """Move whole articles from the train split to the others, according to their shares."""
+    articles = sorted({example.article for example in splits["train"]})
     random.Random(f"articles {seed}").shuffle(articles)
-    moved, taken = dict[str, Part](), 0
-    for part, share in shares.items():
+    split_of, n_taken = dict[str, SplitName](), 0
+    for split, share in shares.items():
         count = max(1, round(share * len(articles)))
-        moved |= dict.fromkeys(articles[taken : taken + count], part)
-        taken += count
-    everything, pools["train"] = pools["train"], []
-    for one in everything:
-        pools[moved.get(one.article, "train")].append(one)
+        split_of |= dict.fromkeys(articles[n_taken : n_taken + count], split)
+        n_taken += count
+    examples, splits["train"] = splits["train"], []
+    for example in examples:
+        splits[split_of.get(example.article, "train")].append(example)
 
 
-def _distinct(examples: Iterable[Example]) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """The texts of examples, a context once however many questions it has."""
+def _distinct_texts(examples: Iterable[SquadExample]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Yield contexts and questions; a context that several examples share is yielded once."""
     seen: set[int] = set()
-    for one in examples:
-        yield (one.question,) if id(one.context) in seen else (one.context, one.question)
-        seen.add(id(one.context))
+    for example in examples:
+        is_seen = id(example.context) in seen
+        yield (example.question,) if is_seen else (example.context, example.question)
+        seen.add(id(example.context))
 
 
-def _most(config: TaskConfig, part: Part) -> int | None:
-    return config.train if part == "train" else config.test
-
-
-def _instance(one: Example, numbers: Mapping[str, int]) -> Instance:
-    context, question = read(one.context, numbers), read(one.question, numbers)
-    tokens = (*context, numbers[QUESTION], *question, numbers[ANSWER])
-    spoken = context[slice(*one.span)]
-    answer = tuple(numbers[UNSEEN] if word == numbers[UNKNOWN] else word for word in spoken)
+def _instance(example: SquadExample, vocabulary: Mapping[str, int]) -> Instance:
+    context, question = encode_words(example.context, vocabulary), encode_words(example.question, vocabulary)
+    tokens = (*context, vocabulary[QUESTION], *question, vocabulary[ANSWER])
+    unknown, unseen = vocabulary[UNKNOWN], vocabulary[UNSEEN]
+    answer = tuple(unseen if token == unknown else token for token in context[slice(*example.span)])
     return Instance(
         tokens=tokens,
         label=answer[0],
-        rationale=tuple(range(*one.span)),
+        rationale=tuple(range(*example.span)),
         protected=tuple(range(len(context), len(tokens))),
-        answer=(*answer, numbers[END]),
-        kind=one.source,
+        answer=(*answer, vocabulary[END]),
+        kind=example.source,
     )

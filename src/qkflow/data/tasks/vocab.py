@@ -1,55 +1,59 @@
-"""Words as numbers, and a seeded choice among instances: what all readers of texts share."""
+"""Word vocabularies and subsampling, shared by the tasks that read texts."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-from qkflow.data.tasks.base import PADDING, UNKNOWN, numbered
-
-Part = Literal["train", "validation", "test"]
-PARTS: tuple[Part, ...] = ("train", "validation", "test")
-
+PADDING, UNKNOWN = "<pad>", "<unk>"
+"""The first two words of every vocabulary."""
 ASK, QUESTION, ANSWER, END = "<ask>", "<question>", "<answer>", "<end>"
-"""What a reader adds to a text: the token that asks, and the borders of question and answer."""
+"""Markers added to a text: the query token, and the delimiters of question and answer."""
 UNSEEN = "<unseen>"
-"""A word of a test answer that the vocabulary lacks: no text has it, so no model gives it by copying."""
+"""Replaces a word of a test answer that is not in the vocabulary. No text contains it, so copying cannot produce it."""
 RESERVED = frozenset({PADDING, UNKNOWN, ASK, QUESTION, ANSWER, END, UNSEEN})
 
 T = TypeVar("T")
 
 
-def vocabulary(
-    texts: Iterable[Sequence[str]], *, markers: Sequence[str] = (), most: int | None = None
+def build_vocabulary(
+    texts: Iterable[Sequence[str]],
+    *,
+    markers: Sequence[str] = (),
+    max_size: int | None = None,
+    min_count: int = 2,
 ) -> dict[str, int]:
-    """A number for each word that is frequent enough, and for each marker, which come last.
+    """Return a token for each word that occurs at least `min_count` times, most frequent first; markers come last.
 
-    >>> vocabulary([["a", "b", "a", "<pad>", "<pad>"]], markers=["<ask>"])
+    >>> build_vocabulary([["a", "b", "a", "<pad>", "<pad>"]], markers=["<ask>"])
     {'<pad>': 0, '<unk>': 1, 'a': 2, '<ask>': 3}
     """
-    plain = ([word for word in text if word not in RESERVED] for text in texts)
-    numbers = numbered(plain, most=None if most is None else most - len(markers))
-    return numbers | {marker: number for number, marker in enumerate(markers, start=len(numbers))}
+    counts = Counter(word for text in texts for word in text if word not in RESERVED)
+    frequent = sorted((word for word, count in counts.items() if count >= min_count), key=lambda word: -counts[word])
+    if max_size is not None:
+        frequent = frequent[: max(0, max_size - len(markers) - 2)]
+    return {word: token for token, word in enumerate((PADDING, UNKNOWN, *frequent, *markers))}
 
 
-def read(words: Iterable[str], numbers: Mapping[str, int]) -> tuple[int, ...]:
-    """The numbers of a text's words; one that is not known, or looks like a marker, is `<unk>`.
+def encode_words(words: Iterable[str], vocabulary: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the tokens of words; words that are unknown or equal to a marker become `<unk>`.
 
-    >>> read(["a", "c", "<ask>"], {"<pad>": 0, "<unk>": 1, "a": 2, "<ask>": 3})
+    >>> encode_words(["a", "c", "<ask>"], {"<pad>": 0, "<unk>": 1, "a": 2, "<ask>": 3})
     (2, 1, 1)
     """
-    unknown = numbers[UNKNOWN]
-    return tuple(unknown if word in RESERVED else numbers.get(word, unknown) for word in words)
+    unknown = vocabulary[UNKNOWN]
+    return tuple(unknown if word in RESERVED else vocabulary.get(word, unknown) for word in words)
 
 
-def subsample(items: Sequence[T], most: int | None, seed: int) -> tuple[T, ...]:
-    """At most so many, by a seeded choice, in the order they had.
+def subsample(items: Sequence[T], count: int | None, seed: int) -> tuple[T, ...]:
+    """Return at most `count` items, chosen at random by `seed`, in their original order.
 
     >>> subsample("abcdef", 3, seed=0), subsample("ab", None, seed=0)
     (('a', 'e', 'f'), ('a', 'b'))
     """
-    if most is None or len(items) <= most:
+    if count is None or len(items) <= count:
         return tuple(items)
-    places = random.Random(f"choice {seed}").sample(range(len(items)), most)
-    return tuple(items[place] for place in sorted(places))
+    indices = random.Random(f"choice {seed}").sample(range(len(items)), count)
+    return tuple(items[index] for index in sorted(indices))

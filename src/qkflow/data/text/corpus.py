@@ -1,19 +1,20 @@
-"""A prepared corpus: tokens on disk, mapped into memory, with the spans and byte sizes of its documents.
+"""A prepared corpus: memory-mapped tokens with the spans and byte sizes of the documents.
 
-A prepared folder holds, for each part of train, validation and test:
+A prepared folder contains, for each SPLIT of train, validation and test:
 
-| file               | content                                                             |
-|--------------------|---------------------------------------------------------------------|
-| `PART.tokens`      | the token stream, little-endian uint16 or uint32                    |
-| `PART.spans.npy`   | int64 `[n, 2]`: where each document's own tokens begin and end      |
-| `PART.sizes.npy`   | int64 `[n]`: the bytes of each document, or its answers' tokens     |
-| `PART.answers.npy` | recall tasks only: int64 `[m, 2]`, the spans of the answers         |
-| `PART.cells.npy`   | recall tasks only: `[n]` of dtype `CELL_DTYPE`, what each document asks   |
+| file                | content                                                                |
+|---------------------|------------------------------------------------------------------------|
+| `SPLIT.tokens`      | the token stream, little-endian uint16 or uint32                       |
+| `SPLIT.spans.npy`   | int64 `[n, 2]`: begin and end of each document's tokens                |
+| `SPLIT.sizes.npy`   | int64 `[n]`: bytes of each document (recall tasks: its answer tokens)  |
+| `SPLIT.answers.npy` | recall tasks only: int64 `[m, 2]`, the spans of the answers            |
+| `SPLIT.cells.npy`   | recall tasks only: `[n]` of dtype `CELL_DTYPE`                         |
 
-and `tokenizer.json` and `corpus.json`, the record. The stream begins with one token of context C (the end token E, or
-the last token of the part before where one text goes on), so that every document token has a token before it:
-`C document E document E ...`; passages of one text follow each other without an end token between them. The documents
-of a recall task are its instances, and their sizes the tokens of their answers: there, losses are per answer token.
+and `tokenizer.json` and `corpus.json`, the record of how it was prepared. The stream starts with one token of context C
+(the end token E, or the last token of the previous split if a document continues), so that every document token has a
+predecessor: `C document E document E ...`. Passages of one text follow each other without an end token.
+
+The documents of a recall task are its instances, and its losses are per answer token.
 """
 
 from __future__ import annotations
@@ -25,68 +26,66 @@ from typing import Any
 
 import numpy as np
 
-from qkflow.data.text.tokenizers import Ids, Tokenizer, load_tokenizer
+from qkflow.data.text.tokenizers import TOKENIZER_FILE, Ids, Tokenizer, load_tokenizer
 from qkflow.errors import UsageError
 
 FORMAT = 1
-RECORD = "corpus.json"
+RECORD_FILE = "corpus.json"
 CELL_DTYPE = np.dtype([("pairs", "<i8"), ("length", "<i8"), ("depth", "<i8")])
-"""What a document of a recall task asks: pairs, tokens, the needle's depth in percent; -1 where there is none."""
+"""Test-grid cell of a recall instance: pairs, tokens, needle depth in percent; -1 if not applicable."""
 
 
-class DamagedError(UsageError):
-    """A prepared folder is missing a file, or has one of the wrong size, or is of another format."""
+class DamagedCorpusError(UsageError):
+    """A prepared folder lacks a file, has a file of the wrong size, or has another format."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The train, validation or test part of a corpus.
+    """The train, validation or test split of a corpus.
 
     >>> Split(tokens=np.array([256, 104, 105, 256]), documents=np.array([[1, 3]]), sizes=np.array([2])).bytes
     2
     """
 
     tokens: np.ndarray
-    """The token stream `[t]`, uint16 or uint32, read-only and mapped from disk."""
+    """The token stream `[t]`, uint16 or uint32, read-only and memory-mapped."""
     documents: np.ndarray
-    """int64 `[n, 2]`: the span [begin, end) of each document's own tokens."""
+    """int64 `[n, 2]`: the span [begin, end) of each document's tokens."""
     sizes: np.ndarray
-    """int64 `[n]`: the bytes of each document, or the tokens of its answers where it has any."""
+    """int64 `[n]`: bytes of each document, or the number of its answer tokens in a recall task."""
     answers: np.ndarray | None = None
-    """int64 `[m, 2]`: the span [begin, end) of each answer's tokens, in order; None for text: every token counts."""
+    """int64 `[m, 2]`: the span [begin, end) of each answer, in order; None for text, where every token is scored."""
     cells: np.ndarray | None = None
-    """`[n]` of dtype `CELL_DTYPE`: what each document asks; None for text."""
+    """`[n]` of dtype `CELL_DTYPE`; None for text."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of all documents together, or tokens of all answers."""
+        """Total bytes of all documents, or total answer tokens in a recall task."""
         return int(self.sizes.sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Tokens, their tokenizer, and the record of how they came about."""
+    """A prepared corpus: its splits, its tokenizer and its record."""
 
     name: str
-    """What people call it."""
+    """Display name."""
     digest: str
-    """SHA-256 of the text, or of a task's files, in hex: equal digests mean equal documents."""
+    """SHA-256 of the text, or of a task's files: equal digests mean equal documents."""
     folder: Path
-    """Where it is prepared; `Corpus.at` opens it again."""
+    """The prepared folder; `Corpus.at` opens it again."""
     record: dict[str, Any]
-    """Everything on record about it: format, split rule, counts, versions."""
+    """Content of `corpus.json`: format, split rule, counts, versions."""
     tokenizer: Tokenizer
-    """Text to tokens and back."""
     train: Split
-    """What is learnt from."""
     validation: Split
-    """What is watched during training."""
+    """Evaluated during training."""
     test: Split
-    """What is reported at the end."""
+    """Evaluated after training."""
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are, the end-of-document token included."""
+        """Number of tokens, including the end-of-document token."""
         return self.tokenizer.vocabulary
 
     @property
@@ -96,71 +95,84 @@ class Corpus:
 
     @property
     def task(self) -> dict[str, Any] | None:
-        """The record of a recall task (`name`, `spec`, `context`, `chance`, `axes`, ..), or None for text."""
+        """Record of a recall task (`name`, `spec`, `context`, `chance`, `axes`, ...); None for text."""
         return self.record.get("task")
 
     @property
     def context(self) -> int | None:
-        """The tokens of a task's training instances; None for text, which takes any context length."""
+        """Tokens per training instance of a recall task; None for text, which allows any context length."""
         return None if self.task is None else int(self.task["context"])
 
     @property
     def chance(self) -> float | None:
-        """The accuracy of guessing the answers of a task; None for text."""
+        """Accuracy of random guessing in a recall task; None for text."""
         return None if self.task is None else float(self.task["chance"])
 
     @property
     def unit(self) -> str:
-        """What losses are per: `byte` for text, `answer token` for a task."""
+        """Unit of the loss: per `byte` for text, per `answer token` for a recall task."""
         return "byte" if self.task is None else "answer token"
 
     def encode(self, text: str | bytes) -> list[int]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         return self.tokenizer.encode(text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text)
 
     def decode(self, ids: Ids) -> bytes:
-        """The bytes of some tokens; end tokens give none."""
+        """Return the bytes of the tokens; end tokens are skipped."""
         return self.tokenizer.decode(ids)
 
     @classmethod
     def at(cls, folder: Path | str) -> Corpus:
-        """Open a prepared folder; a missing file or one of the wrong size is a `UsageError` that names it."""
+        """Open a prepared folder; raise a `DamagedCorpusError` if a file is missing or has the wrong size."""
         folder = Path(folder)
-        record = _record(folder)
+        record = _read_record(folder)
         try:
             dtype, name, digest = np.dtype(record["dtype"]), record["name"], record["digest"]
-            task = record.get("task") is not None
-            splits = {part: _split(folder, part, dtype, task) for part in ("train", "validation", "test")}
-            tokenizer = load_tokenizer(folder / "tokenizer.json")
+            is_task = record.get("task") is not None
+            splits = {split: _open_split(folder, split, dtype, is_task) for split in ("train", "validation", "test")}
+            tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
         except (OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, UsageError):
                 raise
-            raise DamagedError(f"{folder} is damaged ({error}): remove it and prepare the corpus again") from error
+            raise DamagedCorpusError(
+                f"{folder} is damaged ({error}): delete it and prepare the corpus again"
+            ) from error
         return cls(name=name, digest=digest, folder=folder, record=record, tokenizer=tokenizer, **splits)
 
 
-def _record(folder: Path) -> dict[str, Any]:
+def token_dtype(tokenizer: Tokenizer) -> str:
+    """Return the narrowest little-endian type that holds every token."""
+    return "<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4"
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record = json.loads((folder / RECORD_FILE).read_text())
     except (OSError, ValueError) as error:
-        raise DamagedError(f"{folder} is not a prepared corpus (no readable {RECORD}): prepare it again") from error
+        raise DamagedCorpusError(
+            f"{folder} is not a prepared corpus (no readable {RECORD_FILE}): prepare the corpus again"
+        ) from error
     if not isinstance(record, dict) or record.get("format") != FORMAT or not isinstance(record.get("files"), dict):
-        raise DamagedError(f"{folder} is of another format than {FORMAT}: remove it and prepare the corpus again")
-    for name, size in record["files"].items():
+        raise DamagedCorpusError(
+            f"{folder} has another format, expected {FORMAT}: delete it and prepare the corpus again"
+        )
+    for name, n_bytes in record["files"].items():
         path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            raise DamagedError(f"{path} is missing or not {size} bytes long: remove {folder} and prepare it again")
+        if not path.is_file() or path.stat().st_size != n_bytes:
+            raise DamagedCorpusError(
+                f"{path} is missing or does not have {n_bytes} bytes: delete {folder} and prepare the corpus again"
+            )
     return record
 
 
-def _split(folder: Path, part: str, dtype: np.dtype[Any], task: bool) -> Split:
-    def numbers(kind: str) -> np.ndarray:
-        return np.load(folder / f"{part}.{kind}.npy", mmap_mode="r", allow_pickle=False)
+def _open_split(folder: Path, split: str, dtype: np.dtype[Any], is_task: bool) -> Split:
+    def load(kind: str) -> np.ndarray:
+        return np.load(folder / f"{split}.{kind}.npy", mmap_mode="r", allow_pickle=False)
 
     return Split(
-        tokens=np.memmap(folder / f"{part}.tokens", dtype=dtype, mode="r"),
-        documents=numbers("spans"),
-        sizes=numbers("sizes"),
-        answers=numbers("answers") if task else None,
-        cells=numbers("cells") if task else None,
+        tokens=np.memmap(folder / f"{split}.tokens", dtype=dtype, mode="r"),
+        documents=load("spans"),
+        sizes=load("sizes"),
+        answers=load("answers") if is_task else None,
+        cells=load("cells") if is_task else None,
     )

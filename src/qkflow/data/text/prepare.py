@@ -1,4 +1,8 @@
-"""From a source to a prepared corpus: once, streamed, cached by content, safe against crashes and other processes."""
+"""Prepare a corpus: tokenize a source once, in a stream, into a cache folder named after its content.
+
+Preparing is safe against crashes and concurrent processes: a folder is written under a lock and a temporary name, and
+renamed when it is complete.
+"""
 
 from __future__ import annotations
 
@@ -7,41 +11,62 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Callable
+import re
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+
+import numpy as np
 
 from qkflow import io
 from qkflow.data.recall import from_spec, is_task
 from qkflow.data.recall import prepare as recall
 from qkflow.data.text.config import CorpusConfig
-from qkflow.data.text.corpus import FORMAT, RECORD, Corpus, DamagedError
+from qkflow.data.text.corpus import FORMAT, RECORD_FILE, Corpus, DamagedCorpusError, token_dtype
 from qkflow.data.text.resolve import find_source
-from qkflow.data.text.scan import Survey, plan, remembered, watched
 from qkflow.data.text.sources import Source
-from qkflow.data.text.splits import Plan, divide
-from qkflow.data.text.tokenizer_io import saved_tokenizer
+from qkflow.data.text.splits import (
+    SPLITS,
+    Boundary,
+    ScanResult,
+    SplitPlan,
+    TextPiece,
+    cached_scan,
+    divide,
+    plan_split,
+    with_digest,
+)
 from qkflow.data.text.tokenizers import (
+    TOKENIZER_FILE,
     ByteTokenizer,
     Tokenizer,
     WordTokenizer,
     gpt2_digest,
     load_gpt2,
     save_tokenizer,
+    saved_tokenizer,
     train_bpe,
 )
-from qkflow.data.text.writing import token_type, whole_words, write_parts
 from qkflow.errors import UsageError
+
+ENCODE_BYTES = 4 << 20  # bytes of text encoded at a time
+BUFFERED_NUMBERS = 1 << 16  # numbers kept in memory before they are written
+WORD_END = re.compile(rb"[!-~](?:\n|(?= ))(?= ?[!-~])")
 
 
 def open_corpus(config: CorpusConfig, *, tokenizer: Tokenizer | None = None) -> Corpus:
-    """The corpus that `config` describes, prepared now unless it was before.
+    """Return the corpus described by `config`; prepare it unless it is in the cache.
 
-    The cache is the folder in QKFLOW_CACHE, else qkflow in XDG_CACHE_HOME or ~/.cache. A corpus is found again by its
-    content and by what of the config matters, wherever the source lies; a damaged one is prepared again. A `tokenizer`
-    that is given makes the tokens, whatever the config says of them: so a model reads another text with its own. A
-    recall task has words of its own, and no other tokenizer reads it.
+    The cache is the folder in QKFLOW_CACHE, else `qkflow` in XDG_CACHE_HOME or ~/.cache. Entries depend on the content
+    of the source and on the relevant options, not on the location of the source. A damaged entry is prepared again.
+
+    Args:
+        config: The source and its tokenization.
+        tokenizer: Overrides `config.tokens`, for example to evaluate a trained model on another text. A recall task
+            accepts only its own tokenizer.
 
     >>> corpus = open_corpus(CorpusConfig(source="python-stdlib"))  # doctest: +SKIP
     >>> corpus.vocabulary  # doctest: +SKIP
@@ -52,127 +77,292 @@ def open_corpus(config: CorpusConfig, *, tokenizer: Tokenizer | None = None) -> 
     if is_task(config.source):
         return _open_task(config, tokenizer)
     source = find_source(config)
-    vocabulary = None
+    vocabulary_digest = None
     if tokenizer is not None:
         if tokenizer.kind == WordTokenizer.kind:
-            raise UsageError(f"{config.source} is text, which the words of a recall task cannot spell: name a task")
+            raise UsageError(
+                f"{config.source} is text, which the word list of a recall task cannot encode: use a recall task"
+            )
         config = replace(config, tokens=cast(Any, tokenizer.kind))
-        vocabulary = hashlib.sha256(json.dumps(tokenizer.to_json(), sort_keys=True).encode()).hexdigest()
+        vocabulary_digest = hashlib.sha256(json.dumps(tokenizer.to_json(), sort_keys=True).encode()).hexdigest()
     elif config.tokens == "gpt2":
-        vocabulary = gpt2_digest(config.vocabulary_files)
-    seen = remembered(source, config, io.cache_folder())
-    if config.tokens != "bytes" and seen.not_utf8:
-        name, offset = seen.not_utf8
+        vocabulary_digest = gpt2_digest(config.vocabulary_files)
+    scanned = cached_scan(source, config, io.cache_folder())
+    if config.tokens != "bytes" and scanned.not_utf8:
+        name, offset = scanned.not_utf8
         raise UsageError(f"{name} is not UTF-8 at byte {offset}: use --tokens bytes, or convert it to UTF-8")
-    split = plan(source, seen, config)
-    folder = io.cache_folder() / "corpora" / _key(seen, split, config, vocabulary)
-    with contextlib.suppress(DamagedError):
-        return replace(Corpus.at(folder), name=source.name)
-    _prepare(folder, lambda temporary: _fill(temporary, source, seen, split, config, tokenizer))
+    plan = plan_split(source, scanned, config)
+    folder = _cached(
+        _cache_key(scanned, plan, config, vocabulary_digest),
+        lambda temporary: _write_corpus(temporary, source, scanned, plan, config, tokenizer),
+    )
     return replace(Corpus.at(folder), name=source.name)
 
 
 def _open_task(config: CorpusConfig, tokenizer: Tokenizer | None) -> Corpus:
-    """A recall task, which is made and not read."""
+    """Return a recall task, which is generated instead of read."""
     task = from_spec(config.source)
     own = WordTokenizer(task.words)
     if tokenizer is None and config.tokens != CorpusConfig.tokens:
-        raise UsageError(f"{task.name} has words of its own for tokens, got --tokens {config.tokens}: leave it out")
+        raise UsageError(f"{task.name} has its own word tokenizer, got --tokens {config.tokens}: omit --tokens")
     if tokenizer is not None and tokenizer.to_json() != own.to_json():
-        got = f"{tokenizer.vocabulary} tokens of kind {tokenizer.kind!r}"
-        want = f"another vocabulary than the {own.vocabulary} tokens of {config.source}"
-        other = "a task with the words it was trained on" if tokenizer.kind == own.kind else "text"
-        raise UsageError(f"the model has {want} ({got}): evaluate it on {other}")
-    folder = io.cache_folder() / "corpora" / recall.key(task)
-    with contextlib.suppress(DamagedError):
-        return Corpus.at(folder)
-    _prepare(folder, lambda temporary: recall.fill(temporary, task))
-    return Corpus.at(folder)
+        alternative = "a task with the words it was trained on" if tokenizer.kind == own.kind else "text"
+        raise UsageError(
+            f"the model's vocabulary ({tokenizer.vocabulary} tokens of kind {tokenizer.kind!r}) differs from the "
+            f"{own.vocabulary} tokens of {config.source}: evaluate the model on {alternative}"
+        )
+    return Corpus.at(_cached(recall.cache_key(task), lambda temporary: recall.write_task(temporary, task)))
 
 
-def _key(seen: Survey, split: Plan, config: CorpusConfig, vocabulary: str | None) -> str:
-    """A hash of everything that decides the prepared files, and of nothing else."""
-    what: dict[str, Any] = {"format": FORMAT, "digest": seen.digest, "tokens": config.tokens}
+def _cache_key(scanned: ScanResult, plan: SplitPlan, config: CorpusConfig, vocabulary_digest: str | None) -> str:
+    """Return a hash of everything that the prepared files depend on."""
+    key: dict[str, Any] = {"format": FORMAT, "digest": scanned.digest, "tokens": config.tokens}
     if config.tokens == "bpe":
-        what["vocabulary"] = config.vocabulary
-    if vocabulary and config.tokens != "bytes":
-        what["files"] = vocabulary
-    if split.in_passages:
-        what["passage"] = config.passage
-    if split.rule == "contiguous":
-        what["aligned"] = split.aligned
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+        key["vocabulary"] = config.vocabulary
+    if vocabulary_digest and config.tokens != "bytes":
+        key["files"] = vocabulary_digest
+    if plan.passage_splits:
+        key["passage"] = config.passage
+    if plan.rule == "contiguous":
+        key["aligned"] = plan.align_cuts
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _prepare(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill `folder` under a lock, unless another process did while we waited for it."""
+def _cached(key: str, write: Callable[[Path], None]) -> Path:
+    """Return the cache folder `key`; write it under a lock unless it exists and is complete."""
+    folder = io.cache_folder() / "corpora" / key
+    if _is_complete(folder):
+        return folder
     _check_writable(folder.parent)
     with io.locked(folder.with_name(f".{folder.name}.lock"), wait=True):
-        with contextlib.suppress(DamagedError):
-            Corpus.at(folder)
-            return
-        io.discard(folder)
-        _sweep(folder)
-        try:
-            io.write_folder(folder, fill)
-        finally:
-            _sweep(folder)
+        if not _is_complete(folder):  # another process may have written it while this one waited
+            io.discard(folder)
+            _remove_temporary(folder)
+            try:
+                io.write_folder(folder, write)
+            finally:
+                _remove_temporary(folder)
+    return folder
+
+
+def _is_complete(folder: Path) -> bool:
+    with contextlib.suppress(DamagedCorpusError):
+        Corpus.at(folder)
+        return True
+    return False
 
 
 def _check_writable(folder: Path) -> None:
-    hint = "set QKFLOW_CACHE to a folder that can be written"
+    hint = "set QKFLOW_CACHE to a writable folder"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"the cache {folder} cannot be made ({error.strerror}): {hint}") from error
+        raise UsageError(f"the cache folder {folder} cannot be created ({error.strerror}): {hint}") from error
     if not os.access(folder, os.W_OK):
-        raise UsageError(f"the cache {folder} is read-only: {hint}")
+        raise UsageError(f"the cache folder {folder} is read-only: {hint}")
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what interrupted preparations left; whoever holds the lock may."""
-    for left in folder.parent.glob(f".{folder.name}.*.tmp"):
-        io.discard(left)
+def _remove_temporary(folder: Path) -> None:
+    """Delete what interrupted processes left behind; requires the lock."""
+    for path in folder.parent.glob(f".{folder.name}.*.tmp"):
+        io.discard(path)
 
 
-def _fill(
-    folder: Path, source: Source, seen: Survey, split: Plan, config: CorpusConfig, given: Tokenizer | None
+def _write_corpus(
+    folder: Path,
+    source: Source,
+    scanned: ScanResult,
+    plan: SplitPlan,
+    config: CorpusConfig,
+    tokenizer: Tokenizer | None,
 ) -> None:
-    tokenizer = _tokenizer(source, split, config) if given is None else given
+    if tokenizer is None:
+        tokenizer = _build_tokenizer(source, plan, config)
     digest = hashlib.sha256()
-    pieces = divide(watched(source.documents(), digest.update), split)
-    counts = write_parts(folder, pieces if config.tokens == "bytes" else whole_words(pieces), tokenizer)
-    if digest.hexdigest() != seen.digest:
-        raise UsageError(f"{source.name} changed while it was being prepared: run again when it is written")
-    if empty := [part for part, count in counts.items() if not count["documents"]]:
-        missing = " and ".join(empty)
-        raise UsageError(f"{source.name} ({seen.bytes} bytes) is too short, {missing} would be empty: give more text")
-    save_tokenizer(tokenizer, folder / "tokenizer.json")
+    pieces = divide(with_digest(source.documents(), digest.update), plan)
+    counts = write_splits(folder, pieces if config.tokens == "bytes" else cut_at_words(pieces), tokenizer)
+    if digest.hexdigest() != scanned.digest:
+        raise UsageError(f"{source.name} changed while it was being prepared: run again when it no longer changes")
+    if empty := [split for split, count in counts.items() if not count["documents"]]:
+        raise UsageError(
+            f"{source.name} ({scanned.bytes} bytes) is too short, {' and '.join(empty)} would be empty: use more text"
+        )
+    save_tokenizer(tokenizer, folder / TOKENIZER_FILE)
     record = {
         "format": FORMAT,
         "name": source.name,
-        "digest": seen.digest,
-        "bytes": seen.bytes,
+        "digest": scanned.digest,
+        "bytes": scanned.bytes,
         "tokens": config.tokens,
         "vocabulary": tokenizer.vocabulary,
         "end": tokenizer.end,
-        "dtype": token_type(tokenizer),
+        "dtype": token_dtype(tokenizer),
         "split": {
-            "rule": split.rule,
-            "cuts": list(split.cuts) if split.rule == "contiguous" else None,
-            "passage": config.passage if split.in_passages else None,
+            "rule": plan.rule,
+            "cuts": list(plan.cuts) if plan.rule == "contiguous" else None,
+            "passage": config.passage if plan.passage_splits else None,
         },
         "parts": counts,
         "tokenizers": importlib.metadata.version("tokenizers") if config.tokens != "bytes" else None,
         "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
     }
-    io.write_json(folder / RECORD, record)
+    io.write_json(folder / RECORD_FILE, record)
 
 
-def _tokenizer(source: Source, split: Plan, config: CorpusConfig) -> Tokenizer:
+def _build_tokenizer(source: Source, plan: SplitPlan, config: CorpusConfig) -> Tokenizer:
     if config.tokens == "bytes":
         return ByteTokenizer()
     if config.tokens == "gpt2":
         return load_gpt2(config.vocabulary_files)
-    pieces = whole_words(divide(source.documents(), split))
-    return train_bpe((piece.text for piece in pieces if piece.part == "train"), config.vocabulary)
+    pieces = cut_at_words(divide(source.documents(), plan))
+    return train_bpe((piece.text for piece in pieces if piece.split == "train"), config.vocabulary)
+
+
+def cut_at_words(pieces: Iterable[TextPiece], size: int = 1 << 20) -> Iterator[TextPiece]:
+    r"""Cut the text into pieces of at most `size` (>= 4) bytes whose BPE tokens are those of the whole text.
+
+    BPE merges a space with the word after it, and keeps a single newline between visible ASCII characters separate. So
+    cuts are placed before such a space or after such a newline. A text without either is cut between two UTF-8
+    characters, where tokens may differ.
+
+    >>> pieces = [TextPiece("train", Boundary.DOCUMENT, b"one\ntw"), TextPiece("train", Boundary.NONE, b"o three")]
+    >>> [piece.text for piece in cut_at_words(pieces, size=7)]
+    [b'one\ntwo', b' three']
+    """
+    split, boundary, pending = "", Boundary.DOCUMENT, b""
+    for piece in pieces:
+        if piece.boundary is not Boundary.NONE:
+            if pending:
+                yield TextPiece(split, boundary, pending)
+            split, boundary, pending = piece.split, piece.boundary, b""
+        pending += piece.text
+        while len(pending) > size:
+            cut = _last_word_end(pending, size)
+            yield TextPiece(split, boundary, pending[:cut])
+            boundary, pending = Boundary.NONE, pending[cut:]
+    if pending:
+        yield TextPiece(split, boundary, pending)
+
+
+def _last_word_end(text: bytes, size: int) -> int:
+    """Return the last index up to `size` at which the text can be cut."""
+    for begin in (max(0, size - 4096), 0):  # nearly always close to the end
+        ends = [match.end() for match in WORD_END.finditer(text, begin, size + 2) if match.end() <= size]
+        if ends:
+            return ends[-1]
+    index = size
+    while text[index] & 0xC0 == 0x80:
+        index -= 1
+    return index
+
+
+def write_splits(folder: Path, pieces: Iterable[TextPiece], tokenizer: Tokenizer) -> dict[str, dict[str, int]]:
+    """Encode the pieces into the files of a prepared corpus; return the documents, bytes and tokens of each split."""
+    with ExitStack() as stack:
+        writers = {split: stack.enter_context(_SplitWriter(folder, split, token_dtype(tokenizer))) for split in SPLITS}
+        current: _SplitWriter | None = None
+        last_token = tokenizer.end
+        for batch in _batches(pieces):
+            for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
+                writer = writers[piece.split]
+                if piece.boundary is not Boundary.NONE:
+                    is_document = piece.boundary is Boundary.DOCUMENT
+                    if current:
+                        current.end_span(tokenizer.end if is_document else None)
+                    writer.begin_span(tokenizer.end if is_document else last_token)
+                    current = writer
+                writer.write(ids, len(piece.text))
+                last_token = int(ids[-1])
+        if current:
+            current.end_span(tokenizer.end)
+    return {split: writer.counts for split, writer in writers.items()}
+
+
+def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
+    batch: list[TextPiece] = []
+    n_bytes = 0
+    for piece in pieces:
+        batch.append(piece)
+        n_bytes += len(piece.text) + 64  # overhead of a piece in memory
+        if n_bytes >= ENCODE_BYTES:
+            yield batch
+            batch, n_bytes = [], 0
+    if batch:
+        yield batch
+
+
+class _SplitWriter:
+    """Writes the tokens, spans and sizes of one split."""
+
+    def __init__(self, folder: Path, split: str, dtype: str) -> None:
+        self.dtype = dtype
+        self.counts = {"documents": 0, "bytes": 0, "tokens": 0}
+        self._stack = ExitStack()
+        self._tokens = self._stack.enter_context(open(folder / f"{split}.tokens", "wb"))  # noqa: SIM115
+        self._spans = self._stack.enter_context(_NpyWriter(folder / f"{split}.spans.npy", (2,)))
+        self._sizes = self._stack.enter_context(_NpyWriter(folder / f"{split}.sizes.npy", ()))
+        self._begin = self._span_bytes = 0
+
+    def __enter__(self) -> _SplitWriter:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    def begin_span(self, context: int) -> None:
+        """Start a span; the first span of the split is preceded by the token `context`."""
+        if not self.counts["tokens"]:
+            self._write_tokens(np.array([context]))
+        self._begin, self._span_bytes = self.counts["tokens"], 0
+
+    def write(self, ids: np.ndarray, n_bytes: int) -> None:
+        """Append tokens, which encode `n_bytes` bytes, to the span."""
+        self._write_tokens(ids)
+        self._span_bytes += n_bytes
+
+    def end_span(self, end: int | None) -> None:
+        """End the span, and its document if an end token is given."""
+        self._spans.append(self._begin, self.counts["tokens"])
+        self._sizes.append(self._span_bytes)
+        self.counts["documents"] += 1
+        self.counts["bytes"] += self._span_bytes
+        if end is not None:
+            self._write_tokens(np.array([end]))
+
+    def _write_tokens(self, ids: np.ndarray) -> None:
+        self._tokens.write(ids.astype(self.dtype).tobytes())
+        self.counts["tokens"] += len(ids)
+
+
+class _NpyWriter:
+    """Writes a .npy file of int64 rows of unknown number: numpy's header has room for the final length."""
+
+    def __init__(self, path: Path, row_shape: tuple[int, ...]) -> None:
+        self.row_shape = row_shape
+        self.n_rows = 0
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
+        self._buffer = array("q")
+        self._write_header()
+
+    def __enter__(self) -> _NpyWriter:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._file:
+            self._flush()
+            self._file.seek(0)
+            self._write_header()
+
+    def append(self, *row: int) -> None:
+        self._buffer.extend(row)
+        self.n_rows += 1
+        if len(self._buffer) >= BUFFERED_NUMBERS:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._file.write(np.array(self._buffer, dtype="<i8").tobytes())
+        self._buffer = array("q")
+
+    def _write_header(self) -> None:
+        header = {"descr": "<i8", "fortran_order": False, "shape": (self.n_rows, *self.row_shape)}
+        np.lib.format.write_array_header_1_0(self._file, header)

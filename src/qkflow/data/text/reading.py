@@ -1,9 +1,13 @@
-"""Files as streams of bytes: plain, .gz, .xz, .bz2, in a .zip; damage becomes a `UsageError` that names the file."""
+"""Read files as byte streams (plain, .gz, .xz, .bz2, or inside a .zip), and JSON from them.
+
+A damaged, encrypted or unreadable file raises a `UsageError` that names it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import sys
 import zipfile
@@ -13,156 +17,194 @@ from dataclasses import dataclass
 from functools import partial
 from io import BufferedIOBase
 from pathlib import Path, PurePosixPath
-from typing import cast
+from typing import Any, cast
 
 from qkflow.errors import UsageError
 
-BLOCK = 1 << 20
+BLOCK_BYTES = 1 << 20
 COMPRESSIONS = {".gz": "gzip", ".xz": "lzma", ".bz2": "bz2"}
-TEXTS = (".txt", ".md", ".py", ".jsonl")
-REFUSED = (".tar", ".tgz", ".txz", ".zst", ".7z", ".rar", ".parquet", ".arrow")
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+UNSUPPORTED_SUFFIXES = (".tar", ".tgz", ".txz", ".zst", ".7z", ".rar", ".parquet", ".arrow")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One stored text; read it before asking for the next, since a .zip is open only that long."""
+class TextFile:
+    """A file on disk or in a .zip archive. Read it before requesting the next one: an archive does not stay open."""
 
     label: str
-    """Its path inside the source with `/` separators and without a compression ending: the same wherever it lies."""
-    shown: str
-    """What to call it in a message."""
+    """Path relative to the source, with `/` separators and without a compression suffix."""
+    name: str
+    """Name for error messages."""
     open: Callable[[], BufferedIOBase]
-    """Opens it, decompressed."""
+    """Opens the decompressed content."""
 
 
-def bare(name: str) -> str:
-    """A file's name without the ending of its compression.
+Predicate = Callable[[TextFile], bool]
 
-    >>> bare("a/b.txt.gz"), bare("c.md")
+
+def text_file(path: Path) -> TextFile:
+    """Return the file at `path`, labelled with its name."""
+    return TextFile(label=strip_compression(path.name), name=str(path), open=partial(_open_stream, path))
+
+
+def strip_compression(name: str) -> str:
+    """Remove a compression suffix from a file name.
+
+    >>> strip_compression("a/b.txt.gz"), strip_compression("c.md")
     ('a/b.txt', 'c.md')
     """
     return str(PurePosixPath(name).with_suffix("")) if PurePosixPath(name).suffix.lower() in COMPRESSIONS else name
 
 
-def ending(name: str) -> str:
-    """The ending that says what is inside, in lower case, whatever compression is around it.
+def content_suffix(name: str) -> str:
+    """Return the lower-case suffix of a file name, ignoring a compression suffix.
 
-    >>> ending("a.JSONL.xz"), ending("README")
+    >>> content_suffix("a.JSONL.xz"), content_suffix("README")
     ('.jsonl', '')
     """
-    return PurePosixPath(bare(name)).suffix.lower()
+    return PurePosixPath(strip_compression(name)).suffix.lower()
 
 
-def holds_text(entry: Entry) -> bool:
-    """Whether a file has one of the usual endings, or none at all and text inside (like enwik8)."""
-    if ending(entry.label):
-        return ending(entry.label) in TEXTS
-    with readable(entry.shown), entry.open() as file:
-        return b"\0" not in file.read(4096)
+def is_text(file: TextFile) -> bool:
+    """Whether a file has a text suffix, or has no suffix and starts without a NUL byte (such as enwik8)."""
+    if suffix := content_suffix(file.label):
+        return suffix in TEXT_SUFFIXES
+    with reading_errors(file.name), file.open() as stream:
+        return b"\0" not in stream.read(4096)
 
 
-Wanted = Callable[[Entry], bool]
-
-
-def entries(path: Path, wanted: Wanted = holds_text) -> Iterator[Entry]:
-    """The wanted texts of a .zip or a folder (recursive) in the order of their labels, or the file itself."""
+def iter_files(path: Path, predicate: Predicate = is_text) -> Iterator[TextFile]:
+    """Yield the matching files of a folder (recursively) or .zip in order of their labels, or the file itself."""
     if path.is_dir():
-        for file in files(path, wanted):
+        for file in list_files(path, predicate):
             label = file.relative_to(path).as_posix()
             if file.suffix.lower() == ".zip":
-                yield from _members(file, f"{label}/", wanted)
+                yield from _iter_zip(file, f"{label}/", predicate)
             else:
-                yield Entry(label=bare(label), shown=str(file), open=opener(file))
+                yield TextFile(label=strip_compression(label), name=str(file), open=partial(_open_stream, file))
     elif path.suffix.lower() == ".zip":
-        yield from _members(path, "", wanted)
+        yield from _iter_zip(path, "", predicate)
     else:
-        if ending(path.name) in REFUSED:
-            raise UsageError(f"{path} is not text: unpack it first, or give .txt or .jsonl (also .gz, .xz, .bz2, .zip)")
-        yield Entry(label="", shown=str(path), open=opener(path))
+        if content_suffix(path.name) in UNSUPPORTED_SUFFIXES:
+            raise UsageError(
+                f"{path} is not a text file: unpack it, or use .txt or .jsonl (also .gz, .xz, .bz2 or .zip)"
+            )
+        yield TextFile(label="", name=str(path), open=partial(_open_stream, path))
 
 
-def files(folder: Path, wanted: Wanted = holds_text) -> list[Path]:
-    """The wanted files of a folder and every .zip, sorted by relative path; hidden ones are left out."""
-    found: list[Path] = []
-    for place, folders, names in os.walk(folder, onerror=_unreadable):
+def list_files(folder: Path, predicate: Predicate = is_text) -> list[Path]:
+    """Return the matching files of a folder and every .zip, sorted by relative path; hidden files are skipped."""
+    paths: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=_raise_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for path in (Path(place, name) for name in names if not name.startswith(".")):
-            entry = Entry(label=bare(path.name), shown=str(path), open=opener(path))
-            if path.is_file() and (path.suffix.lower() == ".zip" or wanted(entry)):
-                found.append(path)
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+        for path in (Path(parent, name) for name in names if not name.startswith(".")):
+            if path.is_file() and (path.suffix.lower() == ".zip" or predicate(text_file(path))):
+                paths.append(path)
+    return sorted(paths, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def blocks(entry: Entry) -> Iterator[bytes]:
-    """The text of an entry in pieces of about a megabyte."""
-    with contextlib.ExitStack() as stack:
-        with readable(entry.shown):
-            file = stack.enter_context(entry.open())
-        while True:
-            with readable(entry.shown):
-                block = file.read(BLOCK)
-            if not block:
-                return
-            yield block
+def files_with_suffix(path: Path, suffix: str) -> list[Path]:
+    """Return the files directly in a folder with a suffix, ignoring compression suffixes; or the file itself."""
+    if not path.is_dir():
+        return [path]
+    with reading_errors(str(path)):
+        return sorted(file for file in path.iterdir() if file.is_file() and content_suffix(file.name) == suffix)
 
 
-def lines(entry: Entry) -> Iterator[bytes]:
-    """The text of an entry line by line, each with its newline."""
-    with contextlib.ExitStack() as stack:
-        with readable(entry.shown):
-            file = stack.enter_context(entry.open())
-        while True:
-            with readable(entry.shown):
-                line = file.readline()
-            if not line:
-                return
-            yield line
+def iter_blocks(file: TextFile) -> Iterator[bytes]:
+    """Yield the content of a file in blocks of about a megabyte."""
+    return _iter_reads(file, lambda stream: stream.read(BLOCK_BYTES))
 
 
-def opener(place: Path | zipfile.ZipFile, member: str = "") -> Callable[[], BufferedIOBase]:
-    """How to open a file, or a member of an archive, as decompressed bytes."""
-    compression = COMPRESSIONS.get(PurePosixPath(member or str(place)).suffix.lower())
-    return partial(_decompressed, compression, place, member) if compression else partial(_stored, place, member)
+def iter_lines(file: TextFile) -> Iterator[bytes]:
+    """Yield the lines of a file, each with its newline."""
+    return _iter_reads(file, lambda stream: stream.readline())
 
 
-def _stored(place: Path | zipfile.ZipFile, member: str) -> BufferedIOBase:
-    return cast(BufferedIOBase, place.open(member) if isinstance(place, zipfile.ZipFile) else open(place, "rb"))
+def read_json(path: Path, expected: str) -> dict[str, Any]:
+    """Return the JSON object in a file; `expected` describes the right content in error messages."""
+    content = b"".join(iter_blocks(text_file(path)))
+    if not content.strip():
+        raise UsageError(f"{path} is empty: expected {expected}")
+    value = _parse_json(content, str(path), expected)
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} holds a {type(value).__name__}, not a JSON object: expected {expected}")
+    return value
 
 
-def _decompressed(compression: str, place: Path | zipfile.ZipFile, member: str) -> BufferedIOBase:
+def iter_json_lines(file: TextFile, expected: str) -> Iterator[tuple[str, Any]]:
+    """Yield the location and the value of each line of a JSON Lines file; empty lines are skipped."""
+    for number, line in enumerate(iter_lines(file), start=1):
+        if line.strip():
+            location = f"{file.name}, line {number}"
+            yield location, _parse_json(line, location, expected)
+
+
+def _parse_json(content: bytes, location: str, expected: str) -> Any:
     try:
-        module = importlib.import_module(compression)
-    except ImportError:
-        name = member or str(place)
-        raise UsageError(f"{name}: this Python was built without {compression}: unpack the file first") from None
-    return module.open(place if isinstance(place, Path) else _stored(place, member), "rb")
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:  # the message gives the position and never quotes the content
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        else:
+            reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "nested too deeply"
+        raise UsageError(f"{location} is not valid JSON ({reason}): expected {expected}") from None
 
 
 @contextlib.contextmanager
-def readable(shown: str) -> Iterator[None]:
-    """Turn whatever reading a damaged, truncated, encrypted or forbidden file raises into one `UsageError`."""
+def reading_errors(name: str) -> Iterator[None]:
+    """Convert the errors of reading a damaged, encrypted or unreadable file into a `UsageError`."""
     lzma = sys.modules.get("lzma")
     damage = (EOFError, zlib.error, zipfile.BadZipFile, *([lzma.LZMAError] if lzma else []))
     try:
         yield
     except damage as error:
-        raise UsageError(f"{shown} is damaged or truncated ({error}): fetch or write it again") from error
-    except RuntimeError as error:  # a .zip with a password, or (NotImplementedError) of an unknown method
-        raise UsageError(f"{shown} cannot be unpacked here ({error}): unpack it first") from error
+        raise UsageError(f"{name} is damaged or truncated ({error}): download or create it again") from error
+    except RuntimeError as error:  # an encrypted .zip, or (NotImplementedError) an unknown compression method
+        raise UsageError(f"{name} cannot be unpacked ({error}): unpack it with another program first") from error
     except OSError as error:
-        raise UsageError(f"{shown} cannot be read ({error.strerror or error}): fetch it again or check it") from error
+        raise UsageError(
+            f"{name} cannot be read ({error.strerror or error}): check its permissions, or download it again"
+        ) from error
 
 
-def _members(path: Path, prefix: str, wanted: Wanted) -> Iterator[Entry]:
+def _iter_reads(file: TextFile, read: Callable[[BufferedIOBase], bytes]) -> Iterator[bytes]:
     with contextlib.ExitStack() as stack:
-        with readable(str(path)):
+        with reading_errors(file.name):
+            stream = stack.enter_context(file.open())
+        while True:
+            with reading_errors(file.name):  # around the read only, not around the caller's code
+                content = read(stream)
+            if not content:
+                return
+            yield content
+
+
+def _open_stream(source: Path | zipfile.ZipFile, member: str = "") -> BufferedIOBase:
+    """Open a file, or a member of an archive, as decompressed bytes."""
+    name = member or str(source)
+    stream = source.open(member) if isinstance(source, zipfile.ZipFile) else source
+    compression = COMPRESSIONS.get(PurePosixPath(name).suffix.lower())
+    if compression is None:
+        return cast(BufferedIOBase, open(stream, "rb") if isinstance(stream, Path) else stream)
+    try:
+        module = importlib.import_module(compression)
+    except ImportError:
+        raise UsageError(f"{name}: this Python has no {compression} module: decompress the file first") from None
+    return module.open(stream, "rb")
+
+
+def _iter_zip(path: Path, prefix: str, predicate: Predicate) -> Iterator[TextFile]:
+    with contextlib.ExitStack() as stack:
+        with reading_errors(str(path)):
             archive = stack.enter_context(zipfile.ZipFile(path))
         for member in sorted(archive.namelist()):
-            entry = Entry(label=prefix + bare(member), shown=f"{path}:{member}", open=opener(archive, member))
-            hidden = any(word.startswith((".", "__MACOSX")) for word in member.split("/"))
-            if not hidden and not member.endswith("/") and wanted(entry):
-                yield entry
+            label = prefix + strip_compression(member)
+            file = TextFile(label=label, name=f"{path}:{member}", open=partial(_open_stream, archive, member))
+            is_hidden = any(word.startswith((".", "__MACOSX")) for word in member.split("/"))
+            if not is_hidden and not member.endswith("/") and predicate(file):
+                yield file
 
 
-def _unreadable(error: OSError) -> None:
+def _raise_unreadable(error: OSError) -> None:
     raise UsageError(f"{error.filename} cannot be read ({error.strerror}): check its permissions") from error

@@ -1,42 +1,42 @@
-"""Where text comes from: the standard library of this Python, a file, a folder, a name, or a dataset of the Hub.
+"""Sources of text: files, folders and the standard library of the running Python.
 
-A source gives the same documents in the same order each time it is asked, a piece at a time, so that no text need ever
-be in memory as a whole.
+A source yields the same documents in the same order every time. Documents are read in blocks, so a text never has to
+fit in memory.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from qkflow.data.text import reading
-from qkflow.data.text.reading import Entry
+from qkflow.data.text.reading import TextFile
 from qkflow.errors import UsageError
 
 STDLIB = "python-stdlib"
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+JSON_LINES = "one JSON object per line (name a plain-text file .txt)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A text that is never divided between train, validation and test when there are enough of its kind."""
+    """A text that belongs to one split as a whole, unless the source has too few documents."""
 
-    shown: str
-    """What to call it in a message."""
+    name: str
+    """Name for error messages."""
     label: str = ""
-    """Its path inside the source, where it has one that means something."""
+    """Path relative to the source, if there is one."""
     key: bytes
-    """What the split hashes: the label of a file, the content of a .jsonl line."""
-    part: str | None = None
-    """Its part, where the source comes with a split of its own."""
-    pieces: Iterable[bytes]
-    """The text, in order; read it before asking for the next document. Never empty altogether."""
+    """Bytes hashed to choose the split: the label of a file, the content of a .jsonl line."""
+    split: str | None = None
+    """The document's split, if the source defines one."""
+    blocks: Iterable[bytes]
+    """The text in order, never empty. Read it before requesting the next document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,117 +44,116 @@ class Source:
     """A corpus as text."""
 
     name: str
-    """What people call it."""
+    """Display name."""
     identity: str
-    """How its files are read, from which root: the same file can be two different texts."""
+    """What the documents depend on besides the content of the files."""
     documents: Callable[[], Iterator[Document]]
-    """The documents, from the start each time."""
+    """Yields all documents, from the start at each call."""
     files: Callable[[], list[Path]]
-    """The files that the content rests on; none when that is not known."""
-    exact: bool = False
-    """Whether a cut of one long text falls at exactly 90 % and 95 % of its bytes, as published results have it."""
+    """Returns the files that hold the content; an empty list if they are unknown."""
+    has_exact_cuts: bool = False
+    """Whether a single text is split at exactly 90 % and 95 % of its bytes, as in published results."""
 
 
 def from_path(path: Path, field: str) -> Source:
-    """A file or a folder: each file is a document, each line of a .jsonl is one."""
+    """Return a file or folder as a source: each file is a document, each line of a .jsonl file is a document."""
 
     def documents() -> Iterator[Document]:
-        entries, texts = 0, 0
-        for entry in reading.entries(path):
-            entries += 1
-            for document in _lines(entry, field) if reading.ending(entry.shown) == ".jsonl" else _file(entry):
+        n_files = n_documents = 0
+        for file in reading.iter_files(path):
+            n_files += 1
+            is_jsonl = reading.content_suffix(file.name) == ".jsonl"
+            for document in _line_documents(file, field) if is_jsonl else _file_document(file):
                 yield document
-                texts += 1
-        if entries and not texts:
-            raise UsageError(f"{path} is empty: give a file or folder with text in it")
-        if not entries:
+                n_documents += 1
+        if not n_files:
             raise UsageError(
-                f"{path} holds no text: expected files that end in {', '.join(reading.TEXTS)} "
-                "(also .gz, .xz, .bz2) or .zip with such files; a file of another ending is read when named itself"
+                f"{path} contains no text files: expected {', '.join(reading.TEXT_SUFFIXES)} (also .gz, .xz, .bz2) or "
+                ".zip; to read a file with another suffix, pass the path of the file itself"
             )
+        if not n_documents:
+            raise UsageError(f"{path} is empty: use a file or folder that contains text")
 
     def files() -> list[Path]:
-        return reading.files(path) if path.is_dir() else [path]
+        return reading.list_files(path) if path.is_dir() else [path]
 
-    name = path.resolve().name if path.is_dir() else Path(reading.bare(path.name)).stem
+    name = path.resolve().name if path.is_dir() else Path(reading.strip_compression(path.name)).stem
     return Source(name=name, identity=f"path {path.resolve()}", documents=documents, files=files)
 
 
 def standard_library() -> Source:
-    """The running interpreter's own library, without its tests: real text on every machine, nothing to download."""
+    """Return the standard library of the running Python without its tests: text that needs no download."""
     root = Path(sysconfig.get_path("stdlib"))
 
     def files() -> list[Path]:
-        found: list[Path] = []
-        for place, folders, names in os.walk(root):
+        paths: list[Path] = []
+        for parent, folders, names in os.walk(root):
             folders[:] = [name for name in folders if name not in NOT_LIBRARY]
-            found += [Path(place, name) for name in names if name.endswith(".py")]
-        if not found:
-            raise UsageError(f"this Python has no library source in {root}: give a file or folder of text instead")
-        return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+            paths += [Path(parent, name) for name in names if name.endswith(".py")]
+        if not paths:
+            raise UsageError(f"no library source files in {root}: use a file or folder of text instead")
+        return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
     def documents() -> Iterator[Document]:
-        for file in files():
-            label = file.relative_to(root).as_posix()
-            yield from _file(Entry(label=label, shown=str(file), open=reading.opener(file)))
+        for path in files():
+            label = path.relative_to(root).as_posix()
+            yield from _file_document(replace(reading.text_file(path), label=label))
 
     return Source(name=STDLIB, identity=f"library {root}", documents=documents, files=files)
 
 
-def _file(entry: Entry) -> Iterator[Document]:
-    pieces = reading.blocks(entry)
-    if first := next(pieces, b""):  # an empty file is no document
-        key = entry.label.encode("utf-8", "surrogateescape")
-        yield Document(shown=entry.shown, label=entry.label, key=key, pieces=itertools.chain([first], pieces))
+def text_document(name: str, key: bytes, blocks: Iterator[bytes], label: str = "") -> Iterator[Document]:
+    """Yield one document, or none if the text is empty."""
+    if first := next(blocks, b""):
+        yield Document(name=name, label=label, key=key, blocks=itertools.chain([first], blocks))
 
 
-def _lines(entry: Entry, field: str) -> Iterator[Document]:
-    for number, line in enumerate(reading.lines(entry), start=1):
-        if not line.strip():
-            continue
-        where = f"{entry.shown} line {number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else getattr(error, "msg", error)
-            raise UsageError(f"{where} is not JSON ({reason}): mend the line, or name the file .txt") from None
-        yield from row_document(row, field, where)
-
-
-def row_document(row: Any, field: str, where: str, part: str | None = None) -> Iterator[Document]:
-    """The text of a row as a document that the split knows by its content; none when it is empty or null."""
-    text = _field(row, field, where)
-    content = text.encode("utf-8", "replace")  # JSON can spell half a surrogate pair, which no encoding has
+def row_document(row: Any, field: str, name: str, split: str | None = None) -> Iterator[Document]:
+    """Yield the text of a row as a document, or nothing if the text is empty or null."""
+    text = _field_text(row, field, name)
+    content = text.encode("utf-8", "replace")  # JSON can contain unpaired surrogates
     if content:
-        yield Document(shown=where, key=content, part=part, pieces=(content,))
+        yield Document(name=name, key=content, split=split, blocks=(content,))
 
 
-def _field(row: Any, field: str, where: str) -> str:
-    """The text under a dotted path; lists on the way are joined by newlines."""
+def _file_document(file: TextFile) -> Iterator[Document]:
+    key = file.label.encode("utf-8", "surrogateescape")
+    return text_document(file.name, key, reading.iter_blocks(file), file.label)
+
+
+def _line_documents(file: TextFile, field: str) -> Iterator[Document]:
+    for location, row in reading.iter_json_lines(file, JSON_LINES):
+        yield from row_document(row, field, location)
+
+
+def _field_text(row: Any, field: str, name: str) -> str:
+    """Return the text under a dotted path; lists along the path are joined by newlines."""
     if not isinstance(row, dict):
-        raise UsageError(f"{where} is {_kind(row)}, not an object with a field {field!r}: give one object a line")
+        raise UsageError(f"{name}: expected an object with a field {field!r}, got {_json_type(row)}")
     if field in row:
-        return _text(row[field], field, where)
+        return _as_text(row[field], field, name)
     head, _, rest = field.partition(".")
     if not rest or head not in row:
         names = ", ".join(map(str, row)) or "none"
-        raise UsageError(f"{where} has no field {field!r}: choose one of its fields with --field ({names})")
-    inner = row[head] if isinstance(row[head], list) else [row[head]]
-    return "\n".join(_field(item, rest, f"{where}, in {head!r},") for item in inner)
+        raise UsageError(f"{name} has no field {field!r}: choose one of its fields with --field ({names})")
+    items = row[head] if isinstance(row[head], list) else [row[head]]
+    return "\n".join(_field_text(item, rest, f"{name}, in {head!r}") for item in items)
 
 
-def _text(value: Any, field: str, where: str) -> str:
+def _as_text(value: Any, field: str, name: str) -> str:
     if value is None:
         return ""
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return "\n".join(value)
     if not isinstance(value, str):
-        inside = value[0] if isinstance(value, list) and value else value
-        deeper = f", for example {field}.{next(iter(inside))}" if isinstance(inside, dict) and inside else ""
-        raise UsageError(f"{where}: field {field!r} is {_kind(value)}, not text: choose another with --field{deeper}")
+        inner = value[0] if isinstance(value, list) and value else value
+        example = f", for example {field}.{next(iter(inner))}" if isinstance(inner, dict) and inner else ""
+        raise UsageError(
+            f"{name}: field {field!r} is {_json_type(value)}, not text: choose another field with --field{example}"
+        )
     return value
 
 
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")
+def _json_type(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,138 +1,274 @@
-"""Train, validation and test: by a hash where there are documents, by a contiguous cut where there are none.
+"""Scan a source, and divide it into train, validation and test.
 
-Documents go 90/5/5 by a hash of their key, so that a document's part does not depend on the others, and equal .jsonl
-lines never straddle parts. A text without documents (or with too few of them) is cut contiguously 90/5/5 by bytes, and
-its held-out parts into passages that serve as documents.
+| rule         | used for                       | how                                                                 |
+|--------------|--------------------------------|---------------------------------------------------------------------|
+| `official`   | sources that define splits     | as defined                                                          |
+| `hash`       | sources with enough documents  | 90/5/5 by a hash of each key; equal .jsonl lines are in one split   |
+| `contiguous` | one text, or too few documents | 90/5/5 by bytes; held-out text is cut into passages, the documents  |
+
+The result of a scan is cached under the path, size and modification times of the source's files, so a large corpus is
+scanned only once.
 """
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import hashlib
+import json
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from qkflow.data.text.sources import Document
+from qkflow import io
+from qkflow.config import from_dict, to_dict
+from qkflow.data.text.config import CorpusConfig
+from qkflow.data.text.reading import reading_errors
+from qkflow.data.text.sources import Document, Source
+from qkflow.errors import UsageError
 
-PARTS = ("train", "validation", "test")
+SplitName = Literal["train", "validation", "test"]
+SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 Rule = Literal["official", "hash", "contiguous"]
+SCAN_VERSION = 1
+SETTLED_SECONDS = 2.0  # a file modified more recently could change again without a new modification time
 
 
-class Join(Enum):
-    """How a piece of text stands to the piece before it."""
+def hash_split(key: bytes) -> str:
+    """Return the split of a document by the hash of its key: 90 % train, 5 % validation, 5 % test.
+
+    >>> hash_split(b"json/decoder.py")
+    'validation'
+    """
+    percent = int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 100
+    return SPLITS[0] if percent < 90 else SPLITS[1] if percent < 95 else SPLITS[2]
+
+
+# Scanning
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanResult:
+    """Properties of a source that require reading it once."""
+
+    digest: str
+    """SHA-256 of all documents: text, labels and splits, in order."""
+    bytes: int
+    """Size of the text."""
+    documents: tuple[int, int, int]
+    """Number of documents per split, by the source's own splits or by hash."""
+    has_splits: bool
+    """Whether the source defines splits."""
+    not_utf8: tuple[str, int] | None
+    """Name of the first document that is not UTF-8, and the offset of the invalid byte."""
+
+
+def scan(source: Source) -> ScanResult:
+    """Read the whole source once; raise a `UsageError` if it is empty."""
+    digest = hashlib.sha256()
+    counts: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    n_bytes, has_splits, not_utf8 = 0, False, None
+    for document in with_digest(source.documents(), digest.update):
+        counts[document.split or hash_split(document.key)] += 1
+        has_splits = has_splits or document.split is not None
+        validator = _Utf8Validator()
+        for block in document.blocks:
+            validator.add(block)
+            n_bytes += len(block)
+        if not_utf8 is None and (offset := validator.error_offset()) is not None:
+            not_utf8 = (document.name, offset)
+    if not n_bytes:
+        raise UsageError(f"{source.name} is empty: use a file or folder that contains text")
+    documents = (counts["train"], counts["validation"], counts["test"])
+    return ScanResult(
+        digest=digest.hexdigest(), bytes=n_bytes, documents=documents, has_splits=has_splits, not_utf8=not_utf8
+    )
+
+
+def cached_scan(source: Source, config: CorpusConfig, cache: Path) -> ScanResult:
+    """Return `scan(source)`, from the cache if no file of the source has changed."""
+    started = time.time()
+    with reading_errors(source.name):
+        stats = [(str(file.resolve()), file.stat()) for file in source.files()]
+    key: list[Any] = [SCAN_VERSION, source.identity, config.field]
+    key += [[path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for path, s in stats]
+    cached = cache / "scans" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
+    if stats:
+        with contextlib.suppress(OSError, ValueError):  # not cached, or of another version: scan the source
+            if isinstance(data := json.loads(cached.read_text()), dict):
+                return from_dict(ScanResult, data)
+    result = scan(source)
+    if stats and all(stat.st_mtime < started - SETTLED_SECONDS for _, stat in stats):
+        with contextlib.suppress(OSError):  # a read-only cache only costs another scan
+            io.write_json(cached, to_dict(result))
+    return result
+
+
+def with_digest(documents: Iterable[Document], update: Callable[[bytes], None]) -> Iterator[Document]:
+    """Yield the same documents; reading them passes their text, label and split to `update`, with lengths."""
+    for document in documents:
+        yield replace(document, blocks=_blocks_with_digest(document, update))
+
+
+def _blocks_with_digest(document: Document, update: Callable[[bytes], None]) -> Iterator[bytes]:
+    n_bytes, header = 0, f"{document.split or ''}\0{document.label}".encode("utf-8", "surrogateescape")
+    for block in document.blocks:
+        update(block)
+        n_bytes += len(block)
+        yield block
+    update(header + struct.pack("<QQ", n_bytes, len(header)))
+
+
+class _Utf8Validator:
+    """Finds the first byte that is not UTF-8 in a text that arrives in blocks."""
+
+    def __init__(self) -> None:
+        self.decoder = codecs.getincrementaldecoder("utf-8")()
+        self.position = 0
+        self.invalid: int | None = None
+
+    def add(self, block: bytes) -> None:
+        pending = len(self.decoder.getstate()[0])
+        if self.invalid is None:
+            try:
+                self.decoder.decode(block)
+            except UnicodeDecodeError as error:
+                self.invalid = self.position - pending + error.start
+        self.position += len(block)
+
+    def error_offset(self) -> int | None:
+        """Offset of the first invalid byte, or of an incomplete character at the end of the text."""
+        pending = len(self.decoder.getstate()[0])
+        return self.invalid if self.invalid is not None else self.position - pending if pending else None
+
+
+# Dividing
+
+
+class Boundary(Enum):
+    """What starts with a piece of text."""
 
     DOCUMENT = "a new document"
-    PASSAGE = "a new span of the same document"
-    SPAN = "more of the same span"
+    PASSAGE = "a new passage of the same document"
+    NONE = "nothing: the piece continues the previous one"
 
 
-class Piece(NamedTuple):
-    """Some bytes of a part, in the order of the source."""
+class TextPiece(NamedTuple):
+    """A piece of the text of a split, in source order."""
 
-    part: str
-    join: Join
+    split: str
+    boundary: Boundary
     text: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SplitPlan:
     """How the documents of a source are divided."""
 
     rule: Rule
-    """By the source's own split, by hash, or by a contiguous cut."""
     cuts: tuple[int, int]
-    """Where validation and test begin, in bytes of the whole text (contiguous only)."""
-    aligned: bool
-    """Whether those cuts move forward to the next UTF-8 character."""
-    utf8: bool
-    """Whether cuts into passages do."""
+    """Byte offsets at which validation and test start (contiguous only)."""
+    align_cuts: bool
+    """Whether cuts move forward to the next UTF-8 character."""
+    is_utf8: bool
+    """Whether the text is UTF-8, so that passages end between characters."""
     passage: int
-    """Bytes of a passage; the last of a text has between half and one and a half of it."""
-    in_passages: tuple[str, ...]
-    """The parts that are cut into passages."""
+    """Bytes per passage; the last passage of a text has between half and one and a half of it."""
+    passage_splits: tuple[str, ...]
+    """Splits that are cut into passages."""
 
 
-def part_of(key: bytes) -> str:
-    """The part that a document belongs to by the hash of its key: 90 % train, 5 % validation, 5 % test.
+def plan_split(source: Source, scanned: ScanResult, config: CorpusConfig) -> SplitPlan:
+    """Choose the rule by which a source is divided: official splits, else hash, else contiguous."""
+    rule = "official" if scanned.has_splits else "hash" if min(scanned.documents) else "contiguous"
+    is_utf8 = scanned.not_utf8 is None
+    single = tuple(
+        split for split, count in zip(SPLITS, scanned.documents, strict=True) if count == 1 and split != "train"
+    )
+    return SplitPlan(
+        rule=rule,
+        cuts=(scanned.bytes * 90 // 100, scanned.bytes * 95 // 100),
+        align_cuts=is_utf8 and not (source.has_exact_cuts and config.tokens == "bytes"),
+        is_utf8=is_utf8,
+        passage=config.passage,
+        passage_splits={"official": single, "hash": (), "contiguous": SPLITS[1:]}[rule],
+    )
 
-    >>> part_of(b"json/decoder.py")
-    'validation'
-    """
-    place = int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 100
-    return PARTS[0] if place < 90 else PARTS[1] if place < 95 else PARTS[2]
 
-
-def divide(documents: Iterable[Document], plan: Plan) -> Iterator[Piece]:
-    """The text of all documents, piece by piece, each with its part and how it joins the piece before."""
-    position, now = 0, 0  # now: the part that a contiguous cut has come to
+def divide(documents: Iterable[Document], plan: SplitPlan) -> Iterator[TextPiece]:
+    """Yield the text of all documents in pieces, each with its split and the boundary before it."""
+    position, current = 0, 0  # current: index of the split at `position` under the contiguous rule
     for document in documents:
-        part = document.part or part_of(document.key)
-        passages = _Passages(plan)
-        for text in document.pieces:
+        split = document.split or hash_split(document.key)
+        cutter = _PassageCutter(plan)
+        for text in document.blocks:
             if plan.rule != "contiguous":
-                yield from passages.add(part, text)
+                yield from cutter.add(split, text)
                 continue
-            for number, inside in _cut(text, position, now, plan):
-                yield from passages.add(PARTS[number], inside)
-                now = number
+            for index, piece in _cut(text, position, current, plan):
+                yield from cutter.add(SPLITS[index], piece)
+                current = index
             position += len(text)
-        yield from passages.rest()
+        yield from cutter.flush()
 
 
-def _cut(text: bytes, position: int, now: int, plan: Plan) -> Iterator[tuple[int, bytes]]:
-    """The stretches of `text`, which begins at `position` in part `now`, that lie in one part each."""
+def _cut(text: bytes, position: int, split: int, plan: SplitPlan) -> Iterator[tuple[int, bytes]]:
+    """Cut `text`, which starts at byte `position` in split number `split`, at the borders between splits."""
     begin = 0
     while begin < len(text):
-        end = len(text) if now == 2 else max(begin, plan.cuts[now] - position)
-        if end < len(text) and plan.aligned:
-            end = _character(text, end)
+        end = len(text) if split == 2 else max(begin, plan.cuts[split] - position)
+        if end < len(text) and plan.align_cuts:
+            end = _next_character(text, end)
         if end > begin:
-            yield now, text[begin:end]
+            yield split, text[begin:end]
         if end >= len(text):
             return
-        begin, now = end, now + 1
+        begin, split = end, split + 1
 
 
-def _character(text: bytes, place: int) -> int:
-    """The first place from `place` on at which no UTF-8 character is cut."""
-    while place < len(text) and text[place] & 0xC0 == 0x80:
-        place += 1
-    return place
+def _next_character(text: bytes, index: int) -> int:
+    """Return the first index >= `index` at which a UTF-8 character starts."""
+    while index < len(text) and text[index] & 0xC0 == 0x80:
+        index += 1
+    return index
 
 
-class _Passages:
-    """Cuts one document into the passages of its parts, looking half a passage ahead so that none is tiny."""
+class _PassageCutter:
+    """Cuts a document into passages. It holds back half a passage, so that the last passage is not too short."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SplitPlan) -> None:
         self.plan = plan
-        self.part = ""
-        self.join = Join.DOCUMENT
-        self.kept = b""
+        self.split = ""
+        self.boundary = Boundary.DOCUMENT
+        self.pending = b""
 
-    def add(self, part: str, text: bytes) -> Iterator[Piece]:
-        """Take `text`, give the pieces that are settled; a change of part begins a new passage of the same document."""
-        if part != self.part:
-            yield from self.rest()
-            self.join = Join.PASSAGE if self.part else Join.DOCUMENT
-            self.part = part
-        if part not in self.plan.in_passages:
-            yield Piece(part, self.join, text)
-            self.join = Join.SPAN
+    def add(self, split: str, text: bytes) -> Iterator[TextPiece]:
+        """Add text and yield the complete pieces; a change of split starts a new passage of the same document."""
+        if split != self.split:
+            yield from self.flush()
+            self.boundary = Boundary.PASSAGE if self.split else Boundary.DOCUMENT
+            self.split = split
+        if split not in self.plan.passage_splits:
+            yield TextPiece(split, self.boundary, text)
+            self.boundary = Boundary.NONE
             return
-        text, begin = self.kept + text, 0
+        text, begin = self.pending + text, 0
         while len(text) - begin >= math.ceil(1.5 * self.plan.passage):
             end = begin + self.plan.passage
-            end = _character(text, end) if self.plan.utf8 else end
+            end = _next_character(text, end) if self.plan.is_utf8 else end
             if end >= len(text):
                 break
-            yield Piece(part, self.join, text[begin:end])
-            begin, self.join = end, Join.PASSAGE
-        self.kept = text[begin:]
+            yield TextPiece(split, self.boundary, text[begin:end])
+            begin, self.boundary = end, Boundary.PASSAGE
+        self.pending = text[begin:]
 
-    def rest(self) -> Iterator[Piece]:
-        """What is left at the end of the document or part."""
-        if self.kept:
-            yield Piece(self.part, self.join, self.kept)
-        self.kept = b""
+    def flush(self) -> Iterator[TextPiece]:
+        """Yield the rest of the document or split."""
+        if self.pending:
+            yield TextPiece(self.split, self.boundary, self.pending)
+        self.pending = b""

@@ -1,4 +1,4 @@
-"""What single-needle retrieval promises of every text: one needle, at its depth, with one right answer."""
+"""Needle tasks: each text has one needle, at its depth, with one right answer."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkflow.data.recall import Needle, needles, vocabulary
+from qkflow.data.recall import Needle, needle_words, needles
 from qkflow.errors import UsageError
 
 QUICK = settings(deadline=None, max_examples=25)
-LONGEST = max(len(pattern.split()) for pattern in (*vocabulary.VARIED, *vocabulary.DULL))
-OVERHEAD = len(vocabulary.NEEDLE.split()) + len(vocabulary.QUESTION.split()) - 2
+LONGEST = max(len(pattern.split()) for pattern in (*needle_words.VARIED, *needle_words.REPEATED))
+OVERHEAD = len(needle_words.NEEDLE.split()) + len(needle_words.QUESTION.split()) - 2
 
 
-def spelled(config: Needle, row: np.ndarray) -> list[str]:
+def decode(config: Needle, row: np.ndarray) -> list[str]:
     return [config.words[token] for token in row]
 
 
-ASKED = st.fixed_dictionaries(
+OPTIONS = st.fixed_dictionaries(
     {
         "kind": st.sampled_from((1, 2, 3)),
         "answer": st.sampled_from((None, "number", "id", "word")),
@@ -33,50 +33,50 @@ ASKED = st.fixed_dictionaries(
 
 
 @QUICK
-@given(asked=ASKED, spare=st.integers(0, 150), depth=st.integers(0, 100), seed=st.integers(0, 2**65))
-def test_a_text_has_one_needle_at_its_depth_and_one_right_answer(
-    asked: dict[str, Any], spare: int, depth: int, seed: int
+@given(kwargs=OPTIONS, spare=st.integers(0, 150), depth=st.integers(0, 100), seed=st.integers(0, 2**65))
+def test_text_has_one_needle_at_its_depth_and_one_answer(
+    kwargs: dict[str, Any], spare: int, depth: int, seed: int
 ) -> None:
-    config = Needle(**asked)
-    size = {"number": config.digits, "id": config.characters, "word": 1}[config.what]
+    config = Needle(**kwargs)
+    size = {"number": config.digits, "id": config.characters, "word": 1}[config.answer_kind]
     length = OVERHEAD + 2 * size + spare
-    made = needles(config, seed=seed, count=4, length=length, depth=depth)
-    assert made.tokens.shape == (4, length)
-    assert made.answers.tolist() == [[n, length - size, length] for n in range(4)]
-    assert made.cells.tolist() == [(-1, length, depth)] * 4
-    for row in made.tokens:
-        words = spelled(config, row)
+    instances = needles(config, seed=seed, count=4, length=length, depth=depth)
+    assert instances.tokens.shape == (4, length)
+    assert instances.answers.tolist() == [[n, length - size, length] for n in range(4)]
+    assert instances.cells.tolist() == [(-1, length, depth)] * 4
+    for row in instances.tokens:
+        words = decode(config, row)
         answer, key = words[-size:], words[-size - 4]
-        assert key in vocabulary.KEYS
-        question = vocabulary.QUESTION.replace("WHAT", config.what).replace("KEY", key)
+        assert key in needle_words.KEYS
+        question = needle_words.QUESTION.replace("WHAT", config.answer_kind).replace("KEY", key)
         assert words[-size - 9 :] == question.replace("ANSWER", " ".join(answer)).split()
 
-        needle = vocabulary.NEEDLE.replace("WHAT", config.what).replace("KEY", key)
+        needle = needle_words.NEEDLE.replace("WHAT", config.answer_kind).replace("KEY", key)
         needle = needle.replace("ANSWER", " ".join(answer)).split()
         text = words[: -size - 9]
-        found = [at for at in range(len(text)) if text[at : at + len(needle)] == needle]
-        assert len(found) == 1
-        assert abs(100 * found[0] - depth * spare) <= 50 * LONGEST
-        assert found[0] == 0 or text[found[0] - 1] == "."
-        hay = text[: found[0]] + text[found[0] + len(needle) :]
+        positions = [t for t in range(len(text)) if text[t : t + len(needle)] == needle]
+        assert len(positions) == 1
+        assert abs(100 * positions[0] - depth * spare) <= 50 * LONGEST
+        assert positions[0] == 0 or text[positions[0] - 1] == "."
+        hay = text[: positions[0]] + text[positions[0] + len(needle) :]
         assert len(hay) == spare
-        assert set(hay) <= set(vocabulary.HAYSTACK)
-        assert not {key, *answer, config.what} & set(hay)
+        assert set(hay) <= set(needle_words.HAYSTACK)
+        assert not {key, *answer, config.answer_kind} & set(hay)
         assert not hay or hay[-1] == "."
 
 
 @pytest.mark.parametrize("kind", [1, 2, 3])
-def test_haystacks_are_whole_sentences_but_for_the_last(kind: int) -> None:
+def test_haystacks_are_complete_sentences_except_the_last(kind: int) -> None:
     config = Needle(kind=kind)
-    patterns = [pattern.split() for pattern in (vocabulary.DULL if kind == 1 else vocabulary.VARIED)]
-    made = needles(config, seed=0, count=3, length=300, depth=100)
-    for row in made.tokens:
-        text = " ".join(spelled(config, row)).split(f" the {config.what} of ")[0].removesuffix(" .")
+    patterns = [pattern.split() for pattern in (needle_words.REPEATED if kind == 1 else needle_words.VARIED)]
+    instances = needles(config, seed=0, count=3, length=300, depth=100)
+    for row in instances.tokens:
+        text = " ".join(decode(config, row)).split(f" the {config.answer_kind} of ")[0].removesuffix(" .")
         for number, sentence in enumerate(text.split(" . ")[:-1]):
             words = [*sentence.split(), "."]
             fits = [
                 len(words) == len(pattern)
-                and all(w in vocabulary.LISTS.get(p, (p,)) for w, p in zip(words, pattern, strict=True))
+                and all(w in needle_words.LISTS.get(p, (p,)) for w, p in zip(words, pattern, strict=True))
                 for pattern in patterns
             ]
             assert any(fits)
@@ -84,9 +84,9 @@ def test_haystacks_are_whole_sentences_but_for_the_last(kind: int) -> None:
                 assert fits[number % len(patterns)]
 
 
-def test_the_first_haystack_repeats_itself_and_the_others_do_not() -> None:
+def test_only_the_first_kind_has_a_repeated_haystack() -> None:
     plain, varied = (needles(Needle(kind=kind), seed=0, count=2, length=400, depth=0).tokens for kind in (1, 2))
-    period = sum(len(sentence.split()) for sentence in vocabulary.DULL)
+    period = sum(len(sentence.split()) for sentence in needle_words.REPEATED)
     hay = slice(11, 380)
     assert (plain[0, hay][period:] == plain[0, hay][:-period]).all()
     assert (plain[0, hay] == plain[1, hay]).all()
@@ -94,14 +94,16 @@ def test_the_first_haystack_repeats_itself_and_the_others_do_not() -> None:
     assert max((varied[0, hay][step:] == varied[0, hay][:-step]).mean() for step in range(1, 200)) < 0.5
 
 
-def test_lists_share_no_word_and_one_vocabulary_serves_all_kinds() -> None:
-    lists = [vocabulary.HAYSTACK, vocabulary.KEYS, vocabulary.ANSWERS, vocabulary.CHARACTERS]
-    for one, other in combinations(lists, 2):
-        assert not set(one) & set(other)
-    assert sum(map(len, vocabulary.LISTS.values())) == len({w for words in vocabulary.LISTS.values() for w in words})
-    assert sum(map(len, vocabulary.LISTS.values())) >= 150
-    assert len(vocabulary.KEYS) == len(vocabulary.ANSWERS) == 64
-    assert len(set(vocabulary.WORDS)) == len(vocabulary.WORDS)
+def test_word_lists_are_disjoint_and_kinds_share_a_vocabulary() -> None:
+    lists = [needle_words.HAYSTACK, needle_words.KEYS, needle_words.ANSWERS, needle_words.CHARACTERS]
+    for first, second in combinations(lists, 2):
+        assert not set(first) & set(second)
+    assert sum(map(len, needle_words.LISTS.values())) == len(
+        {w for words in needle_words.LISTS.values() for w in words}
+    )
+    assert sum(map(len, needle_words.LISTS.values())) >= 150
+    assert len(needle_words.KEYS) == len(needle_words.ANSWERS) == 64
+    assert len(set(needle_words.WORDS)) == len(needle_words.WORDS)
     assert Needle(kind=1).words == Needle(kind=3, answer="word", length=512).words
 
 
@@ -113,35 +115,35 @@ def test_lists_share_no_word_and_one_vocabulary_serves_all_kinds() -> None:
         (Needle(kind=3, characters=2), 256),
     ],
 )
-def test_chance_is_the_accuracy_of_the_best_guess(config: Needle, answers: int) -> None:
+def test_chance_is_the_accuracy_of_guessing(config: Needle, answers: int) -> None:
     assert config.chance == 1 / answers
-    made = needles(config, seed=0, count=40 * answers, length=60)
-    begin = made.answers[0, 1]
-    _, counts = np.unique(made.tokens[:, begin:], axis=0, return_counts=True)
+    instances = needles(config, seed=0, count=40 * answers, length=60)
+    begin = instances.answers[0, 1]
+    _, counts = np.unique(instances.tokens[:, begin:], axis=0, return_counts=True)
     assert len(counts) == answers
     assert counts.max() < 80
     assert Needle().chance == 10.0**-5
     assert Needle(kind=3).chance == 16.0**-12
 
 
-def test_training_depths_are_uniform_and_on_record() -> None:
+def test_training_depths_are_uniform_and_recorded() -> None:
     config = Needle(kind=2)
-    made = needles(config, seed=0, count=2000, length=100)
-    assert np.bincount(made.cells["depth"], minlength=101).min() >= 5
+    instances = needles(config, seed=0, count=2000, length=100)
+    assert np.bincount(instances.cells["depth"], minlength=101).min() >= 5
     key = config.words.index("number")
-    begin = (made.tokens == key).argmax(axis=1) - 1
-    room = 100 - OVERHEAD - 2 * config.digits
-    assert (np.abs(100 * begin - made.cells["depth"] * room) <= 50 * LONGEST).all()
+    begin = (instances.tokens == key).argmax(axis=1) - 1
+    hay_length = 100 - OVERHEAD - 2 * config.digits
+    assert (np.abs(100 * begin - instances.cells["depth"] * hay_length) <= 50 * LONGEST).all()
 
 
-def test_an_instance_depends_on_the_seed_and_its_own_number_alone() -> None:
+def test_instance_depends_only_on_seed_and_index() -> None:
     config = Needle(kind=2, length=90)
     whole, later = needles(config, seed=3, count=9), needles(config, seed=3, count=4, first=5)
     np.testing.assert_array_equal(later.tokens, whole.tokens[5:])
     np.testing.assert_array_equal(later.cells, whole.cells[5:])
 
 
-def test_the_grid_has_multiples_of_the_training_length_up_to_8192() -> None:
+def test_default_test_lengths_are_multiples_up_to_8192() -> None:
     assert Needle().test_lengths == (256, 512, 1024, 2048)
     assert Needle(length=4096).test_lengths == (4096, 8192)
     assert Needle(length=9000).test_lengths == (9000,)
@@ -150,26 +152,29 @@ def test_the_grid_has_multiples_of_the_training_length_up_to_8192() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("kwargs", "message"),
     [
         (
             {"length": 24},
-            "a needle of 11 tokens and a question with answer of 14 do not fit into a text of 24: give 25",
+            "needle of 11 tokens and a question with answer of 14 tokens do not fit into length 24: use a length of 25",
         ),
-        ({"kind": 3, "characters": 300}, "needle of 306 tokens .* 309 do not fit into a text of 256: give 615"),
-        ({"lengths": (256, 8)}, "do not fit into a text of 8"),
-        ({"depths": (0, 101)}, "depth is 101: give percents from 0 to 100"),
-        ({"depths": (-1,)}, "depths is -1"),
-        ({"digits": 0}, "digits is 0: give 1 or more"),
+        (
+            {"kind": 3, "characters": 300},
+            "needle of 306 tokens .* 309 tokens do not fit into length 256: use a length of 615",
+        ),
+        ({"lengths": (256, 8)}, "do not fit into length 8"),
+        ({"depths": (0, 101)}, "depth must be from 0 to 100 percent, got 101"),
+        ({"depths": (-1,)}, "depths must be at least 0, got -1"),
+        ({"digits": 0}, "digits must be at least 1, got 0"),
     ],
 )
-def test_what_cannot_be_made_is_refused_with_the_numbers(asked: dict[str, Any], message: str) -> None:
+def test_invalid_options_raise(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Needle(**asked)
+        Needle(**kwargs)
 
 
-def test_a_length_or_depth_asked_of_the_function_is_checked_too() -> None:
-    with pytest.raises(UsageError, match="do not fit into a text of 20"):
+def test_length_and_depth_arguments_are_checked() -> None:
+    with pytest.raises(UsageError, match="do not fit into length 20"):
         needles(Needle(), seed=0, count=1, length=20)
-    with pytest.raises(UsageError, match="depth is 200"):
+    with pytest.raises(UsageError, match="depth must be from 0 to 100 percent, got 200"):
         needles(Needle(), seed=0, count=1, depth=200)

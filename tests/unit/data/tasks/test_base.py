@@ -1,4 +1,4 @@
-"""What a task holds a reader of data to."""
+"""Validation of tasks, instances and their configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from qkflow.config import from_dict
 from qkflow.data.tasks import Instance, Task, TaskConfig
-from qkflow.data.tasks.base import existing, numbered
+from qkflow.data.tasks.open import data_path
+from qkflow.data.tasks.vocab import build_vocabulary
 from qkflow.errors import UsageError
 
 FIRST = Instance(tokens=(2, 3), label=0, rationale=(1,))
@@ -17,7 +18,7 @@ SECOND = Instance(tokens=(4,), label=1, rationale=(0,))
 
 
 def task(**changes: Any) -> Task:
-    parts: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": "signs",
         "kind": "classification",
         "words": ("<pad>", "<unk>", "a", "b", "c"),
@@ -26,12 +27,12 @@ def task(**changes: Any) -> Task:
         "validation": (FIRST,),
         "test": (SECOND,),
     }
-    return Task(**{**parts, **changes})
+    return Task(**{**fields, **changes})
 
 
-@pytest.mark.parametrize("part", ["train", "validation", "test"])
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
 @pytest.mark.parametrize(
-    "wrong",
+    "changes",
     [
         {"label": 2},
         {"label": -1},
@@ -40,41 +41,43 @@ def task(**changes: Any) -> Task:
         {"answer": (0, 5)},
     ],
 )
-def test_a_label_or_a_word_that_is_not_known_is_refused(part: str, wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=f"an instance of {part} has a label or a word that is not known"):
-        task(**{part: (FIRST, SECOND, replace(FIRST, **wrong))})
+def test_unknown_label_or_token_raises(split: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"a {split} instance has an unknown label or token"):
+        task(**{split: (FIRST, SECOND, replace(FIRST, **changes))})
 
 
-@pytest.mark.parametrize("part", ["train", "validation", "test"])
-def test_a_part_without_instances_is_refused(part: str) -> None:
-    with pytest.raises(UsageError, match=f"has no {part} instances"):
-        task(**{part: ()})
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_empty_split_raises(split: str) -> None:
+    with pytest.raises(UsageError, match=f"has no {split} instances"):
+        task(**{split: ()})
 
 
-def test_a_label_that_training_never_shows_is_refused_by_its_name() -> None:
+def test_label_missing_in_training_raises() -> None:
     with pytest.raises(UsageError, match="no training instance has the label 'yes'"):
         task(train=(FIRST,))
 
 
-def test_a_generated_answer_may_be_new_but_begins_with_its_label() -> None:
+def test_generated_answer_starts_with_its_label() -> None:
     words = task().words
     right = Instance(tokens=(2,), label=3, rationale=(), answer=(3, 4))
-    made = task(kind="generation", classes=words, train=(right,), validation=(right,), test=(replace(right, label=3),))
-    assert made.test[0].answer == (3, 4)
+    generation = task(
+        kind="generation", classes=words, train=(right,), validation=(right,), test=(replace(right, label=3),)
+    )
+    assert generation.test[0].answer == (3, 4)
     new = replace(right, label=2, answer=(2, 4))
     assert task(kind="generation", classes=words, train=(right,), validation=(new,), test=(new,)).kind == "generation"
-    for wrong in ((), (4, 3)):
-        with pytest.raises(UsageError, match="an answer that its label does not begin"):
-            task(kind="generation", classes=words, train=(replace(right, answer=wrong),))
+    for answer in ((), (4, 3)):
+        with pytest.raises(UsageError, match="an answer that does not start with its label"):
+            task(kind="generation", classes=words, train=(replace(right, answer=answer),))
 
 
-@pytest.mark.parametrize("places", [{"rationale": (2,)}, {"rationale": (-1,)}, {"kept": (5,)}])
-def test_a_place_outside_of_the_text_is_refused(places: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="outside of it"):
-        replace(FIRST, **places)
+@pytest.mark.parametrize("positions", [{"rationale": (2,)}, {"rationale": (-1,)}, {"protected": (5,)}])
+def test_position_outside_the_text_raises(positions: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="outside an instance of 2 tokens"):
+        replace(FIRST, **positions)
 
 
-def test_an_instance_without_a_text_is_refused() -> None:
+def test_instance_without_tokens_raises() -> None:
     with pytest.raises(UsageError, match="an instance of 0 tokens"):
         Instance(tokens=(), label=0, rationale=())
 
@@ -89,20 +92,20 @@ def test_an_instance_without_a_text_is_refused() -> None:
         {"classes": ("no", "perhaps")},
     ],
 )
-def test_the_digest_tells_tasks_apart(changes: dict[str, Any]) -> None:
+def test_digest_depends_on_the_content(changes: dict[str, Any]) -> None:
     assert task().digest == task().digest == task(notes=("another note",)).digest
     assert task(**changes).digest != task().digest
 
 
-def test_words_are_numbered_by_how_often_they_occur() -> None:
+def test_vocabulary_is_sorted_by_frequency() -> None:
     texts = [["b", "a", "c"], ["a", "c", "a"], ["b", "d"]]
-    assert list(numbered(texts)) == ["<pad>", "<unk>", "a", "b", "c"]
-    assert list(numbered(texts, most=3)) == ["<pad>", "<unk>", "a"]
-    assert list(numbered(texts, least=1))[-1] == "d"
-    assert list(numbered(texts, most=1)) == ["<pad>", "<unk>"]
+    assert list(build_vocabulary(texts)) == ["<pad>", "<unk>", "a", "b", "c"]
+    assert list(build_vocabulary(texts, max_size=3)) == ["<pad>", "<unk>", "a"]
+    assert list(build_vocabulary(texts, min_count=1))[-1] == "d"
+    assert list(build_vocabulary(texts, max_size=1)) == ["<pad>", "<unk>"]
 
 
-def test_a_config_that_cannot_be_is_refused() -> None:
+def test_invalid_config_raises() -> None:
     with pytest.raises(UsageError, match="did you mean 'squad'"):
         from_dict(TaskConfig, {"name": "squat"})
     for name in ("train", "test", "longest", "vocabulary"):
@@ -110,8 +113,8 @@ def test_a_config_that_cannot_be_is_refused() -> None:
             TaskConfig(**{name: 0})
 
 
-def test_data_that_are_missing_are_asked_for() -> None:
-    with pytest.raises(UsageError, match="the task squad needs its data: give --data PATH, a folder"):
-        existing(None, "squad", "a folder")
-    with pytest.raises(UsageError, match="there is no /nowhere/at/all: give --data PATH, a folder"):
-        existing("/nowhere/at/all", "squad", "a folder")
+def test_missing_data_raises() -> None:
+    with pytest.raises(UsageError, match="the task squad needs data: set --data to the path of a folder"):
+        data_path(TaskConfig(name="squad"), "a folder")
+    with pytest.raises(UsageError, match="no file or folder /nowhere/at/all: set --data to the path of a folder"):
+        data_path(TaskConfig(name="squad", data="/nowhere/at/all"), "a folder")

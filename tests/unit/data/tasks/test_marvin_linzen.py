@@ -1,4 +1,4 @@
-"""Marvin & Linzen's pairs: the beginning, its number, and the head noun of the tested subject."""
+"""Marvin & Linzen's pairs: prefix, number, and head noun of the tested subject."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MAIN = ["author", "pilot", "surgeon", "farmer", "manager", "customer", "officer"
 OTHER = ["security guard", "chef", "taxi driver"]
 
 
-def pair(file: str, plural: bool, beginning: str, *, others: str = "") -> dict[str, Any]:
+def pair(file: str, plural: bool, prefix: str, *, others: str = "") -> dict[str, Any]:
     right, wrong = ("are", "is") if plural else ("is", "are")
     case = f"{'plur' if plural else 'sing'}_MS_MV{others}"
-    return {"file": file, "case": case, "sents": [f"{beginning} {right} tall", f"{beginning} {wrong} tall"]}
+    return {"file": file, "case": case, "sents": [f"{prefix} {right} tall", f"{prefix} {wrong} tall"]}
 
 
-def few() -> list[dict[str, Any]]:
-    """Three templates with ten nouns each: enough to split."""
+def small_set() -> list[dict[str, Any]]:
+    """Return three templates with ten nouns each, enough to split."""
     rows = []
     for noun in MAIN:
         for plural in (False, True):
@@ -38,7 +38,7 @@ def few() -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Callable[[list[dict[str, Any]]], Path]:
+def write_rows(tmp_path: Path) -> Callable[[list[dict[str, Any]]], Path]:
     def write(rows: list[dict[str, Any]]) -> Path:
         path = tmp_path / "pairs.jsonl.xz"
         path.write_bytes(lzma.compress("\n".join(json.dumps(row) for row in rows).encode()))
@@ -47,18 +47,18 @@ def stored(tmp_path: Path) -> Callable[[list[dict[str, Any]]], Path]:
     return write
 
 
-Stored = Callable[[list[dict[str, Any]]], Path]
+Writer = Callable[[list[dict[str, Any]]], Path]
 
 
-def found(task: Task, kind: str) -> tuple[str, str, str]:
-    """The text of the only instance of a kind, its label and the word of its rationale."""
-    (one,) = [one for one in (*task.train, *task.validation, *task.test) if one.kind == kind]
-    words = [task.words[token] for token in one.tokens]
-    return " ".join(words), task.classes[one.label], words[one.rationale[0]]
+def only_instance(task: Task, kind: str) -> tuple[str, str, str]:
+    """Return the text, label and rationale of the only instance of a kind."""
+    (instance,) = [instance for instance in (*task.train, *task.validation, *task.test) if instance.kind == kind]
+    words = [task.words[token] for token in instance.tokens]
+    return " ".join(words), task.classes[instance.label], words[instance.rationale[0]]
 
 
 @pytest.mark.parametrize(
-    ("file", "case", "beginning", "head"),
+    ("file", "case", "prefix", "head"),
     [
         ("sent_comp", "sing", "the bankers said the taxi driver", "driver"),
         ("prep_inanim", "plur", "the television shows from the author", "shows"),
@@ -70,26 +70,27 @@ def found(task: Task, kind: str) -> tuple[str, str, str]:
         ("long_vp_coord", "plur", "the chefs like to watch television shows and", "chefs"),
     ],
 )
-def test_the_head_noun_is_found_in_every_template(
-    stored: Stored, file: str, case: str, beginning: str, head: str
-) -> None:
-    row = pair(file, case == "plur", beginning)
-    # Twice more in a file that is counted for its words only: a word is known when training texts have it twice.
-    task = marvin_linzen(stored([row, *few(), *spread(beginning)]), TaskConfig())
-    text, label, noun = found(task, file)
-    assert (text, label, noun) == (beginning, {"sing": "singular", "plur": "plural"}[case], head)
+def test_head_noun_is_found_in_every_template(write_rows: Writer, file: str, case: str, prefix: str, head: str) -> None:
+    row = pair(file, case == "plur", prefix)
+    # Add training sentences with the same words: a word is in the vocabulary if it occurs twice in training.
+    task = marvin_linzen(write_rows([row, *small_set(), *sentences_with(prefix)]), TaskConfig())
+    text, label, noun = only_instance(task, file)
+    assert (text, label, noun) == (prefix, {"sing": "singular", "plur": "plural"}[case], head)
 
 
-def spread(beginning: str) -> list[dict[str, Any]]:
-    """Training sentences with the words of a beginning, in a template with one noun only, which is never held out."""
-    return [pair("subj_rel", False, f"the reader that {beginning} {word}") for word in ("a", "b")]
+def sentences_with(prefix: str) -> list[dict[str, Any]]:
+    """Return training sentences with the words of a prefix; their only noun is never held out."""
+    return [pair("subj_rel", False, f"the reader that {prefix} {word}") for word in ("a", "b")]
 
 
-def test_no_template_with_its_noun_is_in_two_parts(stored: Stored) -> None:
-    task = marvin_linzen(stored(few()), TaskConfig())
+def test_template_noun_pairs_are_in_one_split(write_rows: Writer) -> None:
+    task = marvin_linzen(write_rows(small_set()), TaskConfig())
 
-    def pairs(part: tuple[Instance, ...]) -> set[tuple[str, str]]:
-        return {(one.kind, task.words[one.tokens[one.rationale[0]]].removesuffix("s")) for one in part}
+    def pairs(instances: tuple[Instance, ...]) -> set[tuple[str, str]]:
+        return {
+            (instance.kind, task.words[instance.tokens[instance.rationale[0]]].removesuffix("s"))
+            for instance in instances
+        }
 
     assert not pairs(task.train) & pairs(task.test)
     assert not pairs(task.train) & pairs(task.validation)
@@ -97,37 +98,37 @@ def test_no_template_with_its_noun_is_in_two_parts(stored: Stored) -> None:
     assert len(pairs(task.train)) + len(pairs(task.validation)) + len(pairs(task.test)) == 30
 
 
-def test_verbs_do_not_multiply_instances_and_other_files_are_counted(stored: Stored) -> None:
+def test_repeated_prefixes_and_other_phenomena_are_counted(write_rows: Writer) -> None:
     npi = {"file": "simple_npi_anim", "case": "past", "sents": ["no one ever", "one ever", "some one ever"]}
     reflexive = {
         "file": "reflexives_across",
         "case": "sing_MS_ANPHR",
         "sents": ["he hurt himself", "he hurt themselves"],
     }
-    other = [{**row, "sents": [f"{one} indeed" for one in row["sents"]]} for row in few()]
-    task = marvin_linzen(stored([*few(), *other, npi, reflexive]), TaskConfig())
-    assert task.skipped == {"not subject-verb agreement": 2, "repeated beginnings": len(few())}
-    assert len(task.train) + len(task.validation) + len(task.test) == len(few())
+    other = [{**row, "sents": [f"{sentence} indeed" for sentence in row["sents"]]} for row in small_set()]
+    task = marvin_linzen(write_rows([*small_set(), *other, npi, reflexive]), TaskConfig())
+    assert task.skipped == {"not subject-verb agreement": 2, "repeated prefixes": len(small_set())}
+    assert len(task.train) + len(task.validation) + len(task.test) == len(small_set())
 
 
-def test_a_noun_against_its_case_is_skipped(stored: Stored) -> None:
+def test_noun_that_contradicts_the_case_is_skipped(write_rows: Writer) -> None:
     wrong = pair("simple_agrmt", True, "the author")
     early = {"file": "simple_agrmt", "case": "sing", "sents": ["an author is", "authors are"]}
-    task = marvin_linzen(stored([*few(), wrong, early]), TaskConfig())
-    assert task.skipped == {"the noun's number is not the case's": 1, "no subject before the verb": 1}
+    task = marvin_linzen(write_rows([*small_set(), wrong, early]), TaskConfig())
+    assert task.skipped == {"the noun's number differs from the case": 1, "no subject before the verb": 1}
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "is empty"),
-        ("[1, 2]", "line 1, is not an object"),
-        ("{broken", r"line 1, is not JSON \(Expecting property name"),
-        ('{"file": "a"}', "row 1: expected lines like"),
-        ('{"file": "prep_anim", "case": "dual", "sents": ["a", "b"]}', "case is 'dual': expected sing_.. or plur_.."),
+        ("[1, 2]", "line 1: expected Marvin"),
+        ("{broken", r"line 1 is not valid JSON \(Expecting property name"),
+        ('{"file": "a"}', "line 1: expected Marvin"),
+        ('{"file": "prep_anim", "case": "dual", "sents": ["a", "b"]}', "case must start with sing or plur, got 'dual'"),
     ],
 )
-def test_a_file_of_another_format_is_one_clear_line(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_file_raises_one_line_error(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(text)
     with pytest.raises(UsageError, match=message) as error:

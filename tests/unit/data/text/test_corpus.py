@@ -1,4 +1,4 @@
-"""The built-in corpus as a user meets it, and real corpora where they are at hand."""
+"""The built-in corpus, and real corpora if they are available."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 
 from qkflow.data import Corpus, CorpusConfig, get_batch, open_corpus, windows
-from qkflow.data.text.splits import part_of
+from qkflow.data.text.splits import hash_split
 
 
-def test_the_standard_library_is_prepared_whole(stdlib: Corpus) -> None:
+def test_standard_library_is_prepared_completely(stdlib: Corpus) -> None:
     root = Path(sysconfig.get_path("stdlib"))
     assert stdlib.name == "python-stdlib"
     assert len(stdlib.digest) == 64
     assert (stdlib.vocabulary, stdlib.end) == (257, 256)
     label = "json/decoder.py"
-    split = {"train": stdlib.train, "validation": stdlib.validation, "test": stdlib.test}[part_of(label.encode())]
+    split = {"train": stdlib.train, "validation": stdlib.validation, "test": stdlib.test}[hash_split(label.encode())]
     stream = stdlib.decode(split.tokens)
     assert (root / label).read_bytes() in stream
     assert len(stream) == split.bytes
@@ -29,32 +29,32 @@ def test_the_standard_library_is_prepared_whole(stdlib: Corpus) -> None:
     assert stdlib.train.bytes > 0.8 * total
 
 
-def test_a_prepared_folder_opens_without_its_source(stdlib: Corpus) -> None:
-    again = Corpus.at(stdlib.folder)
-    assert (again.name, again.digest, again.vocabulary) == (stdlib.name, stdlib.digest, stdlib.vocabulary)
-    assert (again.validation.tokens == stdlib.validation.tokens).all()
+def test_prepared_folder_opens_without_its_source(stdlib: Corpus) -> None:
+    reopened = Corpus.at(stdlib.folder)
+    assert (reopened.name, reopened.digest, reopened.vocabulary) == (stdlib.name, stdlib.digest, stdlib.vocabulary)
+    assert (reopened.validation.tokens == stdlib.validation.tokens).all()
 
 
-def test_batches_and_windows_of_the_standard_library_are_its_text(stdlib: Corpus) -> None:
+def test_batches_and_windows_contain_the_text(stdlib: Corpus) -> None:
     rows = get_batch(stdlib.train, seed=0, step=10_000, batch_size=4, context=256).tokens
     stream = stdlib.train.tokens.astype(np.uint16).tobytes()
     assert all(row.astype(np.uint16).tobytes() in stream for row in rows)
-    found = windows(stdlib.test, context=256)
-    assert sum(window.length - window.skip for window in found) == stdlib.test.bytes
+    test_windows = windows(stdlib.test, context=256)
+    assert sum(window.length - window.skip for window in test_windows) == stdlib.test.bytes
 
 
-def test_text_goes_to_tokens_and_back(stdlib: Corpus) -> None:
+def test_encode_and_decode(stdlib: Corpus) -> None:
     assert stdlib.encode("é") == stdlib.encode("é".encode()) == [195, 169]
     assert stdlib.encode("\udcff") == [255]
     assert stdlib.decode([*stdlib.encode("def f():"), stdlib.end]) == b"def f():"
 
 
-def test_importing_needs_no_optional_library() -> None:
+def test_import_loads_no_optional_library() -> None:
     code = "import sys, qkflow.data; sys.exit(bool({'datasets', 'tokenizers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_enwik8_has_its_usual_split(real: Callable[[str], Path]) -> None:
+def test_enwik8_has_the_usual_splits(real: Callable[[str], Path]) -> None:
     corpus = open_corpus(CorpusConfig(source="enwik8", data_dir=str(real("enwik8"))))
     assert [split.bytes for split in (corpus.train, corpus.validation, corpus.test)] == [
         90_000_000,
@@ -64,6 +64,6 @@ def test_enwik8_has_its_usual_split(real: Callable[[str], Path]) -> None:
     assert corpus.decode(corpus.train.tokens[1:11]) == b"<mediawiki"
 
 
-def test_medline_titles_are_documents(real: Callable[[str], Path]) -> None:
+def test_each_medline_title_is_a_document(real: Callable[[str], Path]) -> None:
     corpus = open_corpus(CorpusConfig(source=str(real("medline")), field="title"))
     assert sum(len(split.documents) for split in (corpus.train, corpus.validation, corpus.test)) > 30_000

@@ -1,4 +1,4 @@
-"""Every tokenizer gives back the bytes it was given, and no text becomes the end token."""
+"""Decoding inverts encoding for every tokenizer, and no text encodes to the end token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkflow.data.text import tokenizers
-from qkflow.data.text.splits import Join, Piece
+from qkflow.data.text.prepare import cut_at_words
+from qkflow.data.text.splits import Boundary, TextPiece
 from qkflow.data.text.tokenizers import (
     ByteTokenizer,
     Tokenizer,
@@ -23,7 +24,6 @@ from qkflow.data.text.tokenizers import (
     save_tokenizer,
     train_bpe,
 )
-from qkflow.data.text.writing import whole_words
 from qkflow.errors import UsageError
 
 QUICK = settings(deadline=None, max_examples=25)
@@ -33,7 +33,7 @@ BPE = train_bpe(TRAINED, 290)
 
 
 def gpt2_like(folder: Path) -> Path:
-    """Vocabulary files in GPT-2's format with few words, the end token last as there."""
+    """Write small vocabulary files in GPT-2's format, with the end token last."""
     BPE.model.model.save(str(folder))
     words = json.loads((folder / "vocab.json").read_text())
     (folder / "vocab.json").write_text(json.dumps(words | {"<|endoftext|>": len(words)}))
@@ -49,7 +49,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @QUICK
 @given(text=st.text() | st.sampled_from(["<|endoftext|>", "", " <|endoftext|>\n", "\0", SAMPLE.decode()]))
-def test_decoding_what_was_encoded_gives_the_text_back(tokenizer: Tokenizer, text: str) -> None:
+def test_decode_inverts_encode(tokenizer: Tokenizer, text: str) -> None:
     data = text.encode()
     ids = tokenizer.encode(data)
     assert tokenizer.decode(ids) == data
@@ -63,56 +63,56 @@ def test_decoding_what_was_encoded_gives_the_text_back(tokenizer: Tokenizer, tex
 
 @QUICK
 @given(data=st.binary())
-def test_bytes_need_not_be_text(data: bytes) -> None:
+def test_byte_tokenizer_accepts_any_bytes(data: bytes) -> None:
     assert ByteTokenizer().decode(ByteTokenizer().encode(data)) == data
 
 
-def test_a_saved_tokenizer_is_the_same_and_nothing_is_pickled(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_saved_tokenizer_is_json_and_loads_unchanged(tokenizer: Tokenizer, tmp_path: Path) -> None:
     save_tokenizer(tokenizer, tmp_path / "tokenizer.json")
     json.loads((tmp_path / "tokenizer.json").read_text())
-    again = load_tokenizer(tmp_path / "tokenizer.json")
-    assert (again.kind, again.vocabulary, again.end) == (tokenizer.kind, tokenizer.vocabulary, tokenizer.end)
-    assert again.encode(SAMPLE) == tokenizer.encode(SAMPLE)
-    assert again.decode(range(again.vocabulary)) == tokenizer.decode(range(tokenizer.vocabulary))
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert (loaded.kind, loaded.vocabulary, loaded.end) == (tokenizer.kind, tokenizer.vocabulary, tokenizer.end)
+    assert loaded.encode(SAMPLE) == tokenizer.encode(SAMPLE)
+    assert loaded.decode(range(loaded.vocabulary)) == tokenizer.decode(range(tokenizer.vocabulary))
 
 
-def test_a_tokenizer_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_invalid_tokenizer_file_raises(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"kind": "bite"}')
     with pytest.raises(UsageError, match="unknown tokenizer 'bite'"):
         load_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text('{"kind": "bpe", "end": 3, "model": {}}')
-    with pytest.raises(UsageError, match="is not a tokenizer"):
+    with pytest.raises(UsageError, match="is not a valid tokenizer"):
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
-def test_the_vocabulary_counts_the_end_token_last() -> None:
+def test_end_token_is_the_last_token() -> None:
     assert BPE.vocabulary == 290
     assert BPE.end == 289
     assert (ByteTokenizer().vocabulary, ByteTokenizer().end) == (257, 256)
 
 
-def test_a_text_with_few_pairs_gives_a_smaller_vocabulary() -> None:
+def test_text_with_few_pairs_gives_a_smaller_vocabulary() -> None:
     assert train_bpe([b"ab"], 1000).vocabulary == 257
 
 
-def test_training_twice_gives_the_same_tokens() -> None:
+def test_bpe_training_is_deterministic() -> None:
     assert train_bpe(TRAINED, 290).to_json() == BPE.to_json()
 
 
-def test_learnt_pairs_shorten_the_text() -> None:
+def test_bpe_shortens_the_text() -> None:
     assert len(BPE.encode(SAMPLE)) < 0.7 * len(SAMPLE)
 
 
 @pytest.mark.parametrize(("text", "offset"), [(b"ab\xff", 2), (b"\xc3", 0)])
-def test_bytes_that_are_not_utf8_are_refused_by_bpe(text: bytes, offset: int) -> None:
+def test_bpe_raises_on_invalid_utf8(text: bytes, offset: int) -> None:
     with pytest.raises(UsageError, match=f"not UTF-8 at byte {offset}: use --tokens bytes"):
         BPE.encode(text)
 
 
-@pytest.mark.parametrize("wrong", [-1, 257, 10_000])
-def test_a_token_outside_the_vocabulary_is_refused(wrong: int) -> None:
-    with pytest.raises(UsageError, match=f"token {wrong} is not in the vocabulary of 257"):
-        ByteTokenizer().decode([1, wrong])
+@pytest.mark.parametrize("token", [-1, 257, 10_000])
+def test_token_outside_the_vocabulary_raises(token: int) -> None:
+    with pytest.raises(UsageError, match=f"token {token} is not in the vocabulary: expected 0 to 256"):
+        ByteTokenizer().decode([1, token])
 
 
 @QUICK
@@ -123,49 +123,49 @@ def test_a_token_outside_the_vocabulary_is_refused(wrong: int) -> None:
     ),
     size=st.integers(16, 40),
 )
-def test_a_long_text_encoded_in_pieces_has_its_own_tokens(words: list[str], gaps: list[str], size: int) -> None:
-    spread = [part for word, gap in zip(words, gaps, strict=False) for part in (word, gap, "a", " ")]
-    text = "".join(spread).encode() + b"."
-    read = [Piece("train", Join.SPAN, text[i : i + 7]) for i in range(0, len(text), 7)]
-    pieces = [piece.text for piece in whole_words(read, size=size)]
+def test_pieces_cut_at_words_have_the_tokens_of_the_whole(words: list[str], gaps: list[str], size: int) -> None:
+    parts = [part for word, gap in zip(words, gaps, strict=False) for part in (word, gap, "a", " ")]
+    text = "".join(parts).encode() + b"."
+    blocks = [TextPiece("train", Boundary.NONE, text[i : i + 7]) for i in range(0, len(text), 7)]
+    pieces = [piece.text for piece in cut_at_words(blocks, size=size)]
     assert b"".join(pieces) == text
     assert np.concatenate(BPE.encode_batch(pieces)).tolist() == BPE.encode(text)
 
 
 @QUICK
 @given(text=st.text("aé漢𝄞 \n", min_size=1, max_size=200), size=st.integers(4, 40))
-def test_a_text_without_words_is_cut_between_characters(text: str, size: int) -> None:
-    pieces = [piece.text for piece in whole_words([Piece("test", Join.PASSAGE, text.encode())], size=size)]
+def test_text_without_words_is_cut_between_characters(text: str, size: int) -> None:
+    pieces = [piece.text for piece in cut_at_words([TextPiece("test", Boundary.PASSAGE, text.encode())], size=size)]
     assert "".join(piece.decode() for piece in pieces) == text
     assert all(1 <= len(piece) <= size for piece in pieces)
 
 
-def test_spans_are_never_joined_when_they_are_cut_again() -> None:
+def test_cut_at_words_never_joins_spans() -> None:
     pieces = [
-        Piece("train", Join.DOCUMENT, b"a"),
-        Piece("train", Join.DOCUMENT, b"b"),
-        Piece("test", Join.PASSAGE, b"c"),
+        TextPiece("train", Boundary.DOCUMENT, b"a"),
+        TextPiece("train", Boundary.DOCUMENT, b"b"),
+        TextPiece("test", Boundary.PASSAGE, b"c"),
     ]
-    assert list(whole_words(pieces)) == pieces
+    assert list(cut_at_words(pieces)) == pieces
 
 
 @pytest.mark.parametrize(
     "names", [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"), ("gpt2_encoder.json", "gpt2_vocab.bpe")]
 )
-def test_gpt2_files_are_found_under_their_usual_names(tmp_path: Path, names: tuple[str, str]) -> None:
+def test_gpt2_files_under_all_usual_names(tmp_path: Path, names: tuple[str, str]) -> None:
     gpt2_like(tmp_path)
     for old, new in zip(("vocab.json", "merges.txt"), names, strict=True):
         (tmp_path / old).rename(tmp_path / new)
     assert load_gpt2(str(tmp_path)).encode(SAMPLE) == BPE.encode(SAMPLE)
 
 
-def test_gpt2_without_its_files_says_what_is_missing(tmp_path: Path) -> None:
+def test_missing_or_invalid_gpt2_files_raise(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs --vocabulary-files"):
         load_gpt2(None)
-    with pytest.raises(UsageError, match=r"has none of vocab\.json"):
+    with pytest.raises(UsageError, match=r"contains none of vocab\.json"):
         load_gpt2(str(tmp_path))
     (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"has none of merges\.txt"):
+    with pytest.raises(UsageError, match=r"contains none of merges\.txt"):
         load_gpt2(str(tmp_path))
     (tmp_path / "merges.txt").write_text("not merges at all")
     with pytest.raises(UsageError, match="GPT-2"):
@@ -175,14 +175,14 @@ def test_gpt2_without_its_files_says_what_is_missing(tmp_path: Path) -> None:
         load_gpt2(str(tmp_path))
 
 
-def test_without_the_library_bytes_work_and_bpe_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tokenizers_library_raises_only_for_bpe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UsageError, match="pip install tokenizers"):
         train_bpe([b"text"], 300)
     assert ByteTokenizer().decode([104]) == b"h"
 
 
-def test_gpt2s_own_files_give_gpt2s_own_tokens(real: Callable[[str], Path]) -> None:
+def test_gpt2_tokens_match_the_original(real: Callable[[str], Path]) -> None:
     tokenizer = load_gpt2(str(real("tokenizers")))
     assert (tokenizer.vocabulary, tokenizer.end) == (50257, 50256)
     assert tokenizer.encode(b"Hello world, it's 2024\n\n  x") == [15496, 995, 11, 340, 338, 48609, 628, 220, 2124]
@@ -194,7 +194,7 @@ WORDS = ["the", "road", "k1", "é", "."]
 
 @QUICK
 @given(text=st.lists(st.sampled_from(WORDS)), space=st.sampled_from([" ", "  ", "\n"]))
-def test_words_come_back_with_single_spaces(text: list[str], space: str) -> None:
+def test_word_tokenizer_round_trip(text: list[str], space: str) -> None:
     tokenizer = WordTokenizer(WORDS)
     assert isinstance(tokenizer, Tokenizer)
     assert (tokenizer.vocabulary, tokenizer.end) == (6, 5)
@@ -205,22 +205,22 @@ def test_words_come_back_with_single_spaces(text: list[str], space: str) -> None
     assert b"".join(tokenizer.piece(number) for number in [*ids, 5]).decode().split() == text
 
 
-def test_a_vocabulary_of_words_is_saved_and_read_again(tmp_path: Path) -> None:
+def test_word_tokenizer_is_saved_and_loaded(tmp_path: Path) -> None:
     save_tokenizer(WordTokenizer(WORDS), tmp_path / "tokenizer.json")
-    again = load_tokenizer(tmp_path / "tokenizer.json")
-    assert again.to_json() == WordTokenizer(WORDS).to_json()
-    assert again.kind == "words"
-    assert again.encode("é road".encode()) == [3, 1]
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert loaded.to_json() == WordTokenizer(WORDS).to_json()
+    assert loaded.kind == "words"
+    assert loaded.encode("é road".encode()) == [3, 1]
 
 
-def test_a_word_that_is_not_in_the_vocabulary_is_named() -> None:
-    with pytest.raises(UsageError, match=r"'raod' is not in the vocabulary: give the 5 words of this task"):
+def test_unknown_word_raises() -> None:
+    with pytest.raises(UsageError, match=r"'raod' is not in the vocabulary: use the 5 words of this task"):
         WordTokenizer(WORDS).encode(b"the raod .")
     with pytest.raises(UsageError, match="token 6 is not in the vocabulary"):
         WordTokenizer(WORDS).decode([6])
 
 
 @pytest.mark.parametrize("words", [["a", "a"], ["two words"], [""]])
-def test_words_that_could_not_be_told_apart_are_refused(words: list[str]) -> None:
-    with pytest.raises(UsageError, match="words that differ, without spaces"):
+def test_invalid_word_list_raises(words: list[str]) -> None:
+    with pytest.raises(UsageError, match="distinct and must not contain spaces"):
         WordTokenizer(words)

@@ -1,4 +1,4 @@
-"""A task is a corpus like any other: prepared once, the same everywhere, with no instance in two parts."""
+"""Prepared recall tasks: cached, identical on every machine, with disjoint splits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_spec(source: str) -> Corpus:
     return open_corpus(CorpusConfig(source=source))
 
 
-def parts(corpus: Corpus) -> dict[str, Split]:
+def splits(corpus: Corpus) -> dict[str, Split]:
     return {"train": corpus.train, "validation": corpus.validation, "test": corpus.test}
 
 
@@ -48,13 +48,13 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("source", [MQAR, NEEDLE])
-def test_instances_stand_between_end_tokens_and_their_answers_are_on_record(source: str) -> None:
+def test_instances_are_separated_by_end_tokens_and_have_answers(source: str) -> None:
     corpus = open_spec(source)
-    for part, split in parts(corpus).items():
+    for name, split in splits(corpus).items():
         begins, ends = split.documents.T
         assert begins.tolist() == [1, *(ends[:-1] + 1)]
         assert np.flatnonzero(split.tokens == corpus.end).tolist() == [0, *ends]
-        assert len(split.tokens) == corpus.record["parts"][part]["tokens"] == ends[-1] + 1
+        assert len(split.tokens) == corpus.record["parts"][name]["tokens"] == ends[-1] + 1
         assert split.answers is not None
         assert split.cells is not None
         assert split.cells.dtype == CELL_DTYPE
@@ -63,11 +63,11 @@ def test_instances_stand_between_end_tokens_and_their_answers_are_on_record(sour
         owner = np.searchsorted(begins, split.answers[:, 0], side="right") - 1
         assert (split.answers[:, 1] <= ends[owner]).all()
         assert np.bincount(owner, weights=np.diff(split.answers).ravel()).tolist() == split.sizes.tolist()
-        if part != "test":
+        if name != "test":
             assert (split.cells["length"] == corpus.context).all()
 
 
-def test_the_test_part_is_the_grid_cell_after_cell() -> None:
+def test_test_split_is_the_grid_in_order() -> None:
     mqar, needle = open_spec(MQAR), open_spec(NEEDLE)
     assert mqar.test.cells is not None
     assert needle.test.cells is not None
@@ -77,7 +77,7 @@ def test_the_test_part_is_the_grid_cell_after_cell() -> None:
     assert (len(mqar.train.documents), len(mqar.validation.documents)) == (60, 10)
 
 
-def test_the_record_says_what_the_task_is_and_texts_have_none(tmp_path: Path) -> None:
+def test_record_describes_the_task(tmp_path: Path) -> None:
     corpus = open_spec(MQAR)
     assert (corpus.name, corpus.context, corpus.chance, corpus.unit) == (MQAR, 20, 1 / 64, "answer token")
     assert corpus.task is not None
@@ -91,52 +91,52 @@ def test_the_record_says_what_the_task_is_and_texts_have_none(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("source", [MQAR, NEEDLE])
-def test_a_spec_gives_the_same_tokens_on_every_machine(source: str) -> None:
+def test_spec_gives_pinned_tokens(source: str) -> None:
     assert open_spec(source).digest == PINNED[source]
 
 
 @pytest.mark.parametrize("source", [MQAR, NEEDLE])
-def test_prepared_twice_is_the_same_to_the_byte_whatever_the_block(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_do_not_depend_on_the_block_size(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = open_spec(source)
     monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr(prepare, "BLOCK", 100)
+    monkeypatch.setattr(prepare, "BLOCK_TOKENS", 100)
     second = open_spec(source)
     assert first.folder.name == second.folder.name
     assert content(first.folder) == content(second.folder)
 
 
-def test_every_option_that_matters_makes_another_corpus() -> None:
-    digests = {open_spec(f"{MQAR}{more}").digest for more in ("", ",seed=1", ",keys=65", ",values=65", ",fillers=2")}
+def test_digest_depends_on_every_relevant_option() -> None:
+    digests = {
+        open_spec(f"{MQAR}{option}").digest for option in ("", ",seed=1", ",keys=65", ",values=65", ",fillers=2")
+    }
     assert len(digests) == 5
 
 
 @pytest.mark.parametrize(
     "source", ["mqar:pairs=1,length=5,keys=3,values=4,train=200,validation=3,each=4", MQAR, NEEDLE]
 )
-def test_no_instance_is_in_two_parts_even_where_there_are_few(source: str) -> None:
-    train, validation, test = (Counter(rows(split)) for split in parts(open_spec(source)).values())
+def test_splits_are_disjoint_even_for_few_instances(source: str) -> None:
+    train, validation, test = (Counter(rows(split)) for split in splits(open_spec(source)).values())
     assert not train.keys() & validation.keys()
     assert not train.keys() & test.keys()
     assert not validation.keys() & test.keys()
 
 
-def test_a_task_without_enough_instances_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"too few different instances to fill validation with 512 that are new"):
+def test_task_with_too_few_instances_raises() -> None:
+    with pytest.raises(UsageError, match=r"too few different instances for 512 new ones in validation"):
         open_spec("mqar:pairs=1,length=4,keys=1,values=2")
 
 
 @pytest.mark.parametrize("name", ["train.tokens", "test.answers.npy", "corpus.json"])
-def test_a_damaged_folder_is_made_again(name: str) -> None:
+def test_damaged_folder_is_prepared_again(name: str) -> None:
     corpus = open_spec(MQAR)
     before = content(corpus.folder)
-    (corpus.folder / name).write_bytes(b"torn")
+    (corpus.folder / name).write_bytes(b"truncated")
     assert content(open_spec(MQAR).folder) == before
     assert not [path for path in corpus.folder.parent.iterdir() if path.suffix == ".tmp"]
 
 
-def test_an_epoch_takes_every_instance_once_with_its_answers_scored() -> None:
+def test_epoch_visits_every_instance_once_and_scores_its_answers() -> None:
     train = open_spec(MQAR).train
     begins = train.documents[:, 0].tolist()
     answers = {tuple(train.tokens[at - 1 : at + 20].tolist()): scored(train, at - 1, 20).tolist() for at in begins}
@@ -151,12 +151,12 @@ def test_an_epoch_takes_every_instance_once_with_its_answers_scored() -> None:
     assert masks.tolist() == [answers[tuple(row)] for row in drawn.tolist()]
 
 
-def test_scored_targets_are_the_answers_and_nothing_else() -> None:
+def test_only_answers_are_scored() -> None:
     corpus = open_spec(NEEDLE)
     for split in (corpus.validation, corpus.test):
-        found = windows(split, context=96)
-        assert [window.document for window in found] == list(range(len(split.documents)))
-        for window in found:
+        split_windows = windows(split, context=96)
+        assert [window.document for window in split_windows] == list(range(len(split.documents)))
+        for window in split_windows:
             mask = scored(split, window.begin, window.length)
             assert np.flatnonzero(mask).tolist() == list(range(window.length - 5, window.length))
     assert scored(corpus.test, 0, 200).sum() == 20
@@ -174,21 +174,21 @@ def test_batch_needs_the_task_length_and_enough_instances() -> None:
         get_batch(corpus.train, seed=0, step=0, batch_size=0, context=48)
 
 
-def test_tasks_are_read_with_their_own_words_only(tmp_path: Path) -> None:
+def test_task_requires_its_own_tokenizer(tmp_path: Path) -> None:
     corpus = open_spec(MQAR)
     other = "mqar:pairs=3,length=40,train=20,validation=5,each=5"
     assert open_corpus(CorpusConfig(source=other), tokenizer=corpus.tokenizer).vocabulary == corpus.vocabulary
     for tokenizer, hint in ((ByteTokenizer(), "on text"), (WordTokenizer(["k0", "v0"]), "on a task .* trained on")):
-        with pytest.raises(UsageError, match=rf"another vocabulary than the 130 tokens of mqar:.*evaluate it {hint}$"):
+        with pytest.raises(UsageError, match=rf"differs from the 130 tokens of mqar:.*evaluate the model {hint}$"):
             open_corpus(CorpusConfig(source=MQAR), tokenizer=tokenizer)
-    with pytest.raises(UsageError, match="mqar has words of its own for tokens, got --tokens bpe: leave it out"):
+    with pytest.raises(UsageError, match="mqar has its own word tokenizer, got --tokens bpe"):
         open_corpus(CorpusConfig(source=MQAR, tokens="bpe"))
     (tmp_path / "text.txt").write_text("k0 v0 " * 2000)
-    with pytest.raises(UsageError, match=r"text.txt is text, which the words of a recall task cannot spell"):
+    with pytest.raises(UsageError, match=r"text.txt is text, which the word list of a recall task cannot encode"):
         open_corpus(CorpusConfig(source=str(tmp_path / "text.txt")), tokenizer=corpus.tokenizer)
 
 
-def test_a_task_decodes_to_its_words() -> None:
+def test_task_decodes_to_its_words() -> None:
     corpus = open_spec(NEEDLE)
     begin, end = corpus.test.documents[0]
     text = corpus.decode(corpus.test.tokens[begin - 1 : end + 1]).decode()
