@@ -1,4 +1,8 @@
-"""Configs as plain data and back: frozen dataclasses to JSON or TOML values, refusing unknown keys and wrong types."""
+"""Convert configs (frozen dataclasses) to plain data and back.
+
+Plain data are what JSON and TOML hold: nested dictionaries, lists, numbers, strings, booleans and None. Unknown keys,
+missing keys and values of the wrong type raise a `UsageError` that names the key with its path.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ Config = TypeVar("Config")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The config as JSON-ready data, nested configs as nested tables, tuples as lists.
+    """Convert a config to plain data: nested configs become dictionaries, tuples become lists.
 
     >>> @dataclasses.dataclass(frozen=True, kw_only=True)
     ... class Point:
@@ -21,74 +25,88 @@ def to_dict(config: Any) -> dict[str, Any]:
     >>> to_dict(Point(x=2))
     {'x': 2}
     """
-    return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    return {field.name: _to_plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
 def from_dict(cls: type[Config], data: Mapping[str, Any], *, where: str = "") -> Config:
-    """Build `cls` from plain data: an unknown key, a missing one or a value of the wrong type is a `UsageError`."""
+    """Build a config from plain data.
+
+    Args:
+        cls: The dataclass to build.
+        data: Its fields; nested dataclasses are nested dictionaries.
+        where: Where the data come from, for error messages, such as `" of config.json"`.
+
+    >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+    ... class Point:
+    ...     x: int = 1
+    >>> from_dict(Point, {"y": 1})
+    Traceback (most recent call last):
+    qkflow.errors.UsageError: unknown config key 'y': Known: x
+    """
+    return _build(cls, data, "", where)
+
+
+def _build(cls: type[Config], data: Mapping[str, Any], path: str, where: str) -> Config:
+    """Build a dataclass whose own key path is `path` (empty at the top level)."""
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"{cls!r} is not a dataclass")
-    hints = get_type_hints(cls)
-    names = _names(cls)
+    location = f" in {path!r}{where}" if path else where
+    types_by_name = get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in data:
-        if key not in names:
-            raise unknown(f"config key{where}", key, names)
-    for field in dataclasses.fields(cls):
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and field.name not in data:
-            raise UsageError(f"config key {field.name!r}{where} is missing: give it a value")
-    values = {key: _convert(value, hints[key], key) for key, value in data.items()}
-    return cls(**values)
+        if key not in fields:
+            raise unknown("config key", key, fields, where=location)
+    for name, field in fields.items():
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if not has_default and name not in data:
+            raise UsageError(f"config key {name!r}{location} is missing: set it")
+    prefix = f"{path}." if path else ""
+    return cls(**{key: _convert(value, types_by_name[key], f"{prefix}{key}", where) for key, value in data.items()})
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return to_dict(value)
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _convert(value: Any, kind: Any, key: str) -> Any:
-    """`value` as the annotated type `kind`, or an error that names the key."""
-    origin, args = get_origin(kind), get_args(kind)
+def _convert(value: Any, expected: Any, path: str, where: str) -> Any:
+    """Convert `value` to the annotated type `expected`."""
+    origin, args = get_origin(expected), get_args(expected)
     if origin in (Union, types.UnionType):
-        configs = [option for option in args if dataclasses.is_dataclass(option)]
-        if configs and isinstance(value, Mapping):  # the config with the most of these keys, the first of equals
-            return _convert(value, max(configs, key=lambda option: len(_names(option) & value.keys())), key)
-        for option in args:
+        for alternative in args:
             try:
-                return _convert(value, option, key)
+                return _convert(value, alternative, path, where)
             except UsageError:
-                continue
-        raise _wrong(key, value, kind)
+                if dataclasses.is_dataclass(alternative) and isinstance(value, Mapping):
+                    raise  # its message is more precise than that of the union
+        raise _type_error(value, expected, path, where)
     if origin is Literal:
         if value in args:
             return value
-        raise unknown(f"value for config key {key!r}", str(value), [str(option) for option in args])
+        raise unknown(f"value for config key {path!r}", str(value), [str(option) for option in args], where=where)
     if origin is tuple and isinstance(value, list | tuple):
-        kinds = [args[0]] * len(value) if len(args) == 2 and args[1] is Ellipsis else list(args)
-        if len(kinds) == len(value):
-            return tuple(_convert(item, item_kind, key) for item, item_kind in zip(value, kinds, strict=True))
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        if isinstance(value, kind):
+        item_types = [args[0]] * len(value) if len(args) == 2 and args[1] is Ellipsis else list(args)
+        if len(item_types) == len(value):
+            return tuple(_convert(item, kind, path, where) for item, kind in zip(value, item_types, strict=True))
+    if dataclasses.is_dataclass(expected) and isinstance(expected, type):
+        if isinstance(value, expected):
             return value
         if isinstance(value, Mapping):
-            return from_dict(kind, value, where=f" in {key!r}")
-        raise _wrong(key, value, kind)
-    if kind is type(None) and value is None:
+            return _build(expected, value, path, where)
+    elif expected is type(None) and value is None:
         return None
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+    elif expected is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
-        return value
-    raise _wrong(key, value, kind)
+    elif (
+        isinstance(expected, type) and isinstance(value, expected) and (expected is bool or not isinstance(value, bool))
+    ):
+        return value  # bool is a subclass of int, but not a valid int
+    raise _type_error(value, expected, path, where)
 
 
-def _names(cls: Any) -> set[str]:
-    return {field.name for field in dataclasses.fields(cls)}
+def _to_plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_dict(value)
+    if isinstance(value, tuple | list):
+        return [_to_plain(item) for item in value]
+    return value
 
 
-def _wrong(key: str, value: Any, kind: Any) -> UsageError:
-    name = kind.__name__ if isinstance(kind, type) else str(kind)
-    return UsageError(f"config key {key!r} got {value!r}: expected {name}")
+def _type_error(value: Any, expected: Any, path: str, where: str) -> UsageError:
+    name = expected.__name__ if isinstance(expected, type) else str(expected)
+    return UsageError(f"config key {path!r}{where} got {value!r}: expected {name}")

@@ -1,4 +1,4 @@
-"""The exceptions a user can meet. Each message says what was got, what was expected, and what to do."""
+"""The exceptions that qkflow raises. Each message says what happened, what was expected, and what to do."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from difflib import get_close_matches
 
 
 class UsageError(ValueError):
-    """Something the user gave cannot be used: the command line prints it on one line and leaves with code 2."""
+    """Invalid input from the user. The command line prints it on one line and exits with code 2."""
 
 
 class CheckpointError(UsageError):
-    """A checkpoint is torn, altered, of another format, or not a checkpoint at all."""
+    """A checkpoint is truncated, modified, of another format, or not a checkpoint."""
 
 
 class BusyError(UsageError):
-    """Another process holds the lock of this run folder."""
+    """Another process holds the lock of a run folder."""
 
 
 class DiskError(OSError):
-    """A file could not be written; whatever was there before is still there."""
+    """A file could not be written. The previous content of the file is unchanged."""
 
 
 class NotFiniteError(UsageError, ArithmeticError):
-    """Something that has to be finite is not: a user's mistake, or, in a model's own pass, a sign that it diverged."""
+    """A value that must be finite is not: invalid input, or a model that diverged."""
 
 
 class DivergenceError(ArithmeticError):
-    """Training met a loss or gradient that is not finite."""
+    """The loss or a gradient became non-finite during training."""
 
 
 class Interrupted(Exception):
-    """Training was asked to stop (Ctrl-C or SIGTERM), wrote a checkpoint and left."""
+    """Training received Ctrl-C or SIGTERM, saved a checkpoint and stopped."""
 
     signal: int = 2
-    """The signal that asked."""
+    """Number of the received signal."""
 
 
-def unknown(kind: str, got: object, known: Iterable[str]) -> UsageError:
-    """An error for a name that does not exist, with the nearest one that does.
+def unknown(kind: str, got: object, known: Iterable[str], *, where: str = "") -> UsageError:
+    """Return an error for an unknown name, with the most similar known name.
 
     >>> str(unknown("mechanism", "standart", ["standard", "differential"]))
     "unknown mechanism 'standart': did you mean 'standard'? Known: differential, standard"
     """
     names = sorted(known)
-    near = get_close_matches(str(got), names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return UsageError(f"unknown {kind} {got!r}: {hint}Known: {', '.join(names)}")
+    similar = get_close_matches(str(got), names, n=1, cutoff=0.5)
+    hint = f"did you mean {similar[0]!r}? " if similar else ""
+    return UsageError(f"unknown {kind} {got!r}{where}: {hint}Known: {', '.join(names)}")

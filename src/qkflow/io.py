@@ -1,4 +1,8 @@
-"""Files that are either whole or absent: atomic writes, checksums, locks."""
+"""Atomic writes, checksums and file locks.
+
+A file or folder is written under a temporary name, synced to disk and renamed, so a reader sees either the old content
+or the complete new content, even after a crash.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +20,28 @@ from qkflow.errors import BusyError, DiskError, UsageError
 
 
 def cache_folder() -> Path:
-    """Where prepared corpora and built kernels are kept: QKFLOW_CACHE, else qkflow in XDG_CACHE_HOME or ~/.cache."""
+    """Return the cache of prepared corpora and compiled kernels.
+
+    It is QKFLOW_CACHE if set, else `qkflow` in XDG_CACHE_HOME or ~/.cache.
+    """
     own, shared = os.environ.get("QKFLOW_CACHE"), os.environ.get("XDG_CACHE_HOME")
     folder = Path(own) if own else Path(shared or "~/.cache") / "qkflow"
     try:
         return folder.expanduser()
     except RuntimeError:
-        raise UsageError(f"{folder} has no home to be in: set QKFLOW_CACHE to a folder that can be written") from None
+        raise UsageError(
+            f"cannot determine the home directory for the cache {folder}: set QKFLOW_CACHE to a writable folder"
+        ) from None
 
 
 def checksum(path: Path) -> str:
-    """The SHA-256 of a file's bytes, read in pieces so that size does not matter."""
-    digest = hashlib.sha256()
+    """Return the SHA-256 of a file, in hex."""
     with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Ask the system to put a file, or a folder's list of names, on the disk before we go on."""
+    """Flush a file or a folder's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -44,23 +50,18 @@ def sync(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Write a whole file under a temporary name, sync it, and rename it into place: a reader never sees half of it."""
+    """Write a file atomically; text is encoded as UTF-8."""
     data = content.encode() if isinstance(content, str) else content
-
-    def fill(temporary: Path) -> None:
-        with open(temporary, "wb") as file:
-            file.write(data)
-
-    replace(path, fill)
+    replace(path, lambda temporary: temporary.write_bytes(data))
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_file` of a value as indented JSON with sorted keys; NaN is refused, since JSON has none."""
+    """Write a value atomically as indented JSON with sorted keys. NaN and infinity raise a `ValueError`."""
     write_file(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
-def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write files into a temporary folder, sync them, and rename the folder into place."""
+def write_folder(path: Path, fill: Callable[[Path], object]) -> None:
+    """Create a folder atomically; `fill` writes its files."""
 
     def fill_and_sync(temporary: Path) -> None:
         temporary.mkdir(parents=True)
@@ -71,8 +72,8 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     replace(path, fill_and_sync)
 
 
-def replace(path: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write a file (or make a folder) under a temporary name, sync it, and rename it into place."""
+def replace(path: Path, fill: Callable[[Path], object]) -> None:
+    """Create or replace a file or folder atomically; `fill` writes it at the temporary path that it receives."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +84,7 @@ def replace(path: Path, fill: Callable[[Path], None]) -> None:
     except OSError as error:
         discard(temporary)
         raise DiskError(
-            error.errno, f"could not write {path} ({error.strerror}); what was there before is kept"
+            error.errno, f"could not write {path} ({error.strerror}); its previous content is unchanged"
         ) from error
     except BaseException:
         discard(temporary)
@@ -91,7 +92,7 @@ def replace(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file or a folder if it is there; a failure to do so is no failure."""
+    """Delete a file or folder if it exists; errors are ignored."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -101,9 +102,9 @@ def discard(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold an exclusive lock on `path` (a file made for it). The kernel lets go when the process ends, however it ends.
+    """Hold an exclusive lock on the file `path`, which is created. The kernel releases it if the process dies.
 
-    Without `wait`, a lock that another process holds raises `BusyError` at once.
+    If another process holds the lock, wait for it if `wait` is true; otherwise raise a `BusyError`.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,9 +117,11 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "unknown"
-            message = f"{path.parent} is in use by another process (id {holder}): wait for it, or choose another folder"
-            raise BusyError(message) from None
-        with contextlib.suppress(OSError):  # the id is for the message above; the lock holds without it
+            raise BusyError(
+                f"{path.parent} is in use by another process (id {holder}): "
+                "wait until it finishes, or choose another folder"
+            ) from None
+        with contextlib.suppress(OSError):  # the id is only for the message above
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), str(os.getpid()).encode())
         yield

@@ -63,7 +63,7 @@ def test_training_on_pairs_tells_accuracy_and_eval_tells_it_by_pairs(capsys: pyt
 
     assert "differs from" in refused(capsys, "eval", "run", PAIRS.replace("keys=4", "keys=5"))
     Path("text.txt").write_text("some words of a text " * 99)
-    assert "name a task" in refused(capsys, "eval", "run", "text.txt")
+    assert "use a recall task" in refused(capsys, "eval", "run", "text.txt")
     assert "give --context 16" in refused(capsys, "train", PAIRS, "--context", "32", "--steps", "2")
 
 

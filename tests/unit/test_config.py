@@ -29,7 +29,7 @@ class Outer:
     pair: tuple[int, float] = (1, 2.0)
 
 
-def test_a_config_survives_the_way_to_plain_data_and_back() -> None:
+def test_config_round_trip() -> None:
     config = Outer(count=3, on=True, window=4, inner=Inner(depth=2), maybe=Inner(depth=3, name="b"), either=("p", "q"))
     data = to_dict(config)
     assert data["either"] == ["p", "q"]
@@ -39,16 +39,16 @@ def test_a_config_survives_the_way_to_plain_data_and_back() -> None:
 
 
 @pytest.mark.parametrize("mechanism", ["standard:window=8", ("standard", "differential:key_heads=1")])
-def test_a_models_config_survives_too(mechanism: Any) -> None:
+def test_model_config_round_trip(mechanism: Any) -> None:
     config = DecoderConfig(width=8, layers=2, heads=2, hidden=4, mechanism=mechanism)
     assert from_dict(DecoderConfig, to_dict(config)) == config
 
 
-def test_what_is_not_given_keeps_its_default() -> None:
+def test_missing_fields_have_defaults() -> None:
     assert from_dict(Outer, {"count": 1}) == Outer(count=1)
 
 
-def test_an_integer_does_for_a_float_and_becomes_one() -> None:
+def test_integer_is_converted_to_float() -> None:
     config = from_dict(Outer, {"count": 1, "rate": 2, "pair": [3, 4]})
     assert (config.rate, type(config.rate)) == (2.0, float)
     assert config.pair == (3, 4.0)
@@ -58,10 +58,11 @@ def test_an_integer_does_for_a_float_and_becomes_one() -> None:
     ("data", "message"),
     [
         ({"count": 1, "windw": 2}, r"unknown config key 'windw': did you mean 'window'\?"),
-        ({"count": 1, "inner": {"deepth": 2}}, r"unknown config key in 'inner' 'deepth': did you mean 'depth'\?"),
-        ({"count": 1, "maybe": {"dept": 2}}, "unknown config key in 'maybe' 'dept'"),
+        ({"count": 1, "inner": {"deepth": 2}}, r"unknown config key 'deepth' in 'inner': did you mean 'depth'\?"),
+        ({"count": 1, "maybe": {"dept": 2}}, "unknown config key 'dept' in 'maybe'"),
         ({}, "config key 'count' is missing"),
         ({"count": 1, "inner": {}}, "config key 'depth' in 'inner' is missing"),
+        ({"count": 1, "inner": {"depth": "2"}}, r"config key 'inner\.depth' got '2': expected int"),
         ({"count": "1"}, "config key 'count' got '1': expected int"),
         ({"count": 1.5}, r"config key 'count' got 1\.5: expected int"),
         ({"count": True}, "config key 'count' got True: expected int"),
@@ -76,12 +77,12 @@ def test_an_integer_does_for_a_float_and_becomes_one() -> None:
         ({"count": None}, "config key 'count' got None: expected int"),
     ],
 )
-def test_wrong_data_is_refused_in_one_line_that_names_the_key(data: dict[str, Any], message: str) -> None:
+def test_invalid_data_raises_one_line_error_with_the_key_path(data: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         from_dict(Outer, data)
     assert "\n" not in str(caught.value)
 
 
-def test_only_dataclasses_can_be_built() -> None:
+def test_other_classes_raise() -> None:
     with pytest.raises(TypeError, match="not a dataclass"):
         from_dict(int, {})

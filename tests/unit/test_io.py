@@ -19,18 +19,16 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1])
-def test_a_checksum_is_the_sha256_of_all_bytes(tmp_path: Path, size: int) -> None:
+def test_checksum_is_the_sha256(tmp_path: Path, size: int) -> None:
     data = os.urandom(size)
     (tmp_path / "a").write_bytes(data)
     assert io.checksum(tmp_path / "a") == hashlib.sha256(data).hexdigest()
 
 
-@pytest.mark.parametrize(("content", "want"), [("é\n", b"\xc3\xa9\n"), (b"\x00\xff", b"\x00\xff"), ("", b"")])
-def test_a_written_file_holds_what_was_given_and_leaves_nothing_beside_it(
-    tmp_path: Path, content: str | bytes, want: bytes
-) -> None:
+@pytest.mark.parametrize(("content", "expected"), [("é\n", b"\xc3\xa9\n"), (b"\x00\xff", b"\x00\xff"), ("", b"")])
+def test_write_file_leaves_no_temporary_file(tmp_path: Path, content: str | bytes, expected: bytes) -> None:
     io.write_file(tmp_path / "new" / "a", content)
-    assert (tmp_path / "new" / "a").read_bytes() == want
+    assert (tmp_path / "new" / "a").read_bytes() == expected
     assert names(tmp_path / "new") == ["a"]
 
 
@@ -42,14 +40,14 @@ def test_json_is_sorted_and_ends_with_a_newline(tmp_path: Path) -> None:
     assert text.endswith("}\n")
 
 
-def test_json_refuses_nan_and_keeps_the_file_that_was_there(tmp_path: Path) -> None:
+def test_nan_raises_and_keeps_the_old_file(tmp_path: Path) -> None:
     io.write_json(tmp_path / "a.json", 1)
     with pytest.raises(ValueError, match="JSON"):
         io.write_json(tmp_path / "a.json", float("nan"))
     assert (tmp_path / "a.json").read_text() == "1\n"
 
 
-def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+def test_reader_never_sees_a_partial_file(tmp_path: Path) -> None:
     io.write_file(tmp_path / "a", "old")
 
     def fill(temporary: Path) -> None:
@@ -62,11 +60,11 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_text() == "new"
 
 
-def test_a_file_reaches_the_disk_before_its_name_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[tuple[str, str]] = []
+def test_content_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, str]] = []
     real_sync, real_rename = io.sync, os.rename
-    monkeypatch.setattr(io, "sync", lambda path: (done.append(("sync", path.name)), real_sync(path)))
-    monkeypatch.setattr(os, "rename", lambda a, b: (done.append(("rename", b.name)), real_rename(a, b)))
+    monkeypatch.setattr(io, "sync", lambda path: (calls.append(("sync", path.name)), real_sync(path)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (calls.append(("rename", b.name)), real_rename(a, b)))
 
     def fill(folder: Path) -> None:
         (folder / "inside").mkdir()
@@ -74,7 +72,7 @@ def test_a_file_reaches_the_disk_before_its_name_does(tmp_path: Path, monkeypatc
 
     io.write_folder(tmp_path / "run", fill)
     temporary = f".run.{os.getpid()}.tmp"
-    assert done == [
+    assert calls == [
         ("sync", "inside"),
         ("sync", "leaf"),
         ("sync", temporary),
@@ -85,13 +83,11 @@ def test_a_file_reaches_the_disk_before_its_name_does(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), ValueError("a bug")])
 @pytest.mark.parametrize("folder", [False, True])
-def test_a_failed_write_keeps_what_was_there_and_leaves_no_litter(
-    tmp_path: Path, folder: bool, error: Exception
-) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, folder: bool, error: Exception) -> None:
     io.write_file(tmp_path / "a", "old")
 
     def fill(temporary: Path) -> None:
-        (temporary / "part" if folder else temporary).write_text("half")
+        (temporary / "file" if folder else temporary).write_text("half")
         raise error
 
     with pytest.raises(DiskError if isinstance(error, OSError) else ValueError):
@@ -100,7 +96,7 @@ def test_a_failed_write_keeps_what_was_there_and_leaves_no_litter(
     assert names(tmp_path) == ["a"]
 
 
-def test_a_full_disk_is_named_with_the_file_and_the_reason(tmp_path: Path) -> None:
+def test_disk_error_names_the_file_and_the_reason(tmp_path: Path) -> None:
     def fill(temporary: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -109,21 +105,21 @@ def test_a_full_disk_is_named_with_the_file_and_the_reason(tmp_path: Path) -> No
     assert caught.value.errno == errno.ENOSPC
 
 
-def test_a_folder_is_written_whole(tmp_path: Path) -> None:
+def test_write_folder(tmp_path: Path) -> None:
     io.write_folder(tmp_path / "deep" / "run", lambda folder: (folder / "a").write_text("1") and None)
     assert (tmp_path / "deep" / "run" / "a").read_text() == "1"
     assert names(tmp_path / "deep") == ["run"]
 
 
-def test_a_folder_that_holds_something_is_not_replaced(tmp_path: Path) -> None:
+def test_nonempty_folder_is_not_replaced(tmp_path: Path) -> None:
     io.write_file(tmp_path / "run" / "a", "old")
-    with pytest.raises(DiskError, match="what was there before is kept"):
+    with pytest.raises(DiskError, match="previous content is unchanged"):
         io.write_folder(tmp_path / "run", lambda folder: (folder / "a").write_text("new") and None)
     assert (tmp_path / "run" / "a").read_text() == "old"
     assert names(tmp_path) == ["run"]
 
 
-def test_discarding_takes_files_folders_and_what_is_not_there(tmp_path: Path) -> None:
+def test_discard_files_folders_and_missing_paths(tmp_path: Path) -> None:
     io.write_file(tmp_path / "folder" / "a", "x")
     io.write_file(tmp_path / "file", "x")
     for name in ("folder", "file", "absent"):
@@ -131,7 +127,7 @@ def test_discarding_takes_files_folders_and_what_is_not_there(tmp_path: Path) ->
     assert names(tmp_path) == []
 
 
-def test_discarding_a_link_to_a_folder_spares_the_folder(tmp_path: Path) -> None:
+def test_discard_of_a_link_keeps_the_target(tmp_path: Path) -> None:
     io.write_file(tmp_path / "folder" / "a", "x")
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     io.discard(tmp_path / "link")
@@ -139,7 +135,7 @@ def test_discarding_a_link_to_a_folder_spares_the_folder(tmp_path: Path) -> None
     assert names(tmp_path / "folder") == ["a"]
 
 
-def test_a_second_holder_of_a_lock_is_refused_and_told_who_has_it(tmp_path: Path) -> None:
+def test_second_lock_raises_with_the_process_id(tmp_path: Path) -> None:
     path = tmp_path / "run" / "lock"
     with io.locked(path), pytest.raises(BusyError, match=rf"run is in use by another process \(id {os.getpid()}\)"):
         io.locked(path).__enter__()
@@ -147,14 +143,14 @@ def test_a_second_holder_of_a_lock_is_refused_and_told_who_has_it(tmp_path: Path
         pass
 
 
-def test_a_lock_is_let_go_when_its_block_fails(tmp_path: Path) -> None:
+def test_lock_is_released_after_an_exception(tmp_path: Path) -> None:
     with pytest.raises(KeyError), io.locked(tmp_path / "lock"):
         raise KeyError
     with io.locked(tmp_path / "lock"):
         pass
 
 
-def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
+def test_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path
@@ -174,7 +170,7 @@ with locked(Path({str(tmp_path / "lock")!r})):
             pass
 
 
-def test_a_lock_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+def test_lock_in_an_invalid_place_raises(tmp_path: Path) -> None:
     io.write_file(tmp_path / "file", "x")
     with pytest.raises(DiskError, match="could not write"):
         io.locked(tmp_path / "file" / "lock").__enter__()

@@ -246,7 +246,7 @@ def test_a_text_without_two_held_out_documents_is_refused(
 def test_a_text_without_enough_windows_for_a_batch_is_refused_before_any_run(ask: Ask, inline: Any) -> None:
     engine = inline()
     for changes in ({"tokens": 20 * 64 * 64}, {"tokens": None, "budget": 60.0}):
-        with pytest.raises(UsageError, match=r"batch 2000 is too large for the corpus"):
+        with pytest.raises(UsageError, match=r"2000 is too large for the corpus"):
             planning.plan(ask(batch=2000, passes=1e9, **changes), engine, notice=lambda text: None)
     assert not engine.calls
 

@@ -72,7 +72,7 @@ def test_another_text_is_refused(configure: Any, texts: Path, tmp_path: Path, be
     ("changes", "says"),
     [
         ({"model": {"vocabulary": 100}}, "the model has a vocabulary of 100, the corpus texts needs 257"),
-        ({"batch": 10_000}, "batch 10000 is too large"),
+        ({"batch": 10_000}, "10000 is too large"),
         ({"context": 10**6}, "lower --context or use more text"),
     ],
 )

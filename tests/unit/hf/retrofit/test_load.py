@@ -105,8 +105,8 @@ def _outside(folder: Path) -> None:
     [
         (_config(qkflow_retrofit=None), "saved without a coupling"),
         (_config(qkflow_retrofit="__import__"), "expected an object"),
-        (_record(code="x"), "unknown config key in 'qkflow_retrofit' 'code'"),
-        (_record(coupling={"dynamics": "affine", "code": "x"}), "unknown config key in 'coupling' 'code'"),
+        (_record(code="x"), "unknown config key 'code' in 'qkflow_retrofit'"),
+        (_record(coupling={"dynamics": "affine", "code": "x"}), "unknown config key 'code' in 'coupling'"),
         (_record(layers=[5]), "some of its 2"),
         (_record(layers=[0]), r"unexpected: model.layers.1.self_attn.coupling"),
         (_record(coupling={"dynamics": "affine", "hidden": 3}), r"mismatched: .*coupling.*\[3, 4\]"),
