@@ -1,4 +1,4 @@
-"""Models made of mechanisms."""
+"""Models: decoder, classifier, and the one-layer model of the theory."""
 
 from qkflow.models.blocks import Block, RMSNorm, SwiGLU
 from qkflow.models.classifier import Classifier, ClassifierConfig

@@ -1,4 +1,4 @@
-"""The blocks that a stack repeats: over an ordinary stream, and over one of phases.
+"""The blocks of a stack: over an ordinary stream, and over a stream of phases.
 
 x ──┬────────────────────────────────────► + ──┬──────────────────────────────► + ──► y
     └─► norm ─► mechanism ─► [dropout] ────┘   └─► norm ─► SwiGLU ─► [dropout] ─┘
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.mechanisms.base import Mechanism, Stream, projection
+from qkflow.ops.groups import Group
 from qkflow.ops.norm import rms_norm
 from qkflow.state import State
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the width, with a learned scale."""
+    """Root-mean-square normalisation with a learned scale."""
 
     def __init__(self, width: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -30,12 +31,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
-        """The input at unit scale."""
+        """Normalise over the last dimension."""
         return rms_norm(x, self.weight, self.eps)
 
 
 class SwiGLU(nn.Module):
-    r"""The gated feed-forward network  W_{output} (silu(W_{gate} x) \odot W_{up} x).  https://arxiv.org/abs/2002.05202"""
+    r"""Gated feed-forward network W_{output} (silu(W_{gate} x) \odot W_{up} x), https://arxiv.org/abs/2002.05202"""
 
     def __init__(self, width: int, hidden: int, outputs: int | None = None) -> None:
         super().__init__()
@@ -44,15 +45,14 @@ class SwiGLU(nn.Module):
         self.output = projection(hidden, width if outputs is None else outputs)
 
     def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... o"]:
-        """Each token by itself."""
+        """Apply the network to each token."""
         return self.output(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
-    """A mechanism and a feed-forward network, each normalised before and added after.
+    """Pre-norm residual block: a mechanism, then a feed-forward network.
 
-    Without a `hidden` width there is no feed-forward network, and without `norm` nothing is normalised: the smallest
-    models of attention are like that.
+    With `hidden=0` there is no feed-forward network; with `norm=False` there is no normalisation.
     """
 
     def __init__(
@@ -75,25 +75,25 @@ class Block(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
-        """The stream after this block, and the mechanism's state."""
-        mixed, after = self.mechanism(self.mechanism_norm(x), state, layout)
-        x = x + _dropped(self, mixed)
+        """Return the stream after the block, and the state of the mechanism."""
+        mixed, new_state = self.mechanism(self.mechanism_norm(x), state, layout)
+        x = x + _dropout(self, mixed)
         if self.feed_forward is None:
-            return x, after
-        return x + _dropped(self, self.feed_forward(self.feed_forward_norm(x))), after
+            return x, new_state
+        return x + _dropout(self, self.feed_forward(self.feed_forward_norm(x))), new_state
 
 
 class PhaseBlock(nn.Module):
-    """Synchronise, then move each token by itself. Nothing is normalised: only points of the group are ever read.
+    """Residual block over a phase stream, without normalisation: only points of the group are read.
 
-    On the torus the stream holds angles, and both branches are added; on another group they move its elements. Without
-    a `hidden` width tokens only synchronise.
+    On the torus the stream holds angles, and both branches add to it; on other groups they move its elements. With
+    `hidden=0` there is no feed-forward network.
     """
 
     def __init__(self, mechanism: Mechanism, width: int, hidden: int, *, dropout: float = 0.0) -> None:
         super().__init__()
         if mechanism.group is None:
-            raise UsageError(f"{type(mechanism).__name__} has no group: its stream is no phase stream")
+            raise UsageError(f"{type(mechanism).__name__} has no group: a PhaseBlock needs a mechanism on a group")
         self.group = mechanism.group
         elements = width // self.group.size
         self.mechanism = mechanism
@@ -103,23 +103,33 @@ class PhaseBlock(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
-        """The stream after this block, and the mechanism's state."""
-        change, after = self.mechanism(x, state, layout)
-        x = self._moved(self._elements(x), self._elements(_dropped(self, change)))
+        """Return the stream after the block, and the state of the mechanism."""
+        change, new_state = self.mechanism(x, state, layout)
+        x = self._retract(self._elements(x), self._elements(_dropout(self, change)))
         if self.feed_forward is None:
-            return x, after
+            return x, new_state
         points = self.group.points(self._elements(x))
-        motion = _dropped(self, self.feed_forward(points.flatten(-2)))
-        return self._moved(
-            self._elements(x), self.group.push(points, motion.unflatten(-1, (-1, self.group.dim)))
-        ), after
+        motion = _dropout(self, self.feed_forward(points.flatten(-2))).unflatten(-1, (-1, self.group.dim))
+        return self._retract(self._elements(x), self.group.push(points, motion)), new_state
 
     def _elements(self, x: Stream) -> Float[Tensor, "b t e size"]:
         return x.unflatten(-1, (-1, self.group.size))
 
-    def _moved(self, x: Float[Tensor, "b t e size"], change: Float[Tensor, "b t e size"]) -> Stream:
+    def _retract(self, x: Float[Tensor, "b t e size"], change: Float[Tensor, "b t e size"]) -> Stream:
         return self.group.retract(x, change).flatten(-2)
 
 
-def _dropped(block: Block | PhaseBlock, x: Stream) -> Stream:
+class Points(nn.Module):
+    """The points of a phase stream: cosines and sines on the torus, the elements themselves on other groups."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... p"]:
+        """Return the points, concatenated."""
+        return self.group.points(x.unflatten(-1, (-1, self.group.size))).flatten(-2)
+
+
+def _dropout(block: Block | PhaseBlock, x: Stream) -> Stream:
     return F.dropout(x, block.dropout, block.training) if block.dropout else x

@@ -1,4 +1,4 @@
-"""Generation with the cache: prompts of unequal length in one batch, one token a step, as a stream or all at once."""
+"""Autoregressive generation with cached state, for batches of prompts of different lengths."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from qkflow.layout import Layout
 from qkflow.models.decoder import Decoder
 from qkflow.models.stack import DecoderState
 
-PIECE = 512
-"""Tokens of a prompt that are read at once: scores of so many against all before them fit into memory at any length."""
+PREFILL_CHUNK = 512
+"""Prompt tokens per forward call, which bounds the memory of prefill at any prompt length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn."""
+    """Sampling options."""
 
     temperature: float = 1.0
-    """Scores are divided by it; 0 takes the most likely token."""
+    """0 is greedy."""
     top_k: int | None = None
-    """Draw from this many most likely tokens only."""
+    """Sample from this many most likely tokens."""
     top_p: float | None = None
-    """Draw from the fewest most likely tokens that have this much probability together."""
+    """Sample from the smallest set of most likely tokens with this total probability."""
     seed: int = 0
-    """Row i of a batch draws as it would alone with seed + i: what stands beside it changes nothing."""
+    """Row i of a batch uses seed + i, so its samples do not depend on the other rows."""
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
-            raise UsageError(f"temperature must not be negative, got {self.temperature}")
+            raise UsageError(f"temperature must be at least 0, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise UsageError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UsageError(f"top_p must be above 0 and at most 1, got {self.top_p}")
 
 
-def likely(scores: Float[Tensor, "b n"], sampling: Sampling) -> Float[Tensor, "b n"]:
-    """The probabilities that sampling draws from.
+def sampling_probabilities(scores: Float[Tensor, "b n"], sampling: Sampling) -> Float[Tensor, "b n"]:
+    """Return the distribution that is sampled from.
 
-    >>> likely(torch.tensor([[0.0, 1.0, 2.0]]), Sampling(top_k=1)).tolist()
+    >>> sampling_probabilities(torch.tensor([[0.0, 1.0, 2.0]]), Sampling(top_k=1)).tolist()
     [[0.0, 0.0, 1.0]]
     """
     scores = (scores - scores.max(-1, keepdim=True).values).float() / sampling.temperature
@@ -51,7 +51,7 @@ def likely(scores: Float[Tensor, "b n"], sampling: Sampling) -> Float[Tensor, "b
         scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[:, -1:], -torch.inf)
     if sampling.top_p is not None:
         ordered, order = scores.softmax(-1).sort(descending=True)
-        beyond = ordered.cumsum(-1) - ordered >= sampling.top_p  # what lies before it has enough already
+        beyond = ordered.cumsum(-1) - ordered >= sampling.top_p  # the tokens before it have enough probability
         scores = scores.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), -torch.inf)
     return scores.softmax(-1)
 
@@ -64,26 +64,26 @@ def stream(
     sampling: Sampling = Sampling(),
     stop: Sequence[int] = (),
 ) -> Iterator[list[int | None]]:
-    """New tokens as they come: one a row at each step, `None` for a row that has met a `stop` token."""
+    """Yield one new token per row and step; `None` for rows that have reached a `stop` token."""
     device = model.embedding.weight.device
     if tokens < 0:
-        raise UsageError(f"tokens must not be negative, got {tokens}")
-    batch, lengths = _together(prompts, model.config.vocabulary, device)
+        raise UsageError(f"tokens must be at least 0, got {tokens}")
+    batch, lengths = _pad(prompts, model.config.vocabulary, device)
     generators = [torch.Generator().manual_seed(sampling.seed + i) for i in range(len(prompts))]
     running = [True] * len(prompts)
     training = model.training
     model.eval()
     try:
         with torch.inference_mode():
-            scores, state = read_prompts(model, batch, lengths)
+            scores, state = prefill(model, batch, lengths)
         for step in range(tokens):
             with torch.inference_mode():
                 chosen = _draw(scores, sampling, generators)
             drawn = chosen.tolist()
-            running = [on and token not in stop for on, token in zip(running, drawn, strict=True)]
+            running = [is_on and token not in stop for is_on, token in zip(running, drawn, strict=True)]
             if not any(running):
                 return
-            yield [token if on else None for on, token in zip(running, drawn, strict=True)]
+            yield [token if is_on else None for is_on, token in zip(running, drawn, strict=True)]
             if step + 1 < tokens:
                 with torch.inference_mode():
                     logits, state = model(chosen[:, None], state)
@@ -100,7 +100,7 @@ def generate(
     sampling: Sampling = Sampling(),
     stop: Sequence[int] = (),
 ) -> list[list[int]]:
-    """The new tokens of every row, at most `tokens` of them, up to and without the first `stop` token."""
+    """Return up to `tokens` new tokens per row, without the first `stop` token and what follows it."""
     rows: list[list[int]] = [[] for _ in prompts]
     for step in stream(model, prompts, tokens=tokens, sampling=sampling, stop=stop):
         for row, token in zip(rows, step, strict=True):
@@ -109,35 +109,35 @@ def generate(
     return rows
 
 
-def read_prompts(
-    model: Decoder, batch: Int[Tensor, "b t"], lengths: Sequence[int], piece: int = PIECE
+def prefill(
+    model: Decoder, batch: Int[Tensor, "b t"], lengths: Sequence[int], chunk: int = PREFILL_CHUNK
 ) -> tuple[Float[Tensor, "b n"], DecoderState]:
-    """Scores of the token after the last of each row, and what to carry on with, a `piece` of the columns at a time.
+    """Return the next-token logits of each row and the state, reading `chunk` columns at a time.
 
-    What is held at once does not grow with the prompt: a state, and what one piece of it needs.
+    Apart from the state, memory does not grow with the prompt.
     """
     longest, width = batch.shape[1], model.read_width
     ends = torch.as_tensor(lengths, device=batch.device)
     rows = torch.arange(len(batch), device=batch.device)
     last, state = model.embedding.weight.new_empty(len(batch), width), None
-    for begin in range(0, longest, piece):
-        now = batch[:, begin : begin + piece]
-        there = (ends - begin).clamp(0, now.shape[1])
-        layout = None if min(lengths) >= begin + now.shape[1] else Layout.padded(there, now.shape[1])
-        x, state = model.read(now, state, layout)
-        here = (ends > begin) & (ends <= begin + piece)
-        last = torch.where(here[:, None], x[rows, there.sub(1).clamp_min(0)], last)
+    for start in range(0, longest, chunk):
+        tokens = batch[:, start : start + chunk]
+        counts = (ends - start).clamp(0, tokens.shape[1])
+        layout = None if min(lengths) >= start + tokens.shape[1] else Layout.padded(counts, tokens.shape[1])
+        x, state = model.read(tokens, state, layout)
+        is_last = (ends > start) & (ends <= start + chunk)
+        last = torch.where(is_last[:, None], x[rows, counts.sub(1).clamp_min(0)], last)
     if state is None:
-        raise UsageError("every prompt needs at least one token, got a batch without columns")
+        raise UsageError("prompts are empty: expected at least one token in each")
     return model.logits(last), state
 
 
-def _together(
+def _pad(
     prompts: Sequence[Sequence[int]], vocabulary: int, device: torch.device
 ) -> tuple[Int[Tensor, "b t"], list[int]]:
     lengths = [len(prompt) for prompt in prompts]
     if not lengths or min(lengths) < 1:
-        raise UsageError("every prompt needs at least one token: begin an empty one with the end-of-document token")
+        raise UsageError("a prompt is empty: expected at least one token; start it with the end-of-document token")
     if outside := [token for prompt in prompts for token in prompt if not 0 <= token < vocabulary]:
         raise UsageError(
             f"token {outside[0]} is not in the model's vocabulary of {vocabulary}: encode with its tokenizer"
@@ -150,6 +150,6 @@ def _together(
 def _draw(scores: Float[Tensor, "b n"], sampling: Sampling, generators: list[torch.Generator]) -> Int[Tensor, " b"]:
     if sampling.temperature == 0:
         return scores.argmax(-1)
-    chances = likely(scores, sampling).cpu()
-    drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(chances, generators, strict=True)]
+    probabilities = sampling_probabilities(scores, sampling).cpu()
+    drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(probabilities, generators, strict=True)]
     return torch.cat(drawn).to(scores.device)

@@ -1,4 +1,4 @@
-"""Named sizes, and the solver that gives two models the same number of parameters."""
+"""Named model sizes, and matching of parameter counts."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ _SHAPES = {  # name: (width, layers, heads, hidden, vocabulary)
 }
 
 SIZES = tuple(_SHAPES)
-"""The names of the sizes: each is within 2 % of what it says, with its own vocabulary and a tied head."""
+"""The names of the sizes; parameter counts are within 2 % of the name, with the size's vocabulary and a tied head."""
 
 
 def size(name: str, *, vocabulary: int | None = None, mechanism: str | tuple[str, ...] = "standard") -> DecoderConfig:
-    """The config of a named size, with the vocabulary it was published for, or bytes, unless another is given.
+    """Return the config of a named size; `vocabulary` defaults to the published one, or to bytes.
 
     >>> size("1m").width, parameters(size("1m"))
     (128, 1007104)
     """
     if name not in _SHAPES:
         raise unknown("size", name, SIZES)
-    width, layers, heads, hidden, usual = _SHAPES[name]
+    width, layers, heads, hidden, published = _SHAPES[name]
     return DecoderConfig(
         width=width,
         layers=layers,
         heads=heads,
         hidden=hidden,
-        vocabulary=usual if vocabulary is None else vocabulary,
+        vocabulary=published if vocabulary is None else vocabulary,
         mechanism=mechanism,
     )
 
 
-@lru_cache(maxsize=1024)  # a mechanism's name means one thing in a process
+@lru_cache(maxsize=1024)
 def parameters(config: DecoderConfig) -> int:
-    """How many parameters a decoder of this config has, without allocating them."""
+    """Return the number of parameters of a decoder, without allocating them."""
     with torch.device("meta"):
         return sum(p.numel() for p in Decoder(config).parameters())
 
 
 def matched(config: DecoderConfig, target: int) -> DecoderConfig:
-    """The config with the feed-forward width that brings its parameters nearest to `target`.
+    """Return the config with the feed-forward width whose parameter count is nearest to `target`.
 
     >>> baseline = size("1m")
     >>> other = matched(size("1m", mechanism="differential"), parameters(baseline))
@@ -67,7 +67,7 @@ def matched(config: DecoderConfig, target: int) -> DecoderConfig:
     hidden = 1 + round((target - one) / (two - one))
     if hidden < 1:
         raise UsageError(
-            f"{config.mechanism} at width {config.width} has {one} parameters before its feed-forward network: "
-            f"{target} cannot be matched; choose a larger size, or a smaller vocabulary"
+            f"cannot match {target} parameters: {config.mechanism} at width {config.width} has {one} with the smallest"
+            " feed-forward network; choose a larger size or a smaller vocabulary"
         )
     return replace(config, hidden=hidden)

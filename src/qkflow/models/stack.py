@@ -1,9 +1,9 @@
-"""What models are made of: tokens become a stream, and one block after the other moves it.
+"""The common part of all models: an embedding and a stack of blocks.
 
-tokens ─► embedding ─► block ─► block ─► ... ─► norm ─► what the model reads
+tokens ─► embedding ─► block ─► block ─► ... ─► norm ─► output
 
-A stack of mechanisms on a group has a phase stream: tokens are embedded as elements (angles, on the torus), blocks move
-them, and what is read are their points (cosines and sines), not normalised, since they cannot grow.
+A stack of mechanisms on a group has a phase stream: tokens are embedded as group elements (angles on the torus), and
+the output is their points (cosines and sines), which need no normalisation because their norm is constant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.mechanisms.base import Mechanism, ParamOptions
 from qkflow.mechanisms.registry import mechanism
-from qkflow.models.blocks import Block, PhaseBlock, RMSNorm
+from qkflow.models.blocks import Block, PhaseBlock, Points, RMSNorm
 from qkflow.ops.groups import TORUS, Group, near_identity
 from qkflow.state import State
 
@@ -29,24 +29,23 @@ Tokens = Int[Tensor, "b t"]
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig:
-    """The shape of a stack."""
+    """Shape of a stack."""
 
     width: int
-    """Numbers a token in the stream."""
+    """Width of the stream."""
     layers: int
-    """Blocks."""
     heads: int
-    """Heads of the mechanism; must divide the width."""
+    """Number of heads; must divide the width."""
     hidden: int
-    """Width of the feed-forward network inside a block."""
+    """Hidden width of the feed-forward networks."""
     vocabulary: int = 257
-    """Tokens there are; 257 is the bytes and an end-of-document token."""
+    """Vocabulary size; 257 is the bytes and an end-of-document token."""
     mechanism: str | tuple[str, ...] = "standard"
-    """The mechanism of every block, as in `standard:window=128`; or a list of them, one a layer, for a hybrid stack."""
+    """Spec of the mechanism, such as `standard:window=128`; or one spec per layer, for a hybrid stack."""
     dropout: float = 0.0
-    """Share of each branch's output that is dropped in training."""
+    """Dropout probability of each residual branch."""
     norm_eps: float = 1e-5
-    """Added to mean squares before a root is taken."""
+    """Epsilon of the RMS norms."""
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "vocabulary"):
@@ -55,49 +54,49 @@ class StackConfig:
         if self.hidden < 0:
             raise UsageError(f"hidden must be at least 0, got {self.hidden}")
         if not 0 <= self.dropout < 1:
-            raise UsageError(f"dropout must be from 0 up to 1, got {self.dropout}")
+            raise UsageError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if not isinstance(self.mechanism, str) and len(self.mechanism) != self.layers:
             raise UsageError(
-                f"a list of mechanisms names one a layer: got {len(self.mechanism)} for {self.layers} layers"
+                f"mechanism must be one spec, or one per layer, got {len(self.mechanism)} for {self.layers} layers"
             )
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
-        """The mechanism of each layer."""
+        """The spec of each layer."""
         return (self.mechanism,) * self.layers if isinstance(self.mechanism, str) else self.mechanism
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderState(State):
-    """The states of a decoder's layers."""
+    """The states of all layers."""
 
     layers: tuple[State, ...]
 
     @property
     def length(self) -> Int[Tensor, " b"]:
-        """Tokens seen so far of each row."""
+        """Number of tokens of each row."""
         return self.layers[0].length
 
     def select(self, rows: Int[Tensor, " n"]) -> DecoderState:
-        """The rows asked for, in every layer."""
+        """Return the given rows of every layer."""
         return DecoderState(tuple(layer.select(rows) for layer in self.layers))
 
     def detach(self) -> DecoderState:
-        """Every layer cut from the graph that made it."""
+        """Return the state detached from the graph."""
         return DecoderState(tuple(layer.detach() for layer in self.layers))
 
     def to(self, device: torch.device | str) -> DecoderState:
-        """Every layer on another device."""
+        """Return the state on another device."""
         return DecoderState(tuple(layer.to(device) for layer in self.layers))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the layers hold together."""
+        """Size of all layers in bytes."""
         return sum(layer.nbytes for layer in self.layers)
 
 
 class Stack(nn.Module):
-    """An embedding and blocks over any mechanism; a model adds a head that reads the stream."""
+    """An embedding and blocks with any mechanism; subclasses add a head."""
 
     def __init__(self, config: StackConfig, *, norm: bool = True) -> None:
         super().__init__()
@@ -107,11 +106,11 @@ class Stack(nn.Module):
             _block(factory(config.width, config.heads, layer, config.layers), config, norm)
             for layer, factory in enumerate(factories)
         )
-        mixers = self.mechanisms
-        self.group = _stream(mixers, config.mechanisms)
-        for factory, mixer in zip(factories, mixers, strict=True):
-            if mixer is not (first := mixers[factories.index(factory)]):
-                mixer.tie_weights(first)
+        mechanisms = self.mechanisms
+        self.group = _common_group(mechanisms, config.mechanisms)
+        for factory, layer in zip(factories, mechanisms, strict=True):
+            if layer is not (first := mechanisms[factories.index(factory)]):
+                layer.tie_weights(first)
         self.read_width = config.width
         if self.group is not None:
             self.norm = Points(self.group)
@@ -127,17 +126,17 @@ class Stack(nn.Module):
     def read(
         self, tokens: Tokens, state: DecoderState | None = None, layout: Layout | None = None
     ) -> tuple[Float[Tensor, "b t p"], DecoderState]:
-        """The stream behind the last block, normalised, or the points of a phase stream; and what to carry on with."""
+        """Return the normalised stream (or the points of a phase stream) after the last block, and the new state."""
         x = self.embed(tokens)
-        past: Sequence[State | None] = [None] * len(self.blocks) if state is None else state.layers
-        states = []
-        for block, before in zip(self.blocks, past, strict=True):
-            x, after = block(x, before, layout)
-            states.append(after)
-        return self.norm(x), DecoderState(tuple(states))
+        old_states: Sequence[State | None] = [None] * len(self.blocks) if state is None else state.layers
+        new_states = []
+        for block, old_state in zip(self.blocks, old_states, strict=True):
+            x, new_state = block(x, old_state, layout)
+            new_states.append(new_state)
+        return self.norm(x), DecoderState(tuple(new_states))
 
     def embed(self, tokens: Tokens) -> Float[Tensor, "b t d"]:
-        """The stream before the first block; training may take the elements of a phase stream off their group."""
+        """Return the stream before the first block; embeddings that left the group in training are projected back."""
         x = self.embedding(tokens)
         if self.group is None or self.group == TORUS:
             return x
@@ -145,64 +144,49 @@ class Stack(nn.Module):
         return self.group.retract(elements, torch.zeros_like(elements)).flatten(-2)
 
     def param_options(self) -> dict[str, ParamOptions]:
-        """How parameters learn, by name: what the mechanisms ask for, and in a phase stream all of them (ours)."""
-        own = {
-            f"blocks.{i}.mechanism.{name}": pace
-            for i, mixer in enumerate(self.mechanisms)
-            for name, pace in mixer.param_options().items()
+        """Return the optimizer options by parameter: those of the mechanisms, and for a phase stream our own."""
+        options = {
+            f"blocks.{i}.mechanism.{name}": option
+            for i, mechanism in enumerate(self.mechanisms)
+            for name, option in mechanism.param_options().items()
         }
         if self.group is None:
-            return own
-        every = dict.fromkeys((name for name, _ in self.named_parameters()), ParamOptions(rate=_PHASE_MATRICES))
-        return every | own | {"embedding.weight": ParamOptions(rate=_PHASES, decay=False)}
+            return options
+        defaults = dict.fromkeys((name for name, _ in self.named_parameters()), ParamOptions(rate=_PHASE_MATRIX_RATE))
+        return defaults | options | {"embedding.weight": ParamOptions(rate=_PHASE_EMBEDDING_RATE, decay=False)}
 
-    def spread_tokens(self, std: float) -> None:
-        """Give the tokens their first embeddings: of this size, or around the identity of a group."""
+    def init_embedding(self, std: float) -> None:
+        """Initialise the embedding: normal with this standard deviation, or around the identity of the group."""
         if self.group is None:
             nn.init.normal_(self.embedding.weight, std=std)
             return
         elements = self.embedding.weight.shape[1] // self.group.size
         with torch.no_grad():
-            around = near_identity(self.group, self.embedding.num_embeddings, elements, spread=_PHASE_SPREAD)
-            self.embedding.weight.copy_(around.flatten(1))
+            phases = near_identity(self.group, self.embedding.num_embeddings, elements, spread=_PHASE_SPREAD)
+            self.embedding.weight.copy_(phases.flatten(1))
 
 
-class Points(nn.Module):
-    """The points of a phase stream."""
-
-    def __init__(self, group: Group) -> None:
-        super().__init__()
-        self.group = group
-
-    def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... p"]:
-        """Cosines and sines, or the elements themselves."""
-        return self.group.points(x.unflatten(-1, (-1, self.group.size))).flatten(-2)
+def _block(mechanism: Mechanism, config: StackConfig, norm: bool) -> nn.Module:
+    if mechanism.group is not None:
+        return PhaseBlock(mechanism, config.width, config.hidden, dropout=config.dropout)
+    return Block(mechanism, config.width, config.hidden, dropout=config.dropout, eps=config.norm_eps, norm=norm)
 
 
-def _block(mixer: Mechanism, config: StackConfig, norm: bool) -> nn.Module:
-    if mixer.group is not None:
-        return PhaseBlock(mixer, config.width, config.hidden, dropout=config.dropout)
-    return Block(mixer, config.width, config.hidden, dropout=config.dropout, eps=config.norm_eps, norm=norm)
-
-
-def _stream(mixers: Sequence[Mechanism], specs: Sequence[str]) -> Group | None:
-    """The group of a stack's stream, which is the same for all of its layers."""
-    groups = [mixer.group for mixer in mixers]
+def _common_group(mechanisms: Sequence[Mechanism], specs: Sequence[str]) -> Group | None:
+    """Return the group of the stream, which all layers must share."""
+    groups = [mechanism.group for mechanism in mechanisms]
     for spec, group in zip(specs, groups, strict=True):
         if group != groups[0]:
+            names = ["an ordinary stream" if g is None else f"elements of {g.name}" for g in (groups[0], group)]
             raise UsageError(
-                f"{specs[0]!r} and {spec!r} cannot share a stack: one reads {_named(groups[0])}, one {_named(group)}"
+                f"{specs[0]!r} and {spec!r} cannot be in one stack: one reads {names[0]}, the other {names[1]}"
             )
     return groups[0]
 
 
-def _named(group: Group | None) -> str:
-    return "an ordinary stream" if group is None else f"elements of {group.name}"
-
-
-_PHASE_MATRICES = 2.0
-"""How many times as fast the matrices of a phase stream learn: they read points, none longer than another."""
-_PHASES = 20.0
-"""How many times as fast the tokens' phases learn: angles live on a scale of radians, matrices do not."""
+_PHASE_MATRIX_RATE = 2.0
+"""Learning-rate factor of the matrices of a phase stream, whose inputs have unit norm."""
+_PHASE_EMBEDDING_RATE = 20.0
+"""Learning-rate factor of the embedded phases: angles are on the scale of radians, matrices are not."""
 _PHASE_SPREAD = 1.0
-"""How far the phases of tokens begin from 0, in radians: a standard deviation."""
+"""Initial standard deviation of the embedded phases, in radians."""

@@ -105,7 +105,7 @@ def test_what_is_not_asked_for_has_no_parameters(mechanism: str) -> None:
 
 def test_a_packed_batch_and_an_empty_text_are_refused() -> None:
     tokens = torch.randint(1, 11, (1, 5))
-    with pytest.raises(UsageError, match="one text a row"):
+    with pytest.raises(UsageError, match="one text of at least one token per row"):
         model()(tokens, Layout.packed([0, 3, 5]))
     with pytest.raises(UsageError, match="at least one token"):
         model()(tokens.expand(2, 5), Layout.padded([3, 0], 5))
@@ -113,7 +113,7 @@ def test_a_packed_batch_and_an_empty_text_are_refused() -> None:
 
 
 def test_shapes_that_cannot_be_are_refused() -> None:
-    for changes, says in (({"classes": 1}, "at least 2 classes, got 1"), ({"hidden": -1}, "hidden must be")):
+    for changes, says in (({"classes": 1}, "classes must be at least 2, got 1"), ({"hidden": -1}, "hidden must be")):
         with pytest.raises(UsageError, match=says):
             model(**changes)
 

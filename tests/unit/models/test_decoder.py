@@ -103,7 +103,7 @@ def test_padding_changes_no_score_and_no_gradient(mechanism: Any, side: Any) -> 
 def test_packed_documents_do_not_see_each_other(mechanism: Any) -> None:
     decoder, x = model(mechanism), tokens(1, 12)
     packed, state = decoder(x, layout=Layout.packed([0, 5, 6, 12]))
-    close(packed, torch.cat([decoder(piece)[0] for piece in x.split([5, 1, 6], 1)], 1))
+    close(packed, torch.cat([decoder(chunk)[0] for chunk in x.split([5, 1, 6], 1)], 1))
     assert state.length.tolist() == [5, 1, 6]
     starts = torch.zeros(2, 6, dtype=torch.bool)
     starts[0, 5] = starts[1, 0] = True
@@ -244,8 +244,8 @@ def test_a_block_adds_what_it_makes_of_the_normalised_stream() -> None:
         ({"heads": 3}, "heads must divide the width, got 3 heads for a width of 16"),
         ({"layers": 0}, "layers must be at least 1, got 0"),
         ({"vocabulary": -1}, "vocabulary must be at least 1, got -1"),
-        ({"dropout": 1.0}, r"dropout must be from 0 up to 1, got 1\.0"),
-        ({"mechanism": ("standard",)}, "one a layer: got 1 for 4 layers"),
+        ({"dropout": 1.0}, r"dropout must be at least 0 and below 1, got 1\.0"),
+        ({"mechanism": ("standard",)}, "one per layer, got 1 for 4 layers"),
         ({"mechanism": "diferential"}, "did you mean 'differential'"),
         ({"mechanism": "differential", "heads": 1}, "even number of heads"),
     ],

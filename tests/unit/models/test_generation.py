@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from qkflow.errors import UsageError
 from qkflow.models import Decoder, DecoderConfig, Sampling, generate, stream
-from qkflow.models.generation import likely, read_prompts
+from qkflow.models.generation import prefill, sampling_probabilities
 
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
@@ -41,7 +41,7 @@ def by_hand(decoder: Decoder, prompt: list[int], count: int, sampling: Sampling,
         if sampling.temperature == 0:
             sequence.append(int(scores.argmax()))
         else:
-            sequence.append(int(torch.multinomial(likely(scores, sampling), 1, generator=generator)))
+            sequence.append(int(torch.multinomial(sampling_probabilities(scores, sampling), 1, generator=generator)))
     return sequence[len(prompt) :]
 
 
@@ -190,7 +190,7 @@ def test_what_is_likely_is_what_the_words_say(
     raw: list[list[int]], top_k: int | None, top_p: float | None, temperature: float
 ) -> None:
     raw_scores = torch.tensor(raw, dtype=torch.float64) / 10
-    got = likely(raw_scores, Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
+    got = sampling_probabilities(raw_scores, Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
     for row, chances in zip(raw_scores, got.double(), strict=True):
         order = sorted(range(6), key=lambda token: -float(row[token]))
         kept = order[: top_k or 6]
@@ -219,7 +219,7 @@ def test_samples_come_as_often_as_they_are_likely() -> None:
 
 @pytest.mark.parametrize("prompts", [[], [[]], [[1], []]])
 def test_a_prompt_of_no_tokens_is_refused(prompts: list[list[int]]) -> None:
-    with pytest.raises(UsageError, match="every prompt needs at least one token"):
+    with pytest.raises(UsageError, match="a prompt is empty"):
         generate(model(), prompts, tokens=3)
 
 
@@ -233,8 +233,8 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.1}, r"temperature must not be negative, got -0\.1"),
-        ({"temperature": float("nan")}, "temperature must not be negative, got nan"),
+        ({"temperature": -0.1}, r"temperature must be at least 0, got -0\.1"),
+        ({"temperature": float("nan")}, "temperature must be at least 0, got nan"),
         ({"top_k": 0}, "top_k must be at least 1, got 0"),
         ({"top_p": 0.0}, r"top_p must be above 0 and at most 1, got 0\.0"),
         ({"top_p": 1.5}, r"top_p must be above 0 and at most 1, got 1\.5"),
@@ -252,10 +252,10 @@ def test_a_prompt_may_be_read_in_pieces_of_any_size(mechanism: Any) -> None:
     decoder, lengths = model(mechanism), [9, 1, 6, 4]
     batch = torch.randint(0, 11, (4, 9))
     with torch.inference_mode():
-        want, whole = read_prompts(decoder, batch, lengths, piece=100)
+        want, whole = prefill(decoder, batch, lengths, chunk=100)
         assert_close(want, torch.stack([decoder(batch[i : i + 1, :n])[0][0, -1] for i, n in enumerate(lengths)]))
-        for piece in (1, 2, 3, 8):
-            scores, state = read_prompts(decoder, batch, lengths, piece=piece)
+        for chunk in (1, 2, 3, 8):
+            scores, state = prefill(decoder, batch, lengths, chunk=chunk)
             assert_close(scores, want)
             assert state.length.tolist() == lengths
             assert_close(decoder(batch[:, :2], state)[0], decoder(batch[:, :2], whole)[0])
@@ -264,7 +264,7 @@ def test_a_prompt_may_be_read_in_pieces_of_any_size(mechanism: Any) -> None:
 LONG_PROMPT = """
 import torch
 from qkflow import Decoder, size
-from qkflow.models.generation import read_prompts
+from qkflow.models.generation import prefill
 
 def peak():
     lines = open("/proc/self/status").read().splitlines()
@@ -273,9 +273,9 @@ def peak():
 model = Decoder(size("1m", mechanism="qdelta")).eval()
 prompt = torch.arange(100_000)[None] % 251
 with torch.inference_mode():
-    read_prompts(model, prompt[:, :5_000], [5_000])
+    prefill(model, prompt[:, :5_000], [5_000])
     before = peak()
-    scores, state = read_prompts(model, prompt, [100_000])
+    scores, state = prefill(model, prompt, [100_000])
     for _ in range(3):
         scores, state = model(scores.view(1, -1).argmax(-1, keepdim=True), state)
 assert state.length.tolist() == [100_003] and scores.isfinite().all()

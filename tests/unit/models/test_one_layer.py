@@ -65,8 +65,8 @@ def test_every_matrix_begins_as_a_part_of_the_identity(form: Form) -> None:
 @pytest.mark.parametrize(("old", "new"), [*product(FORMS, FORMS)])
 def test_a_conversion_keeps_the_function_and_so_does_the_way_back(old: Form, new: Form) -> None:
     model = made(old)
-    there = model.converted(new)
-    back = there.converted(old)
+    there = model.convert(new)
+    back = there.convert(old)
     assert there.config.form == new
     for other in (there, back):
         assert_close(other(texts()), model(texts()), rtol=0, atol=1e-10)
@@ -80,7 +80,7 @@ def test_factors_are_balanced_and_keep_the_rank(rank: int) -> None:
         for parameter in model.parameters():
             parameter.data.zero_()
     names = ("query", "key", "value", "output")
-    query, key, value, output = (model.converted("FAFO").get_parameter(name).detach() for name in names)
+    query, key, value, output = (model.convert("FAFO").get_parameter(name).detach() for name in names)
     assert_close(query @ query.T, key @ key.T, rtol=0, atol=1e-10)
     assert_close(output.T @ output, value @ value.T, rtol=0, atol=1e-10)
     for factor in (query, key, value, output):
@@ -90,7 +90,7 @@ def test_factors_are_balanced_and_keep_the_rank(rank: int) -> None:
 
 def test_a_circuit_that_keeps_its_form_keeps_its_matrices() -> None:
     model = made("FAFO")
-    other = model.converted("FACO")
+    other = model.convert("FACO")
     assert torch.equal(other.get_parameter("query"), model.get_parameter("query"))
     other.get_parameter("query").data.zero_()
     assert model.get_parameter("query").any()

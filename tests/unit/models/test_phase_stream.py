@@ -89,7 +89,7 @@ def test_padding_changes_no_score_and_no_gradient(spec: str, side: Any) -> None:
 def test_packed_documents_do_not_see_each_other(spec: str) -> None:
     decoder, x = model(spec), tokens(1, 8)
     packed, state = decoder(x, layout=Layout.packed([0, 3, 4, 8]))
-    same_gradients(decoder, packed, torch.cat([decoder(piece)[0] for piece in x.split([3, 1, 4], 1)], 1))
+    same_gradients(decoder, packed, torch.cat([decoder(chunk)[0] for chunk in x.split([3, 1, 4], 1)], 1))
     assert state.length.tolist() == [3, 1, 4]
 
 
@@ -208,13 +208,13 @@ def test_it_learns(spec: str) -> None:
 @pytest.mark.parametrize(
     ("mixed", "reads"),
     [
-        (("kuramoto", "standard"), "elements of torus, one an ordinary stream"),
-        (("standard", "group"), "an ordinary stream, one elements of su2"),
-        (("kuramoto", "group"), "elements of torus, one elements of su2"),
+        (("kuramoto", "standard"), "elements of torus, the other an ordinary stream"),
+        (("standard", "group"), "an ordinary stream, the other elements of su2"),
+        (("kuramoto", "group"), "elements of torus, the other elements of su2"),
     ],
 )
 def test_streams_do_not_mix(mixed: tuple[str, str], reads: str) -> None:
-    with pytest.raises(UsageError, match=f"cannot share a stack: one reads {reads}"):
+    with pytest.raises(UsageError, match=f"cannot be in one stack: one reads {reads}"):
         Decoder(DecoderConfig(width=16, layers=2, heads=2, hidden=8, mechanism=mixed))
 
 
