@@ -77,6 +77,15 @@ def format_interval(low: Number | None, high: Number | None, digits: int = 4, *,
     return f"{write(low, digits)} to {write(high, digits)}"
 
 
+def format_difference(mean: Number | None, low: Number | None, high: Number | None, digits: int = 4) -> str:
+    """A difference with its interval.
+
+    >>> format_difference(-0.01, -0.02, 0.0, 2), format_difference(0.5, None, None, 1)
+    ('-0.01 (-0.02 to 0.00)', '+0.5 (no interval)')
+    """
+    return MISSING if mean is None else f"{format_signed(mean, digits)} ({format_interval(low, high, digits)})"
+
+
 def format_p_value(p: Number | None) -> str:
     """A p value.
 

@@ -85,13 +85,13 @@ def test_a_task_ends_with_accuracies_and_one_seed_gives_no_interval_and_says_so(
     assert qkflow("compare", task, "--arms", "standard,differential", "--seeds", "1", *TINY, "--out", "s") == 0
     told = capsys.readouterr().out
     assert max(map(len, told.splitlines())) <= 80 or str(Path.cwd()) in max(told.splitlines(), key=len)
-    assert "accuracy in % by number of pairs" in told
+    assert "Accuracy on the test instances" in told
     assert "one seed" in " ".join(told.split()).lower()
     results = json.loads(Path("s/results.json").read_text())
     assert results["verdicts"][0]["kind"] == "undecided"
     assert results["unit"] == "answer token"
     assert [cell["pairs"] for cell in results["recall"]["cells"]] == [1, 2]
-    with open("s/recall.csv", newline="") as file:
+    with open("s/results-recall.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert {(row["arm"], row["pairs"]) for row in rows} == {
         (a, p) for a in ("standard", "differential") for p in ("1", "2")

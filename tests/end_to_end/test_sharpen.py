@@ -41,7 +41,7 @@ def test_one_command_answers_and_the_same_again_makes_nothing_new(
     assert sharpen(monkeypatch, *flags) == 0
     said = capsys.readouterr().out
     assert "On agreement (built-in grammar), against r = 1: r = 20" in said.replace("\n", " ")
-    assert "the page: " in said
+    assert "report: " in said
     study = Path("study")
     found = json.loads((study / "results.json").read_text())
     assert (found["finished"], found["runs"]) == (4, 4)

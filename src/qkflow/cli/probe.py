@@ -32,9 +32,9 @@ from qkflow.probes import (
 )
 from qkflow.probes.attention import token_positions
 from qkflow.report.export import finite
-from qkflow.report.gallery import LONGEST, labels
-from qkflow.report.probed import Part, Probed, confidence_table, write_probed
-from qkflow.report.tables import rendered
+from qkflow.report.attention_maps import MAX_TOKENS, label_tokens
+from qkflow.report.probe_page import ProbePart, ProbeResult, confidence_table, write_probe_page
+from qkflow.report.terminal import render_table
 from qkflow.training import LoadedRun, load_run
 
 _BYTES_PER_TOKEN = 64
@@ -121,8 +121,8 @@ class Probe:
         if self.json and self.out is None:
             return 0
         # Diagnostics of longer texts are too large to draw.
-        drawn = layers if len(tokens) <= LONGEST else probe_layers(run.model, tokens[:LONGEST])
-        page = Probed(
+        drawn = layers if len(tokens) <= MAX_TOKENS else probe_layers(run.model, tokens[:MAX_TOKENS])
+        result = ProbeResult(
             name=run.folder.resolve().name,
             mechanism=" and ".join(dict.fromkeys(run.model.config.mechanisms)),
             step=run.step,
@@ -131,8 +131,8 @@ class Probe:
             tokens=tokens,
             tokenizer=run.tokenizer,
             maps=[layer.weights for layer in layers],
-            own=[layer.diagnostics for layer in drawn],
-            own_tokens=min(LONGEST, len(tokens)),
+            diagnostics=[layer.diagnostics for layer in drawn],
+            diagnostic_tokens=min(MAX_TOKENS, len(tokens)),
             attention=attention,
             confidence=rationale,
             parts=parts,
@@ -140,7 +140,7 @@ class Probe:
             command=command_line(),
             config=to_dict(run.config),
         )
-        path = write_probed(page, self.out or run.folder / "probe.html")
+        path = write_probe_page(result, self.out or run.folder / "probe.html")
         if not self.json:
             console.print(f"page: {path.absolute()}", markup=False, soft_wrap=True)
         return 0
@@ -178,9 +178,9 @@ class Probe:
 
 def _sections(
     run: LoadedRun, tokens: list[int], attention: AttentionStats, rationale: RationaleConfidence | None
-) -> list[tuple[Part, list[dict[str, Any] | None]]]:
+) -> list[tuple[ProbePart, list[dict[str, Any] | None]]]:
     """Return the tables that apply to the model, each with its numbers by layer."""
-    names = labels(run.tokenizer, tokens)["tokens"]
+    names = label_tokens(run.tokenizer, tokens)["tokens"]
     sections = [(attention_section(attention, rationale, names), _numbers(attention.layers))]
     if _has(run, Coupling):
         couplings = coupling_stats(run.model, tokens)
@@ -194,14 +194,14 @@ def _sections(
     return sections
 
 
-def _print_tables(console: Console, parts: Sequence[Part], rationale: RationaleConfidence | None) -> None:
+def _print_tables(console: Console, parts: Sequence[ProbePart], rationale: RationaleConfidence | None) -> None:
     for number, part in enumerate(parts):
         if number:
             console.print()
-        console.print(rendered(part.table))
+        console.print(*render_table(part.table), sep="\n")
         if number == 0 and rationale is not None:
             console.print()
-            console.print(rendered(confidence_table(rationale)))
+            console.print(*render_table(confidence_table(rationale)), sep="\n")
         console.print(part.verdict, markup=False)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from qkflow.formatting import MISSING, format_number, format_signed, shorten
 from qkflow.probes import AttentionStats, CouplingStats, MemoryStats, PhaseStats, RationaleConfidence, TokenPair
 from qkflow.probes.attention import TAU
-from qkflow.report.probed import Part
-from qkflow.report.rows import Table
+from qkflow.report.probe_page import ProbePart
+from qkflow.report.sections import text_table
 
 _NOT_FINITE = "Some numbers are not finite: the model has diverged, or its activations overflow."
 _MIN_DEPENDENCE = 0.01
@@ -23,7 +23,7 @@ _MIN_CHANGE = 0.005
 """Smaller changes of order, locking and energy do not show in the table, and do not count as changes."""
 
 
-def attention_section(stats: AttentionStats, rationale: RationaleConfidence | None, labels: Sequence[str]) -> Part:
+def attention_section(stats: AttentionStats, rationale: RationaleConfidence | None, labels: Sequence[str]) -> ProbePart:
     """The attention maps of every mechanism; `labels` are the tokens of the text."""
     rows = []
     for number, layer in enumerate(stats.layers, start=1):
@@ -36,10 +36,10 @@ def attention_section(stats: AttentionStats, rationale: RationaleConfidence | No
         tokens = format_number(layer.effective_tokens_last, 1), format_number(layer.effective_tokens_mean, 1)
         rows.append((f"{number}", *entropies, *tokens, link))
     columns = ("layer", "H: last", "H: mean", "tokens: last", "tokens: mean", "strongest link")
-    return Part(
+    return ProbePart(
         name="maps",
         title="Attention of each layer",
-        table=Table(caption="Sharpness of each layer's attention", columns=columns, rows=tuple(rows), words=(0, 5)),
+        table=text_table(caption="Sharpness of each layer's attention", columns=columns, rows=rows, text_columns=(0, 5)),
         verdict=_attention_verdict(stats, rationale, labels),
         note="H is the entropy of a head's attention in nats; tokens is exp(H), the effective number of attended"
         " tokens. Both are means over heads, for the last token and over all tokens. The strongest link is the largest"
@@ -71,7 +71,7 @@ def _attention_verdict(stats: AttentionStats, rationale: RationaleConfidence | N
     )
 
 
-def coupling_section(layers: Sequence[CouplingStats | None]) -> Part:
+def coupling_section(layers: Sequence[CouplingStats | None]) -> ProbePart:
     """The couplings of a model."""
     rows = []
     for number, layer in enumerate(layers, start=1):
@@ -83,10 +83,10 @@ def coupling_section(layers: Sequence[CouplingStats | None]) -> Part:
         drift = MISSING if layer.energy is None else f"{layer.energy.drift:.2g}"
         rows.append((f"{number}", layer.dynamics, dt, *blocks, drift))
     columns = ("layer", "dynamics", "dt (initial → learned)", "|dk'/dq|", "|dq'/dk|", "energy drift")
-    return Part(
+    return ProbePart(
         name="coupling",
         title="Couplings",
-        table=Table(caption="Strength of each layer's coupling", columns=columns, rows=tuple(rows), words=(0, 1)),
+        table=text_table(caption="Strength of each layer's coupling", columns=columns, rows=rows, text_columns=(0, 1)),
         verdict=coupling_verdict(layers),
         note="|dk'/dq| is how strongly a moved key depends on its query, |dq'/dk| the reverse; the identity has norm 1."
         " Energy drift is the relative energy error of a pair, if the force has a potential.",
@@ -122,7 +122,7 @@ def coupling_verdict(layers: Sequence[CouplingStats | None]) -> str:
     )
 
 
-def memory_section(layers: Sequence[MemoryStats | None]) -> Part:
+def memory_section(layers: Sequence[MemoryStats | None]) -> ProbePart:
     """The delta-rule memories of a model."""
     window = max((norms.tokens for layer in layers if layer is not None for norms in layer.growth), default=0)
     product = f"{window} tokens" if window else "product"
@@ -136,10 +136,10 @@ def memory_section(layers: Sequence[MemoryStats | None]) -> Part:
         growth = _significant(layer.growth[-1].max) if layer.growth else MISSING
         sizes = format_number(layer.rho), format_number(layer.norm), growth, _significant(layer.memory[-1])
         rows.append((f"{number}", *steps, *sizes, _significant(layer.slack)))
-    return Part(
+    return ProbePart(
         name="stability",
         title="Stability",
-        table=Table(caption="Stability of each layer's memory", columns=columns, rows=tuple(rows)),
+        table=text_table(caption="Stability of each layer's memory", columns=columns, rows=rows),
         verdict=_memory_verdict(layers),
         note="A token's error is multiplied by 1 - beta a, which shrinks it if beta a is in (0, 2); rho is the largest"
         " |1 - beta a|. |T| is the largest norm of a transition, then of a product of consecutive transitions. |S| is"
@@ -182,7 +182,7 @@ def _memory_verdict(layers: Sequence[MemoryStats | None]) -> str:
     return f"{verdict}. In the worst case a memory with these gates grows by a factor of {allowed:.3g} per token."
 
 
-def phase_section(layers: Sequence[PhaseStats | None], labels: Sequence[str]) -> Part:
+def phase_section(layers: Sequence[PhaseStats | None], labels: Sequence[str]) -> ProbePart:
     """The phases of a Kuramoto model; `labels` are the tokens of the text."""
     columns = ("layer", "R", "heads", "locking", "energy", "strongest pair")
     rows = []
@@ -199,10 +199,10 @@ def phase_section(layers: Sequence[PhaseStats | None], labels: Sequence[str]) ->
         locking = _change(layer.locking_before, layer.locking_after)
         energy = _change(_mean(layer.energy.before), _mean(layer.energy.after))
         rows.append((f"{number}", *order, locking, energy, pair))
-    return Part(
+    return ProbePart(
         name="phases",
         title="Phases",
-        table=Table(caption="Synchronisation of the tokens", columns=columns, rows=tuple(rows), words=(0, 5)),
+        table=text_table(caption="Synchronisation of the tokens", columns=columns, rows=rows, text_columns=(0, 5)),
         verdict=_phase_verdict(layers, labels),
         note="R is the order parameter at the input of a layer, 1 if all phases are equal, and its range over heads."
         " Locking is the mean cosine between the phases of two tokens, before and after the layer. Energy is minus the"

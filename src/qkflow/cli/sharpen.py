@@ -21,9 +21,7 @@ from qkflow.experiment.sharpen.run import run_sharpen
 from qkflow.experiment.sharpen.summarise import read_result
 from qkflow.models.one_layer import Form
 from qkflow.probes.attention import Pooling
-from qkflow.report.sharpened import write_sharpened
-from qkflow.report.sharpened_export import sharpened_csv, sharpened_json
-from qkflow.report.sharpened_tables import sharpened_terminal
+from qkflow.report import export_csv, export_json, terminal, write_report
 
 _LINES_EVERY = 10.0
 """Seconds between two plain lines."""
@@ -101,14 +99,14 @@ class Sharpen:
             watch.close()
         with console.status("reading the runs"):
             found = read_result(folder, design, task, command=command_line())
-            sharpened_json(found, folder / "results.json")
-            sharpened_csv(found, folder / "results.csv")
-            page = write_sharpened(found, folder / "report.html")
+            export_json(found, folder / "results.json")
+            export_csv(found, folder / "results.csv")
+            page = write_report(found, folder / "report.html")
         if self.json:
             Console(soft_wrap=True).print((folder / "results.json").read_text(), markup=False, highlight=False, end="")
         else:
-            console.print(sharpened_terminal(found))
-        console.print(f"the page: {page.absolute()}", markup=False, highlight=False, soft_wrap=True)
+            console.print(terminal(found))
+        console.print(f"report: {page.absolute()}", markup=False, highlight=False, soft_wrap=True)
         return 0
 
     def _request(self) -> RationaleRequest:

@@ -15,10 +15,10 @@ from qkflow.experiment.observer import Observer
 from qkflow.experiment.progress import Progress as Standing
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
-from qkflow.experiment.summarise import read_result, run_folders
+from qkflow.experiment.summarise import read_result
 from qkflow.experiment.summary import ExperimentResult
 from qkflow.formatting import format_clock
-from qkflow.report import terminal, write_csv, write_json, write_recall_csv, write_report
+from qkflow.report import export_csv, export_json, terminal, write_report
 
 _LINES_EVERY = 10.0
 """Seconds between two plain lines."""
@@ -40,13 +40,11 @@ def present(folder: Path, console: Console) -> ExperimentResult:
     """Write the page and the tables of a study, and show the answer."""
     with console.status("reading the runs"):
         summary = read_result(folder)
-        write_json(summary, folder / "results.json")
-        write_csv(summary, folder / "results.csv")
-        if summary.recall is not None:
-            write_recall_csv(summary.recall, folder / "recall.csv")
-        page = write_report(summary, folder, folder / "report.html", runs=run_folders(folder))
+        export_json(summary, folder / "results.json")
+        export_csv(summary, folder / "results.csv")
+        page = write_report(summary, folder / "report.html")
     console.print(terminal(summary))
-    console.print(f"the page: {page.absolute()}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"report: {page.absolute()}", markup=False, highlight=False, soft_wrap=True)
     return summary
 
 

@@ -1,21 +1,11 @@
-"""What a study has found, shown: one page, the terminal, CSV and JSON, all from the same `ExperimentResult`."""
+"""Reports: the results of a study as an HTML page, in the terminal, and as CSV and JSON files.
 
-from qkflow.report.export import read_json, write_csv, write_json, write_recall_csv
-from qkflow.report.page import write_report
-from qkflow.report.sharpened import write_sharpened
-from qkflow.report.sharpened_export import sharpened_csv, sharpened_json
-from qkflow.report.sharpened_tables import sharpened_terminal
-from qkflow.report.tables import terminal
+result ─► build_report ─► Report: sections of tables, figures and notes ─► page, terminal, CSV
+"""
 
-__all__ = [
-    "read_json",
-    "sharpened_csv",
-    "sharpened_json",
-    "sharpened_terminal",
-    "terminal",
-    "write_csv",
-    "write_json",
-    "write_recall_csv",
-    "write_report",
-    "write_sharpened",
-]
+from qkflow.report.export import export_csv, export_json
+from qkflow.report.html import write_report
+from qkflow.report.study import build_report
+from qkflow.report.terminal import terminal
+
+__all__ = ["build_report", "export_csv", "export_json", "terminal", "write_report"]

@@ -1,248 +1,433 @@
-"""Figures as plain data for plotly's script: no colours yet (the page fills them in by its theme), no markup.
+"""Charts as plain data for plotly.js: line charts, rows of intervals, strips of runs, heat maps.
 
-Text of others is escaped here, since the script reads a few tags in labels.
+Colours are roles of the palette (`ink`), which the page fills in by its theme: this is why figures are dictionaries and
+not `plotly.graph_objects`, which accept colours only. plotly.js reads a few HTML tags in labels, so text that is not
+ours passes through `label`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+import numpy as np
+
+from qkflow.experiment.stats.curves import Curve
 from qkflow.experiment.summary import Comparison, ExperimentResult
-from qkflow.report.palette import colour, dash, ink, marker
-from qkflow.report.rows import reached, verdict_of
-from qkflow.report.series import Band, by_evaluation, differences, usual
-from qkflow.report.wording import interval, short, signed
+from qkflow.formatting import format_interval, format_ratio, format_signed, shorten
+from qkflow.report.palette import arm_color, arm_dash, arm_marker, ink
 
-Figure = dict[str, Any]
+PlotlyFigure = dict[str, Any]
 
-ROW = 58
-"""Pixels of one arm in a figure that has a row for each."""
-
-
-def curves(summary: ExperimentResult) -> dict[str, Figure]:
-    """Learning curves with bands over seeds: by tokens and by seconds, as losses and as differences."""
-    made = {}
-    for x, x_title in (("tokens", "training tokens"), ("seconds", "seconds of training")):
-        losses = [by_evaluation(arm.curves, x) for arm in summary.arms]
-        made[f"{x}-loss"] = _lines(summary, losses, x_title, f"held-out {summary.bits}", unit="")
-        apart = [differences(arm.curves, summary.arms[0].curves, x) for arm in summary.arms[1:]]
-        told = f"{summary.bits}, minus the baseline's"
-        figure = _lines(summary, [Band.empty(), *apart], x_title, told, unit="+")
-        figure["layout"]["shapes"] = [_margin(summary, "y"), rule("y")]
-        made[f"{x}-difference"] = figure
-    return made
+MAX_POINTS = 200
+"""Points of a drawn curve; longer curves are thinned evenly."""
+_ROW_HEIGHT = 58
+_ON_HOVER = {"hovertemplate": "%{text}<extra></extra>"}
 
 
-def forest(summary: ExperimentResult) -> Figure:
-    """The difference of each arm with its interval and every seed's pair, on the margin."""
-    arms = [arm.name for arm in summary.arms]
-    shown = [(arms.index(item.arm), item) for item in summary.comparisons if item.difference is not None]
-    traces = []
-    for row, (arm, item) in enumerate(shown):
-        traces += _forest_row(len(shown) - 1 - row, arm, item)
-    labels = [_label(item.arm, f"  {verdict_of(summary, item.arm).kind}") for _, item in shown]
-    layout = _rows(labels, f"{summary.bits} minus the baseline's (left is better)")
-    layout["shapes"] = [_margin(summary, "x"), rule("x")]
-    layout["xaxis"]["range"] = usual([summary.margin, -summary.margin, *_extent(shown)], 0.08)
-    return {"data": traces, "layout": layout}
+def label(text: str, max_length: int = 40) -> str:
+    """Untrusted text in a figure: printable, without tags, not too long.
+
+    >>> label("<b>x</b> & y")
+    '&lt;b&gt;x&lt;/b&gt; &amp; y'
+    """
+    return escape(shorten(text, max_length), quote=False)
 
 
-def strips(summary: ExperimentResult) -> Figure:
-    """Every run's loss, a row for each arm, the runs of a seed joined."""
-    arms = [
-        Runs(arm=index, name=arm.name, values=dict(zip(arm.seeds, arm.bits_per_byte, strict=True)), mean=arm.mean)
-        for index, arm in enumerate(summary.arms)
-    ]
-    return seed_strips(arms, f"held-out {summary.bits} (left is better)")
+# Builders, one per kind of chart.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runs:
-    """A number of each run of an arm."""
+class Line:
+    """A line of an arm, with a band where `low` and `high` are given."""
 
     arm: int
-    """Its place among the arms, which decides its colour."""
+    """Index of the arm, which decides its colour."""
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    hover: str
+    """Template of the text under the pointer."""
+    text: Sequence[str] = ()
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    band_x: Sequence[float] = ()
+    """Positions of `low` and `high`; the line's own if empty."""
+    seeds: Sequence[tuple[Sequence[float], Sequence[float]]] = ()
+    """(x, y) of each seed, drawn as thin lines."""
+
+
+def line_chart(
+    lines: Sequence[Line], *, x_axis: Mapping[str, Any], y_axis: Mapping[str, Any], **layout: Any
+) -> PlotlyFigure:
+    """Lines over bands and the thin lines of the seeds; one line per arm at most."""
+    background, means = [], []
+    for line in lines:
+        silent = {"type": "scatter", "mode": "lines", "hoverinfo": "skip", "meta": {"arm": line.arm}}
+        role = arm_color(line.arm)
+        for x, y in line.seeds:
+            background.append({**silent, "x": list(x), "y": list(y), "line": {"color": ink(role, 0.35), "width": 1}})
+        if line.low:
+            x = line.band_x or line.x
+            outline = {"x": [*x, *reversed(x)], "y": [*line.high, *reversed(line.low)]}
+            fill = {"fill": "toself", "fillcolor": ink(role, 0.13), "line": {"width": 0}}
+            background.append({**silent, **outline, **fill})
+        trace = {**_trace(line.arm, "lines+markers"), "x": list(line.x), "y": list(line.y)}
+        trace |= {"line": {"color": ink(role), "width": 3 if line.seeds else 2, "dash": arm_dash(line.arm)}}
+        trace |= {"marker": {"symbol": arm_marker(line.arm), "size": 6, "color": ink(role)}}
+        trace |= {"name": label(line.name, 28), "hovertemplate": line.hover}
+        means.append(trace | ({"text": list(line.text)} if line.text else {}))
+    frame = {"height": 410, "margin": {"l": 62, "r": 12, "t": 20, "b": 52}, "hovermode": "closest"}
+    axes = {"xaxis": {"zeroline": False, **x_axis}, "yaxis": {"zeroline": False, **y_axis}}
+    return {"data": [*background, *means], "layout": {**frame, **axes, **layout}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """An estimate with its interval, in the row of an arm."""
+
+    x: float
+    text: str
+    low: float | None = None
+    high: float | None = None
+    symbol: str = ""
+    """The arm's own marker if empty."""
+    offset: float = 0.0
+    """Distance from the middle of the row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """An arm in a chart with one row per arm."""
+
+    arm: int
+    title: str
+    """Ready for the figure: escaped by `label`."""
+    marks: Sequence[Mark] = ()
+    ticks: Mapping[str, float] = field(default_factory=dict)
+    """Small marks below, with the texts that they show."""
+
+
+def interval_chart(rows: Sequence[Row], x_title: str, **x_axis: Any) -> PlotlyFigure:
+    """One row per arm: estimates with their intervals."""
+    traces = []
+    for y, row in zip(range(len(rows) - 1, -1, -1), rows, strict=True):
+        color = ink(arm_color(row.arm))
+        if row.ticks:
+            ticks = {"symbol": "line-ns", "size": 9, "line": {"width": 1.5, "color": ink(arm_color(row.arm), 0.6)}}
+            x = list(row.ticks.values())
+            points = {"x": x, "y": [y - 0.22] * len(x), "text": list(row.ticks), "marker": ticks}
+            traces.append({**_trace(row.arm, "markers"), **points, **_ON_HOVER})
+        for mark in row.marks:
+            symbol = {"symbol": mark.symbol or arm_marker(row.arm), "size": 12, "color": color}
+            bars: dict[str, Any] = {"visible": False}
+            if mark.low is not None and mark.high is not None:
+                ends = {"array": [mark.high - mark.x], "arrayminus": [mark.x - mark.low]}
+                bars = {"type": "data", **ends, "color": color, "thickness": 2, "width": 6}
+            point = {"x": [mark.x], "y": [y + mark.offset], "text": [mark.text], "marker": symbol, "error_x": bars}
+            traces.append({**_trace(row.arm, "markers"), **point, **_ON_HOVER})
+    return {"data": traces, "layout": _row_layout([row.title for row in rows], x_title, **x_axis)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedValues:
+    """A number of every run of an arm."""
+
+    arm: int
     name: str
     values: Mapping[int, float]
     """By seed."""
     mean: float | None
 
 
-def seed_strips(arms: Sequence[Runs], title: str) -> Figure:
-    """Every run as a mark, a row for each arm that has any, the runs of a seed joined, and the mean."""
-    shown = [runs for runs in arms if runs.values]
-    height = {runs.arm: len(shown) - 1 - row for row, runs in enumerate(shown)}
+def strip_chart(arms: Sequence[SeedValues], x_title: str) -> PlotlyFigure:
+    """One row per arm with runs: every run as a mark, the runs of a seed connected, and the mean."""
+    shown = [arm for arm in arms if arm.values]
+    height = {arm.arm: len(shown) - 1 - row for row, arm in enumerate(shown)}
     traces: list[dict[str, Any]] = []
-    for seed in sorted({seed for runs in shown for seed in runs.values}):
-        found = [(runs.values[seed], height[runs.arm]) for runs in shown if seed in runs.values]
+    for seed in sorted({seed for arm in shown for seed in arm.values}):
+        x, y = zip(*((arm.values[seed], height[arm.arm]) for arm in shown if seed in arm.values), strict=True)
         line = {"color": ink("soft", 0.35), "width": 1}
-        x, y = [value for value, _ in found], [y for _, y in found]
-        traces.append({**quiet("lines"), "x": x, "y": y, "line": line})
-    for runs in shown:
-        y, hover = height[runs.arm], {"hovertemplate": "%{text}<extra></extra>"}
-        if runs.mean is not None:
-            tall = {"symbol": "line-ns", "size": 26, "line": {"width": 3, "color": ink(colour(runs.arm))}}
-            told = {"text": [f"mean {runs.mean:.4f}"], **hover}
-            traces.append({**trace(runs.arm, "markers"), "x": [runs.mean], "y": [y], "marker": tall, **told})
-        points = {"symbol": marker(runs.arm), "size": 9, "color": ink(colour(runs.arm), 0.75)}
-        told = {"text": [f"seed {seed}: {value:.4f}" for seed, value in runs.values.items()], **hover}
-        x = list(runs.values.values())
-        traces.append({**trace(runs.arm, "markers"), "x": x, "y": [y] * len(x), "marker": points, **told})
-    layout = _rows([_label(runs.name) for runs in shown], title)
-    for note in layout["annotations"]:
-        note["bgcolor"] = ink("paper", 0.8)  # lines of the seeds pass behind it
+        traces.append({"type": "scatter", "mode": "lines", "hoverinfo": "skip", "x": [*x], "y": [*y], "line": line})
+    for arm in shown:
+        y, role = height[arm.arm], arm_color(arm.arm)
+        if arm.mean is not None:
+            tall = {"symbol": "line-ns", "size": 26, "line": {"width": 3, "color": ink(role)}}
+            mean = {"x": [arm.mean], "y": [y], "text": [f"mean {arm.mean:.4f}"], "marker": tall}
+            traces.append({**_trace(arm.arm, "markers"), **mean, **_ON_HOVER})
+        points = {"symbol": arm_marker(arm.arm), "size": 9, "color": ink(role, 0.75)}
+        texts = [f"seed {seed}: {value:.4f}" for seed, value in arm.values.items()]
+        runs = {"x": list(arm.values.values()), "y": [y] * len(texts), "text": texts, "marker": points}
+        traces.append({**_trace(arm.arm, "markers"), **runs, **_ON_HOVER})
+    layout = _row_layout([f"<b>{label(arm.name, 32)}</b>" for arm in shown], x_title)
+    for annotation in layout["annotations"]:
+        annotation["bgcolor"] = ink("paper", 0.8)  # the lines of the seeds pass behind it
     return {"data": traces, "layout": layout}
 
 
-def reach(summary: ExperimentResult) -> Figure:
-    """Tokens and seconds to the same loss, as ratios to the baseline's."""
-    arms = [arm.name for arm in summary.arms]
-    shown = [item for item in summary.comparisons if item.reach is not None and item.reach.tokens is not None]
-    traces = []
-    for row, item in enumerate(shown):
-        found, y, arm = item.reach, len(shown) - 1 - row, arms.index(item.arm)
-        if found is None:
-            continue
-        for kind, shift, symbol in (("tokens", 0.06, "circle"), ("seconds", -0.3, "square-open")):
-            value, low, high = (getattr(found, f"{kind}{end}") for end in ("", "_low", "_high"))
-            if value is None:
-                continue
-            bars = _error(value, low, high, arm)
-            text = [f"{kind}: {reached(value, low, high)}"]
-            points = {"symbol": symbol, "size": 11, "color": ink(colour(arm))}
-            told = {"text": text, "hovertemplate": "%{text}<extra></extra>"}
-            made = {**trace(arm, "markers"), "x": [value], "y": [y + shift], "error_x": bars, "marker": points}
-            traces.append({**made, **told})
-    layout = _rows([_label(item.arm) for item in shown], "ratio to the baseline's (left is faster)")
-    layout["xaxis"] |= {"type": "log", "tickformat": "~g"}
-    layout["shapes"] = [rule("x", at=1.0)]
-    return {"data": traces, "layout": layout}
-
-
-def label(text: str, most: int = 40) -> str:
-    """Text of others in a figure: nothing hidden, nothing that is read as a tag, not too long.
-
-    >>> label("<b>x</b> & y")
-    '&lt;b&gt;x&lt;/b&gt; &amp; y'
-    """
-    return escape(short(text, most), quote=False)
-
-
-def _lines(summary: ExperimentResult, bands: Sequence[Band], x_title: str, y_title: str, *, unit: str) -> Figure:
-    shades, means = [], []
-    for index, (arm, band) in enumerate(zip(summary.arms, bands, strict=True)):
-        if not band.x:
-            continue
-        outline = {"x": [*band.x, *reversed(band.x)], "y": [*band.high, *reversed(band.low)]}
-        fill = {"fill": "toself", "fillcolor": ink(colour(index), 0.13), "line": {"width": 0}}
-        if max(band.runs) > 1:
-            shades.append({**quiet("lines"), **outline, **fill, "meta": {"arm": index}})
-        line = {"color": ink(colour(index)), "width": 2, "dash": dash(index)}
-        points = {"symbol": marker(index), "size": 6, "color": ink(colour(index))}
-        told = {"name": label(arm.name, 28), "hovertemplate": f"%{{y:{unit}.4f}}"}
-        means.append(
-            {**trace(index, "lines+markers"), "x": band.x, "y": band.mean, "line": line, "marker": points, **told}
-        )
-    layout = {
-        "height": 420,
-        "margin": {"l": 62, "r": 12, "t": 12, "b": 52},
-        "hovermode": "x unified" if "tokens" in x_title else "closest",
-        "xaxis": {"title": {"text": x_title}, "rangemode": "tozero", "zeroline": False},
-        "yaxis": {"title": {"text": y_title}, "tickformat": ".4~g" if unit == "" else "+.4~g", "zeroline": False},
+def percent_map(
+    z: Sequence[Sequence[float | None]],
+    texts: Sequence[Sequence[str]],
+    *,
+    x: Sequence[str],
+    y: Sequence[str],
+    titles: tuple[str, str],
+) -> PlotlyFigure:
+    """A heat map of percentages with the number in each cell; `texts` are shown under the pointer."""
+    cells = {
+        "type": "heatmap",
+        "x": list(x),
+        "y": list(y),
+        "z": [list(row) for row in z],
+        "text": [["" if value is None else f"{value:.0f}" for value in row] for row in z],
+        "texttemplate": "%{text}",
+        "customdata": [list(row) for row in texts],
+        "hovertemplate": "%{customdata}<extra></extra>",
+        "zmin": 0,
+        "zmax": 100,
+        "textfont": {"color": ink("ink")},
+        "colorscale": [[0, ink("more", 0.04)], [1, ink("more", 0.52)]],  # the number is readable on both
+        "showscale": False,
+        "xgap": 2,
+        "ygap": 2,
+        "hoverongaps": False,
     }
-    late = [value for band in bands for value in band.after(0.15 if unit == "" else 0.4)]  # not flat by the first drop
-    if late and (room := usual(late if unit == "" else [*late, summary.margin, -summary.margin], 0.06)):
-        layout["yaxis"]["range"] = room
-    return {"data": [*shades, *means], "layout": layout}
+    axis = {"type": "category", "showgrid": False, "zeroline": False, "fixedrange": True, "ticks": ""}
+    layout = {
+        "height": 90 + 40 * len(y),
+        "margin": {"l": 58, "r": 8, "t": 8, "b": 48},
+        "dragmode": False,
+        "xaxis": {**axis, "title": {"text": titles[0]}},
+        "yaxis": {**axis, "title": {"text": titles[1]}, "autorange": "reversed"},
+    }
+    return {"data": [cells], "layout": layout}
 
 
-def _forest_row(y: int, arm: int, item: Comparison) -> list[dict[str, Any]]:
-    found = item.difference
-    if found is None:
-        return []
-    seeds = {"symbol": "line-ns", "size": 9, "line": {"width": 1.5, "color": ink(colour(arm), 0.6)}}
-    pairs = [f"one seed's pair: {signed(value)}" for value in found.by_seed]
-    told = [f"{signed(found.mean)} ({interval(found.low, found.high)})"]
-    points = {"symbol": marker(arm), "size": 12, "color": ink(colour(arm))}
-    each = {"x": list(found.by_seed), "y": [y - 0.22] * len(found.by_seed), "marker": seeds, "text": pairs}
-    mean = {"x": [found.mean], "y": [y], "marker": points, "text": told}
-    hover = {"hovertemplate": "%{text}<extra></extra>"}
-    return [
-        {**trace(arm, "markers"), **each, **hover},
-        {**trace(arm, "markers"), **mean, "error_x": _error(found.mean, found.low, found.high, arm), **hover},
-    ]
+def rule(axis: str, at: float = 0.0, **line: Any) -> dict[str, Any]:
+    """A thin line across the figure at one position of an axis."""
+    other = "y" if axis == "x" else "x"
+    ends = {f"{axis}0": at, f"{axis}1": at, f"{other}0": 0, f"{other}1": 1, f"{other}ref": "paper"}
+    return {"type": "line", **ends, "line": {"color": ink("soft"), "width": 1, **line}, "layer": "below"}
 
 
-def trace(arm: int, mode: str) -> dict[str, Any]:
-    """The beginning of an arm's trace, which a key can hide."""
+def annotation(text: str, **position: Any) -> dict[str, Any]:
+    """A short text in a figure."""
+    return {
+        "text": text,
+        "showarrow": False,
+        "yanchor": "bottom",
+        "font": {"size": 11.5, "color": ink("soft")},
+        **position,
+    }
+
+
+def padded_range(values: Sequence[float], padding: float) -> list[float] | None:
+    """A range that holds the values with some space around them; None without two different values.
+
+    >>> padded_range([1.0, 2.0], 0.1)
+    [0.9, 2.1]
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or min(finite) == max(finite):
+        return None
+    space = padding * (max(finite) - min(finite))
+    return [min(finite) - space, max(finite) + space]
+
+
+def _trace(arm: int, mode: str) -> dict[str, Any]:
     return {"type": "scatter", "mode": mode, "meta": {"arm": arm}}
 
 
-def quiet(mode: str) -> dict[str, Any]:
-    """The beginning of a trace that says nothing when pointed at."""
-    return {"type": "scatter", "mode": mode, "hoverinfo": "skip"}
-
-
-def _error(value: float, low: float | None, high: float | None, arm: int) -> dict[str, Any]:
-    if low is None or high is None:
-        return {"visible": False}
-    ends = {"array": [high - value], "arrayminus": [value - low]}
-    return {"type": "data", **ends, "color": ink(colour(arm)), "thickness": 2, "width": 6}
-
-
-def _label(name: str, more: str = "") -> str:
-    return f"<b>{label(name, 22 if more else 32)}</b>{more}"
-
-
-def _rows(labels: Sequence[str], title: str) -> dict[str, Any]:
-    """A layout with a row for each label, which stands above its row: so it fits on a narrow screen."""
-    notes = [
-        {
-            "xref": "paper",
-            "x": 0,
-            "y": len(labels) - 1 - row + 0.34,
-            "text": text,
-            "showarrow": False,
-            "xanchor": "left",
-            "font": {"size": 13, "color": ink("ink")},
-        }
-        for row, text in enumerate(labels)
+def _row_layout(titles: Sequence[str], x_title: str, **x_axis: Any) -> dict[str, Any]:
+    """A layout with one row per title; titles are above their rows, which fits a narrow screen."""
+    font = {"size": 13, "color": ink("ink")}
+    annotations = [
+        {"text": title, "showarrow": False, "xref": "paper", "x": 0, "xanchor": "left", "y": y + 0.34, "font": font}
+        for y, title in zip(range(len(titles) - 1, -1, -1), titles, strict=True)
     ]
     return {
-        "height": 72 + ROW * max(1, len(labels)),
+        "height": 72 + _ROW_HEIGHT * max(1, len(titles)),
         "margin": {"l": 10, "r": 14, "t": 8, "b": 52},
         "hovermode": "closest",
-        "xaxis": {"title": {"text": title}, "zeroline": False, "tickformat": ".4~g"},
-        "yaxis": {"visible": False, "range": [-0.62, len(labels) - 0.4], "fixedrange": True},
-        "annotations": notes,
+        "xaxis": {"title": {"text": x_title}, "zeroline": False, "tickformat": ".4~g", **x_axis},
+        "yaxis": {"visible": False, "range": [-0.62, len(titles) - 0.4], "fixedrange": True},
+        "annotations": annotations,
     }
 
 
-def _margin(summary: ExperimentResult, axis: str) -> dict[str, Any]:
-    other = "y" if axis == "x" else "x"
-    ends = {f"{axis}0": -summary.margin, f"{axis}1": summary.margin, f"{other}0": 0, f"{other}1": 1}
-    look = {"fillcolor": ink("band"), "line": {"width": 0}, "layer": "below"}
-    return {"type": "rect", f"{other}ref": "paper", **ends, **look}
+# Charts of the loss.
 
 
-def rule(axis: str, at: float = 0.0) -> dict[str, Any]:
-    """A thin line across the figure at one place of an axis."""
+@dataclass(frozen=True, kw_only=True)
+class MeanCurve:
+    """The mean over seeds at each evaluation, with the lowest and the highest seed."""
+
+    x: list[float] = field(default_factory=list)
+    mean: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    runs: list[int] = field(default_factory=list)
+    """Number of seeds at each point."""
+
+    def ends_after(self, fraction: float) -> list[float]:
+        """`low` and `high` at the points after this fraction of the curve."""
+        begin = fraction * self.x[-1] if self.x else 0.0
+        points = zip(self.x, self.low, self.high, strict=True)
+        return [end for x, low, high in points if x >= begin for end in (low, high)]
+
+
+def mean_curve(curves: Sequence[Curve], x: str) -> MeanCurve:
+    """Average the curves of one arm: the n-th evaluations of all seeds make a point.
+
+    >>> first = Curve(seed=0, tokens=(10, 20), seconds=(1.0, 2.0), bits_per_byte=(4.0, 2.0))
+    >>> second = Curve(seed=1, tokens=(10, 20), seconds=(1.0, 3.0), bits_per_byte=(5.0, 3.0))
+    >>> mean = mean_curve([first, second], "seconds")
+    >>> mean.x, mean.mean, mean.low
+    ([1.0, 2.5], [4.5, 2.5], [4.0, 2.0])
+    """
+    return _average([(list(getattr(curve, x)), list(curve.bits_per_byte)) for curve in curves])
+
+
+def difference_curve(arm: Sequence[Curve], baseline: Sequence[Curve], x: str) -> MeanCurve:
+    """The arm minus the baseline of the same seed at the arm's evaluations; the baseline is interpolated."""
+    by_seed = {curve.seed: curve for curve in baseline if len(curve.tokens)}
+    differences = []
+    for curve in arm:
+        if curve.seed not in by_seed:
+            continue
+        base_x = np.asarray(getattr(by_seed[curve.seed], x), float)
+        base_loss = np.asarray(by_seed[curve.seed].bits_per_byte)
+        own_x = np.asarray(getattr(curve, x), float)
+        difference = np.asarray(curve.bits_per_byte) - np.interp(own_x, base_x, base_loss)
+        difference[(own_x < base_x[0] * (1 - 1e-9)) | (own_x > base_x[-1] * (1 + 1e-9))] = np.nan
+        differences.append((own_x.tolist(), difference.tolist()))
+    return _average(differences)
+
+
+def _average(curves: Sequence[tuple[list[Any], list[float]]]) -> MeanCurve:
+    average = MeanCurve()
+    longest = max((len(x) for x, _ in curves), default=0)
+    for n in sorted({round(n) for n in np.linspace(0, longest - 1, min(longest, MAX_POINTS))}) if longest else ():
+        points = [(x[n], y[n]) for x, y in curves if n < len(x) and math.isfinite(y[n])]
+        if not points:
+            continue
+        ys = [y for _, y in points]
+        average.x.append(_round(sum(x for x, _ in points) / len(points)))
+        average.mean.append(_round(sum(ys) / len(ys)))
+        average.low.append(_round(min(ys)))
+        average.high.append(_round(max(ys)))
+        average.runs.append(len(points))
+    return average
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.7g}")
+
+
+def learning_curves(result: ExperimentResult) -> tuple[tuple[str, PlotlyFigure], ...]:
+    """Learning curves by tokens and by seconds, as losses and as differences to the baseline."""
+    variants = []
+    for x, x_title in (("tokens", "training tokens"), ("seconds", "seconds of training")):
+        losses = [mean_curve(arm.curves, x) for arm in result.arms]
+        variants.append((f"loss by {x}", _curve_chart(result, losses, x_title, f"held-out {result.bits}")))
+    for x, x_title in (("tokens", "training tokens"), ("seconds", "seconds of training")):
+        differences = [difference_curve(arm.curves, result.arms[0].curves, x) for arm in result.arms[1:]]
+        y_title = f"{result.bits}, minus the baseline's"
+        figure = _curve_chart(result, [MeanCurve(), *differences], x_title, y_title, is_difference=True)
+        figure["layout"]["shapes"] = [_margin(result, "y"), rule("y")]
+        variants.append((f"difference by {x}", figure))
+    return tuple(variants)
+
+
+def _curve_chart(
+    result: ExperimentResult, curves: Sequence[MeanCurve], x_title: str, y_title: str, *, is_difference: bool = False
+) -> PlotlyFigure:
+    lines = [
+        Line(
+            arm=arm,
+            name=result.arms[arm].name,
+            x=curve.x,
+            y=curve.mean,
+            low=curve.low if max(curve.runs) > 1 else (),
+            high=curve.high,
+            hover=f"%{{y:{'+' if is_difference else ''}.4f}}",
+        )
+        for arm, curve in enumerate(curves)
+        if curve.x
+    ]
+    y_axis: dict[str, Any] = {"title": {"text": y_title}, "tickformat": "+.4~g" if is_difference else ".4~g"}
+    late = [value for curve in curves for value in curve.ends_after(0.4 if is_difference else 0.15)]
+    ends = [*late, result.margin, -result.margin] if is_difference else late
+    if late and (limits := padded_range(ends, 0.06)):  # the first drop would flatten the rest
+        y_axis["range"] = limits
+    x_axis = {"title": {"text": x_title}, "rangemode": "tozero"}
+    hover = "x unified" if x_title == "training tokens" else "closest"
+    return line_chart(lines, x_axis=x_axis, y_axis=y_axis, hovermode=hover)
+
+
+def forest(result: ExperimentResult) -> PlotlyFigure:
+    """The difference of each arm with its interval and the pair of every seed, over the equivalence margin."""
+    arms = [arm.name for arm in result.arms]
+    verdicts = {verdict.arm: verdict.kind for verdict in result.verdicts}
+    rows, ends = [], [result.margin, -result.margin]
+    for item in result.comparisons:
+        if (difference := item.difference) is None:
+            continue
+        text = f"{format_signed(difference.mean)} ({format_interval(difference.low, difference.high)})"
+        mark = Mark(x=difference.mean, low=difference.low, high=difference.high, text=text)
+        ticks = {f"pair {n}: {format_signed(value)}": value for n, value in enumerate(difference.by_seed, start=1)}
+        title = f"<b>{label(item.arm, 22)}</b>  {verdicts.get(item.arm, 'undecided')}"
+        rows.append(Row(arm=arms.index(item.arm), title=title, marks=[mark], ticks=ticks))
+        found = (difference.low, difference.high, difference.mean, *difference.by_seed)
+        ends += [end for end in found if end is not None]
+    figure = interval_chart(
+        rows, f"{result.bits} minus the baseline's (left is better)", range=padded_range(ends, 0.08)
+    )
+    figure["layout"]["shapes"] = [_margin(result, "x"), rule("x")]
+    return figure
+
+
+def loss_strips(result: ExperimentResult) -> PlotlyFigure:
+    """The loss of every run."""
+    arms = [
+        SeedValues(arm=n, name=arm.name, values=dict(zip(arm.seeds, arm.bits_per_byte, strict=True)), mean=arm.mean)
+        for n, arm in enumerate(result.arms)
+    ]
+    return strip_chart(arms, f"held-out {result.bits} (left is better)")
+
+
+def reach(result: ExperimentResult) -> PlotlyFigure:
+    """Tokens and seconds to the same loss as ratios to the baseline."""
+    arms = [arm.name for arm in result.arms]
+    rows = []
+    for item in result.comparisons:
+        if marks := _reach_marks(item):
+            rows.append(Row(arm=arms.index(item.arm), title=f"<b>{label(item.arm, 32)}</b>", marks=marks))
+    figure = interval_chart(rows, "ratio to the baseline (left is faster)", type="log", tickformat="~g")
+    figure["layout"]["shapes"] = [rule("x", at=1.0)]
+    return figure
+
+
+def _reach_marks(item: Comparison) -> list[Mark]:
+    marks = []
+    for unit, offset, symbol in (("tokens", 0.06, "circle"), ("seconds", -0.3, "square-open")):
+        ratio, low, high = (getattr(item.reach, f"{unit}{end}", None) for end in ("", "_low", "_high"))
+        if ratio is not None:
+            text = f"{unit}: {format_ratio(ratio, low, high)}"
+            marks.append(Mark(x=ratio, low=low, high=high, text=text, symbol=symbol, offset=offset))
+    return marks
+
+
+def _margin(result: ExperimentResult, axis: str) -> dict[str, Any]:
     other = "y" if axis == "x" else "x"
-    ends = {f"{axis}0": at, f"{axis}1": at, f"{other}0": 0, f"{other}1": 1}
-    return {
-        "type": "line",
+    ends = {
+        f"{axis}0": -result.margin,
+        f"{axis}1": result.margin,
+        f"{other}0": 0,
+        f"{other}1": 1,
         f"{other}ref": "paper",
-        **ends,
-        "line": {"color": ink("soft"), "width": 1},
-        "layer": "below",
     }
-
-
-def _extent(shown: Sequence[tuple[int, Comparison]]) -> list[float]:
-    found = [item.difference for _, item in shown if item.difference is not None]
-    ends = [end for item in found for end in (item.low, item.high, item.mean, *item.by_seed)]
-    return [end for end in ends if end is not None and math.isfinite(end)]
+    return {"type": "rect", **ends, "fillcolor": ink("band"), "line": {"width": 0}, "layer": "below"}

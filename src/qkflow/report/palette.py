@@ -1,6 +1,6 @@
-"""Colours, dashes and markers. Okabe and Ito's colours, moved on each paper until every one stands out 3 to 1.
+"""Colours, dashes and markers: the palette of Okabe and Ito, adjusted to a contrast of 3:1 on both backgrounds.
 
-An arm is never told by its colour alone: it has a dash and a marker of its own as well.
+Arms also differ in their dashes and markers, so a figure can be read without colours.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ DARK = {
     "arm7": "#f0e442",
 }
 
-_COLOURS = 8
+_ARM_COLORS = 8
 _DASHES = ("solid", "6px,3px", "2px,2px", "8px,3px,2px,3px", "12px,4px", "3px,5px", "12px,3px,3px,3px,3px,3px")
 _MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "pentagon", "star", "hexagon")
 
 
 def ink(role: str, alpha: float = 1.0) -> dict[str, Any]:
-    """A colour for the page to fill in by its theme; an object, so that no text can pass for one.
+    """A role of the palette, which the page replaces by a colour; an object, so that no text is mistaken for it.
 
     >>> ink("arm1", 0.2)
     {'$': 'arm1', 'alpha': 0.2}
@@ -70,18 +70,18 @@ def ink(role: str, alpha: float = 1.0) -> dict[str, Any]:
     return {"$": role} if alpha == 1.0 else {"$": role, "alpha": alpha}
 
 
-def colour(arm: int) -> str:
-    """The role of an arm's colour; the baseline is arm 0."""
-    return "arm0" if arm == 0 else f"arm{1 + (arm - 1) % (_COLOURS - 1)}"
+def arm_color(arm: int) -> str:
+    """The palette role of an arm; the baseline is arm 0."""
+    return "arm0" if arm == 0 else f"arm{1 + (arm - 1) % (_ARM_COLORS - 1)}"
 
 
-def dash(arm: int) -> str:
-    """An arm's dash: with the colour, different for each of the first 49 arms."""
-    return _DASHES[0] if arm == 0 else _DASHES[(arm - 1 + (arm - 1) // (_COLOURS - 1)) % len(_DASHES)]
+def arm_dash(arm: int) -> str:
+    """The dash of an arm; colour and dash together differ for the first 49 arms."""
+    return _DASHES[0] if arm == 0 else _DASHES[(arm - 1 + (arm - 1) // (_ARM_COLORS - 1)) % len(_DASHES)]
 
 
-def marker(arm: int) -> str:
-    """An arm's marker."""
+def arm_marker(arm: int) -> str:
+    """The marker of an arm."""
     return _MARKERS[arm % len(_MARKERS)]
 
 
@@ -96,4 +96,4 @@ OUTLINES = {
     "star": "M0-5.5L1.5-1.8 5.3-1.7 2.3.7 3.3 4.5 0 2.3-3.3 4.5-2.3.7-5.3-1.7-1.5-1.8Z",
     "hexagon": "M0-5L4.3-2.5V2.5L0 5-4.3 2.5V-2.5Z",
 }
-"""The markers as paths around the origin, for the page's own keys."""
+"""The markers as SVG paths around the origin, for the buttons of the page."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qkflow.config import to_dict
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
 from qkflow.experiment.run_status import RunStatus, write_status
@@ -15,7 +16,7 @@ from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.summarise import read_result, run_folders
 from qkflow.models import DecoderConfig
-from qkflow.report import read_json, write_json
+from qkflow.report import export_json
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,8 @@ def test_every_arm_comes_with_its_cost_its_curves_and_its_tuning(study: Path) ->
 
 def test_a_summary_survives_the_way_through_its_file(study: Path, tmp_path: Path) -> None:
     found = read_result(study)
-    assert read_json(write_json(found, tmp_path / "results.json")) == found
+    record = json.loads(export_json(found, tmp_path / "results.json").read_text())
+    assert record == json.loads(json.dumps(to_dict(found)))
 
 
 def test_a_run_that_failed_leaves_the_pairs_of_the_others(study: Path) -> None:

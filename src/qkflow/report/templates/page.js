@@ -7,10 +7,10 @@
   const coarse = matchMedia("(pointer: coarse)").matches;
   const CONFIG = { displayModeBar: false, responsive: true, displaylogo: false, showTips: false };
   const hidden = new Set();
-  const keyed = new Set(all(".keys").flatMap((keys) => keys.dataset.figures.split(" ")));
+  const hasButtons = new Set(all(".keys").map((keys) => keys.dataset.figure));
   const drawn = new Map();
 
-  /* The theme: colours are read from the style sheet, so that figures and text always agree. */
+  /* The theme: colours are read from the style sheet, so figures and text always agree. */
   const read = () => {
     const style = getComputedStyle(root);
     const colour = (role) => style.getPropertyValue("--" + role).trim();
@@ -23,7 +23,7 @@
   };
   let theme = read();
 
-  /* A colour stands in the data as an object {"$": role}: no text can pass for one. */
+  /* In the data a colour is an object {"$": role}, which no text can be mistaken for. */
   const fill = (value) => {
     if (Array.isArray(value)) return value.map(fill);
     if (value === null || typeof value !== "object") return value;
@@ -45,7 +45,7 @@
     },
     ...own, xaxis: axis(own.xaxis), yaxis: axis(own.yaxis),
   });
-  /* Wheels: in two rows if there is room, the name of each above it. */
+  /* Wheels: in rows that fit the width, each with its name above. */
   const wheels = (own, count, width) => {
     const columns = Math.min(count, width < 600 ? 2 : Math.max(2, Math.min(4, Math.ceil(count / 2))));
     const rows = Math.ceil(count / columns);
@@ -64,7 +64,7 @@
     const place = $("plot-" + name);
     if (!place || !figure) return null;
     drawn.set(name, figure);
-    const traces = fill(figure.data).map((trace) => (keyed.has(name) && hidden.has(trace.meta && trace.meta.arm) ? { ...trace, visible: false } : trace));
+    const traces = fill(figure.data).map((trace) => (hasButtons.has(name) && hidden.has(trace.meta && trace.meta.arm) ? { ...trace, visible: false } : trace));
     const own = fill(figure.layout);
     if (own.showlegend && place.clientWidth < 600) own.height += 21 * traces.length;
     if (own.meta && own.meta.square) own.height = Math.min(own.height, place.clientWidth + 90);
@@ -78,31 +78,23 @@
     root.dataset.drawn = theme.colour("paper");
   };
 
-  /* Learning curves. */
-  const chosen = (name) => document.querySelector(`input[name="${name}"]:checked`).value;
-  const curves = () => $("plot-curves") && draw("curves", data.curves[`${chosen("across")}-${chosen("shown")}`]);
-  all('input[name="across"], input[name="shown"]').forEach((input) => input.addEventListener("change", curves));
+  /* Figures with variants to choose from, and buttons that show and hide arms. */
+  const drawVariant = (name) => draw(name, data.figures[name][$(name + "-variant") ? Number($(name + "-variant").value) : 0]);
+  all(".variant").forEach((select) => select.addEventListener("input", () => drawVariant(select.dataset.figure)));
   all(".keys button").forEach((button) => button.addEventListener("click", () => {
     const arm = Number(button.dataset.arm);
     if (hidden.has(arm)) hidden.delete(arm); else hidden.add(arm);
     all(`.keys button[data-arm="${arm}"]`).forEach((item) => item.setAttribute("aria-pressed", String(!hidden.has(arm))));
-    keyed.forEach((name) => draw(name, drawn.get(name)));
+    hasButtons.forEach(drawVariant);
   }));
 
-  /* What a slider stands at, for eyes and for ears. */
-  const tell = (slider, place, text) => {
-    place.textContent = text;
+  /* The value of a slider, for eyes and for screen readers. */
+  const showValue = (slider, text) => {
+    $(slider.id + "-text").textContent = text;
     slider.setAttribute("aria-valuetext", text);
   };
 
-  /* Exhibits with a layer to choose. */
-  all(".exhibit-layer").forEach((slider) => slider.addEventListener("input", () => {
-    const number = Number(slider.dataset.exhibit);
-    tell(slider, slider.parentElement.querySelector("output"), slider.dataset.layers.split(" ")[Number(slider.value)]);
-    draw("exhibit-" + number, data.exhibits[number][Number(slider.value)]);
-  }));
-
-  /* Attention maps: a byte a weight, 127 sign(w) sqrt(|w| / scale), rows of a lower triangle. */
+  /* Attention maps: one byte per weight, 127 sign(w) sqrt(|w| / scale), the rows of a lower triangle. */
   const SIDES = ["first", "second"];
   let view = null;
   const unpack = (head) => {
@@ -120,55 +112,55 @@
   };
   const escape = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const weight = (value) => (Math.abs(value) < 5e-5 ? "0" : value.toFixed(Math.abs(value) < 0.1 ? 4 : 3).replace("-", "\u2212"));
-  const bound = (slider, most) => {
-    slider.max = String(Math.max(0, most));
-    slider.disabled = most < 1;
-    return Math.min(Number(slider.value), Math.max(0, most));
+  const setMax = (slider, max) => {
+    slider.max = String(Math.max(0, max));
+    slider.disabled = max < 1;
+    return Math.min(Number(slider.value), Math.max(0, max));
   };
-  const pick = (what, otherwise) => ($("map-" + what) ? Number($("map-" + what).value) : otherwise);
+  const chosen = (what, otherwise) => ($("map-" + what) ? Number($("map-" + what).value) : otherwise);
   const showMaps = () => {
     if (!$("maps") || !data.maps.length) return;
-    const excerpt = pick("excerpt", 0);
+    const excerpt = chosen("excerpt", 0);
     const { tokens, breaks } = data.excerpts[excerpt];
-    const arms = SIDES.map((side, n) => data.maps[pick(side, n)]);
-    const layer = bound($("map-layer"), Math.max(...arms.map((arm) => arm.layers.length)) - 1);
+    const arms = SIDES.map((side, n) => data.maps[chosen(side, n)]);
+    const layer = setMax($("map-layer"), Math.max(...arms.map((arm) => arm.layers.length)) - 1);
     const stacks = arms.map((arm) => arm.maps[excerpt][Math.min(layer, arm.layers.length - 1)]);
-    const head = bound($("map-head"), Math.max(...stacks.map((heads) => heads.length)) - 1);
-    const token = bound($("map-token"), tokens.length - 1);
+    const head = setMax($("map-head"), Math.max(...stacks.map((heads) => heads.length)) - 1);
+    const token = setMax($("map-token"), tokens.length - 1);
     const heads = stacks.map((own) => Math.min(head, own.length - 1));
     const maps = stacks.map((own, side) => unpack(own[heads[side]]));
-    const most = maps.flat(2).reduce((found, value) => Math.max(found, Math.abs(value)), 1e-9);
+    const largest = maps.flat(2).reduce((largest, value) => Math.max(largest, Math.abs(value)), 1e-9);
     const negative = maps.flat(2).some((value) => value < -1e-4);
-    tell($("map-layer"), $("map-layer-told"), `${arms[0].layers[Math.min(layer, arms[0].layers.length - 1)]} of ${arms[0].depth}`);
-    tell($("map-head"), $("map-head-told"), `${head + 1} of ${Math.max(...stacks.map((own) => own.length))}`);
+    showValue($("map-layer"), `${arms[0].layers[Math.min(layer, arms[0].layers.length - 1)]} of ${arms[0].depth}`);
+    showValue($("map-head"), `${head + 1} of ${Math.max(...stacks.map((own) => own.length))}`);
     SIDES.forEach((side, n) => {
       const own = arms[n].layers[Math.min(layer, arms[n].layers.length - 1)];
       const which = arms[n].pooled ? "" : `, head ${heads[n] + 1} of ${stacks[n].length}`;
       $(`map-${side}-title`).textContent = `${arms[n].name}, layer ${own}${which}`;
-      drawMap(side, maps[n], tokens, most, token);
+      drawMap(side, maps[n], tokens, largest, token);
     });
-    $("scale-low").textContent = negative ? weight(-most) : "0";
-    $("scale-high").textContent = weight(most);
+    $("scale-low").textContent = negative ? weight(-largest) : "0";
+    $("scale-high").textContent = weight(largest);
     const low = negative ? theme.colour("less") : theme.colour("paper");
     $("scale-ramp").style.background = `linear-gradient(to right, ${low}, ${negative ? theme.colour("paper") + ", " : ""}${theme.colour("more")})`;
-    view = { maps, tokens, breaks, most };
+    view = { maps, tokens, breaks, largest };
     showToken();
   };
   const showToken = () => {
     const token = Number($("map-token").value);
-    tell($("map-token"), $("map-token-told"), `${token + 1}, \u201c${view.tokens[token]}\u201d`);
-    SIDES.forEach((side, n) => drawText(side, view.maps[n], view.tokens, view.breaks, view.most, token));
+    showValue($("map-token"), `${token + 1}, \u201c${view.tokens[token]}\u201d`);
+    SIDES.forEach((side, n) => drawText(side, view.maps[n], view.tokens, view.breaks, view.largest, token));
   };
   const row = (token) => ({ type: "rect", x0: -0.5, x1: token + 0.5, y0: token - 0.5, y1: token + 0.5, line: { color: theme.colour("ink"), width: 1.5 } });
-  const drawMap = (side, map, tokens, most, token) => {
+  const drawMap = (side, map, tokens, largest, token) => {
     const place = $("plot-map-" + side);
-    name(side, tokens, place.parentElement.clientWidth);
-    const root = (value) => Math.sign(value) * Math.sqrt(Math.abs(value) / most);
+    labelAxes(side, tokens, place.parentElement.clientWidth);
+    const root = (value) => Math.sign(value) * Math.sqrt(Math.abs(value) / largest);
     const z = map.map((line) => [...line.map(root), ...Array(tokens.length - line.length).fill(null)]);
     const safe = tokens.map(escape);
-    const told = map.map((line, t) => line.map((value, s) => `<b>${safe[t]}</b> (${t + 1}) takes <b>${weight(value)}</b> from <b>${safe[s]}</b> (${s + 1})`));
+    const texts = map.map((line, t) => line.map((value, s) => `<b>${safe[t]}</b> (${t + 1}) to <b>${safe[s]}</b> (${s + 1}): <b>${weight(value)}</b>`));
     const heat = {
-      type: "heatmap", z, text: told, hovertemplate: "%{text}<extra></extra>", hoverongaps: false, zmin: -1, zmax: 1, showscale: false,
+      type: "heatmap", z, text: texts, hovertemplate: "%{text}<extra></extra>", hoverongaps: false, zmin: -1, zmax: 1, showscale: false,
       colorscale: [[0, theme.colour("less")], [0.5, theme.colour("paper")], [1, theme.colour("more")]],
     };
     const plain = { showticklabels: false, ticks: "", showgrid: false, zeroline: false, fixedrange: true, automargin: false };
@@ -178,8 +170,8 @@
     };
     Plotly.react(place, [heat], { ...layout(own), plot_bgcolor: theme.colour("raised") }, CONFIG);
   };
-  /* The tokens along both sides: plain text, which is much faster than as many ticks. */
-  const name = (side, tokens, width) => {
+  /* Token labels along both sides: plain text, which is much faster than plotly ticks. */
+  const labelAxes = (side, tokens, width) => {
     const cell = width / (tokens.length + 3);
     const short = tokens.map((token) => (token.length > 9 ? token.slice(0, 8) + "\u2026" : token));
     const wide = short.filter((token) => token.length > 2).length > tokens.length / 8;
@@ -192,8 +184,8 @@
       strip.replaceChildren(...short.map((token) => Object.assign(document.createElement("span"), { textContent: cut(token) })));
     });
   };
-  const drawText = (side, map, tokens, breaks, most, token) => {
-    const place = $(`map-${side}-text`);
+  const drawText = (side, map, tokens, breaks, largest, token) => {
+    const place = $(`map-${side}-words`);
     const ends = new Set(breaks);
     place.replaceChildren(...tokens.flatMap((name, s) => {
       const span = document.createElement("span");
@@ -202,20 +194,20 @@
       span.dataset.token = String(s);
       if (s > token) span.className = "later";
       else {
-        const alpha = 0.5 * Math.sqrt(Math.abs(value) / most);
+        const alpha = 0.5 * Math.sqrt(Math.abs(value) / largest);
         span.style.backgroundColor = theme.rgba(value < 0 ? "less" : "more", alpha.toFixed(3));
         if (value < -1e-4) span.classList.add("negative");
       }
       if (s === token) span.classList.add("here");
       return ends.has(s) ? [span, document.createTextNode("\n")] : [span];
     }));
-    const largest = map[token].map((value, s) => [value, s]).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, 3);
-    $(`map-${side}-told`).textContent = `Token ${token + 1}, \u201c${tokens[token]}\u201d, takes most from ` +
-      largest.map(([value, s]) => `\u201c${tokens[s]}\u201d (${s + 1}): ${weight(value)}`).join(", ") + ".";
+    const top = map[token].map((value, s) => [value, s]).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, 3);
+    $(`map-${side}-readout`).textContent = `Token ${token + 1}, \u201c${tokens[token]}\u201d, attends most to ` +
+      top.map(([value, s]) => `\u201c${tokens[s]}\u201d (${s + 1}): ${weight(value)}`).join(", ") + ".";
   };
   SIDES.forEach((side) => {
     if (!$("maps")) return;
-    $(`map-${side}-text`).addEventListener("click", (event) => {
+    $(`map-${side}-words`).addEventListener("click", (event) => {
       const token = event.target.dataset && event.target.dataset.token;
       if (token === undefined) return;
       $("map-token").value = token;
@@ -231,16 +223,16 @@
     $("map-token").addEventListener("input", moveToken);
   }
 
-  /* Theme, pictures, paper. */
+  /* Theme, downloads, printing. */
   const THEMES = ["", "light", "dark"];
-  const TOLD = { "": "Theme: as the system", light: "Theme: light", dark: "Theme: dark" };
+  const THEME_NAMES = { "": "Theme: system", light: "Theme: light", dark: "Theme: dark" };
   const setTheme = (name) => {
     if (name) root.dataset.theme = name; else delete root.dataset.theme;
     redraw();
   };
   $("theme").addEventListener("click", () => {
     const next = THEMES[(THEMES.indexOf(root.dataset.theme || "") + 1) % THEMES.length];
-    $("theme").textContent = TOLD[next];
+    $("theme").textContent = THEME_NAMES[next];
     setTheme(next);
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
@@ -267,12 +259,11 @@
   all("details").forEach((item) => item.addEventListener("toggle", regions));
 
   all(".needs-script").forEach((item) => { item.hidden = false; });
-  Object.entries(data.figures).forEach(([name, figure]) => draw(name, figure));
-  curves();
+  Object.keys(data.figures).forEach(drawVariant);
   if ($("maps")) {
     const last = data.excerpts[0].tokens.length - 1;
     $("map-token").max = String(last);
-    $("map-token").value = String("token" in data ? data.token : Math.floor(last * 0.6));
+    $("map-token").value = String(data.token ?? Math.floor(last * 0.6));
   }
   showMaps();
   regions();

@@ -1,0 +1,289 @@
+"""What a report consists of: sections of tables, figures and notes.
+
+A report is built once and rendered three times: as an HTML page (`html`), in the terminal (`terminal`) and as CSV files
+(`export`). A table holds values, not text: its columns say how a value is formatted, and which renderings show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from qkflow.formatting import MISSING
+
+Value = str | int | float | tuple[float, ...] | None
+
+
+def as_text(value: Value) -> str:
+    """The format of columns that hold text or whole numbers.
+
+    >>> as_text("standard"), as_text(3), as_text(None)
+    ('standard', '3', '–')
+    """
+    return MISSING if value is None else str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of a table: one or more values per row, shown together as one text."""
+
+    title: str
+    keys: tuple[str, ...]
+    """Names of the values: the header in CSV files, and what `Table.show` selects by."""
+    format: Callable[..., str] = as_text
+    """From the values of one row to the text of its cell."""
+    is_text: bool = False
+    """Text is aligned left and may wrap; numbers are aligned right."""
+    is_setting: bool = False
+    """A setting moves to the caption if it is the same in every row."""
+    style: Literal["plain", "verdict", "interval"] = "plain"
+    """`verdict` adds an icon; `interval` draws its three values (estimate, low, high) on a strip."""
+
+
+def text_column(title: str, key: str = "") -> Column:
+    """A column of text."""
+    return Column(title=title, keys=(key or title,), is_text=True)
+
+
+def number_column(title: str, key: str, format: Callable[..., str] = as_text, *, is_setting: bool = False) -> Column:
+    """A column of numbers."""
+    return Column(title=title, keys=(key,), format=format, is_setting=is_setting)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of values under columns; the first column names the row."""
+
+    kind: ClassVar = "table"
+    caption: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Value, ...], ...]
+    """The values of each row, flat: as many as the columns have keys."""
+    name: str = ""
+    """The CSV file is named after it; tables without a name are not exported."""
+    page: tuple[str, ...] | None = None
+    """First keys of the columns on the page; None shows all of them, () none."""
+    terminal: tuple[str, ...] = ()
+    """First keys of the columns in the terminal; none: the table is not printed."""
+    summary: str = ""
+    """If set, the page shows the table collapsed under this line."""
+    margin: float = 0.0
+    """For columns of the style `interval`: half the width of the shaded band."""
+
+    def __post_init__(self) -> None:
+        expected = sum(len(column.keys) for column in self.columns)
+        if any(len(row) != expected for row in self.rows):
+            raise ValueError(f"table {self.caption!r}: expected {expected} values in every row")
+
+    def show(self, *keys: str, caption: str = "", summary: str = "") -> Table:
+        """The same table with other columns on the page, for a second section; it is neither exported nor printed."""
+        return replace(self, caption=caption or self.caption, page=keys, terminal=(), name="", summary=summary)
+
+    def select(self, keys: Sequence[str] | None) -> Table:
+        """Keep the columns whose first key is in `keys`, in that order; None keeps all."""
+        if keys is None:
+            return self
+        positions, begin = {}, 0
+        for column in self.columns:
+            positions[column.keys[0]] = (column, range(begin, begin + len(column.keys)))
+            begin += len(column.keys)
+        chosen = [positions[key] for key in keys]
+        rows = tuple(tuple(row[n] for _, indices in chosen for n in indices) for row in self.rows)
+        return replace(self, columns=tuple(column for column, _ in chosen), rows=rows, page=None)
+
+    def without_settings(self) -> Table:
+        """Move the settings that are the same in every row to the caption."""
+        texts = self.texts()
+        if len(texts) < 2:
+            return self
+        values = [{row[n] for row in texts} - {MISSING} for n in range(len(self.columns))]
+        same = [n for n, column in enumerate(self.columns) if column.is_setting and len(values[n]) < 2]
+        moved = [f"{self.columns[n].title}: {text}" for n in same for text in values[n]]
+        kept = [column.keys[0] for n, column in enumerate(self.columns) if n not in same]
+        caption = f"{self.caption} ({'; '.join(moved)})" if moved else self.caption
+        return replace(self.select(kept), caption=caption)
+
+    def texts(self) -> list[tuple[str, ...]]:
+        """The formatted cells of every row."""
+        return [tuple(column.format(*values) for column, values in self.cells(row)) for row in self.rows]
+
+    def cells(self, row: Sequence[Value]) -> Iterator[tuple[Column, tuple[Value, ...]]]:
+        """The columns with their values in one row."""
+        begin = 0
+        for column in self.columns:
+            yield column, tuple(row[begin : begin + len(column.keys)])
+            begin += len(column.keys)
+
+
+def text_table(
+    *, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[int] = (0,)
+) -> Table:
+    """A table of cells that are formatted already; `text_columns` are aligned left."""
+    made = [Column(title=title, keys=(title,), is_text=n in text_columns) for n, title in enumerate(columns)]
+    return Table(caption=caption, columns=tuple(made), rows=tuple(map(tuple, rows)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A chart as plain data for plotly.js; colours are roles of the palette, which the page fills in."""
+
+    kind: ClassVar = "figure"
+    name: str
+    alt: str
+    caption: str
+    variants: tuple[tuple[str, dict[str, Any]], ...]
+    """(label, plotly figure): the reader chooses one; a single one has no choice."""
+    choice: str = "Show"
+    """The label of the choice."""
+    has_arm_buttons: bool = False
+    """Whether buttons above the figure show and hide its arms."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the first variant has nothing to draw."""
+        return not self.variants or not self.variants[0][1]["data"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FigureGrid:
+    """Small figures side by side, on a scale from 0 to 100%."""
+
+    kind: ClassVar = "grid"
+    figures: tuple[Figure, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """A paragraph."""
+
+    kind: ClassVar = "note"
+    text: str
+    in_terminal: bool = False
+    is_plain: bool = False
+    """Whether it is part of the text, not small print."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subheading:
+    """A heading within a section."""
+
+    kind: ClassVar = "subheading"
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """A verdict in words, with what to do next."""
+
+    kind: ClassVar = "statement"
+    verdict: str
+    text: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BulletList:
+    """A list of lines."""
+
+    kind: ClassVar = "list"
+    items: tuple[str, ...]
+    in_terminal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Definitions:
+    """Terms, each with a value and its meaning; either may be empty."""
+
+    kind: ClassVar = "definitions"
+    items: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A JSON document, collapsed."""
+
+    kind: ClassVar = "record"
+    title: str
+    content: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColoredText:
+    """A text with each word shaded by its attention, one row per model."""
+
+    kind: ClassVar = "colored"
+    caption: str
+    name_title: str
+    end_title: str
+    lines: tuple[Any, ...]
+    """`attention_maps.ColoredLine`s."""
+    is_spaced: bool = True
+    """Whether words are separated by spaces; tokens are not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapViewer:
+    """The interactive viewer of attention maps; a page has at most one."""
+
+    kind: ClassVar = "maps"
+    maps: Any
+    """`attention_maps.AttentionMaps`."""
+    has_choice: bool = True
+    """Whether arms and excerpts can be chosen."""
+    token: int | None = None
+    """The token selected first; None: one in the middle."""
+
+
+Block = (
+    Table
+    | Figure
+    | FigureGrid
+    | Note
+    | Subheading
+    | Statement
+    | BulletList
+    | Definitions
+    | Record
+    | ColoredText
+    | MapViewer
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A heading with its blocks."""
+
+    name: str
+    """The anchor."""
+    title: str
+    nav: str
+    """The title in the page's navigation."""
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything that a page shows."""
+
+    kind: str
+    """`study` or `probe`."""
+    title: str
+    answer: str
+    callouts: tuple[str, ...]
+    """What a reader must know before the numbers."""
+    facts: tuple[tuple[str, str], ...]
+    sections: tuple[Section, ...]
+    arms: tuple[str, ...] = ()
+    """Names of the arms, the baseline first; they decide the colours."""
+    source: str = "the study folder"
+    """What the page was made from."""
+
+    def blocks(self) -> Iterator[Block]:
+        """All blocks in order."""
+        for section in self.sections:
+            yield from section.blocks
+
+    def tables(self) -> dict[str, Table]:
+        """The tables that are exported, by name."""
+        return {block.name: block for block in self.blocks() if isinstance(block, Table) and block.name}

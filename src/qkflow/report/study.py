@@ -1,0 +1,520 @@
+"""The report of a study: `build_report` for every kind, and the sections on the loss."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from qkflow.experiment.metrics.rationale import RationaleSummary
+from qkflow.experiment.summary import ArmSummary, Comparison, ExperimentResult
+from qkflow.formatting import (
+    MISSING,
+    format_bytes,
+    format_compact,
+    format_difference,
+    format_integer,
+    format_number,
+    format_p_value,
+    format_percent,
+    format_ratio,
+    format_signed,
+    shorten,
+)
+from qkflow.report import figures, rationale, recall
+from qkflow.report.attention_maps import AttentionMaps
+from qkflow.report.diagnostics import diagnostic_blocks
+from qkflow.report.sections import (
+    Block,
+    BulletList,
+    Column,
+    Definitions,
+    Figure,
+    MapViewer,
+    Note,
+    Record,
+    Report,
+    Section,
+    Statement,
+    Table,
+    number_column,
+    text_column,
+)
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+_CHANCE_OF_DETECTION = "80%"
+
+
+def build_report(result: ExperimentResult | RationaleSummary, maps: AttentionMaps | None = None) -> Report:
+    """The report of a study, finished or not; `maps` are the attention maps of its models."""
+    maps = maps or AttentionMaps()
+    names = [arm.name for arm in result.arms]
+    failures = [f"{arm.name}: {line}" for arm in result.arms for line in arm.failures]
+    if isinstance(result, RationaleSummary):
+        answer, subject, facts, sections = (
+            result.answer,
+            result.task,
+            rationale.facts(result),
+            rationale.sections(result),
+        )
+        tried = {arm.name: (arm.lr, arm.tried) for arm in result.arms}
+        last, loss = rationale.task_section(result), "validation loss in nats"
+    else:
+        answer, subject, facts, sections = _answer(result), result.corpus, _facts(result), _loss_sections(result, maps)
+        tried = {arm.name: (arm.learning_rate, dict(arm.tuning)) for arm in result.arms}
+        last, loss = _corpus_section(result), f"held-out {result.bits}"
+    shown = names[1] if len(names) == 2 else f"{max(0, len(names) - 1)} arms"
+    return Report(
+        kind="study",
+        title=f"{shown} vs. {names[0] if names else MISSING} on {subject}",
+        answer=answer or "No verdict yet.",
+        callouts=(*_progress(result.finished, result.runs, len(failures)), *result.remarks),
+        facts=(*facts, *_size_facts(result)),
+        sections=(
+            *sections,
+            *_tuning_section(tried, loss),
+            *_failure_section(failures),
+            last,
+            _record_section(result, maps.configs),
+        ),
+        arms=tuple(names),
+    )
+
+
+def _size_facts(result: ExperimentResult | RationaleSummary) -> list[tuple[str, str]]:
+    seeds = sorted({len(arm.seeds) for arm in result.arms}) or [0]
+    per_arm = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+    return [
+        (f"arms {TIMES} seeds", f"{len(result.arms)} {TIMES} {per_arm}"),
+        ("finished runs", f"{result.finished} of {result.runs}"),
+    ]
+
+
+def _progress(finished: int, runs: int, failed: int) -> list[str]:
+    if finished >= runs:
+        return []
+    count = f"{finished} of {runs} runs are finished" + (f", {failed} failed" if failed else "")
+    return [f"{count}." if finished + failed >= runs else f"{count}; these results are preliminary."]
+
+
+def _tuning_section(arms: Mapping[str, tuple[float | None, Mapping[float, float | None]]], loss: str) -> list[Section]:
+    """The loss of each learning rate tried; `arms` has the chosen rate and the loss of each rate."""
+    rates = sorted({rate for _, tried in arms.values() for rate in tried})
+    if not rates:
+        return []
+    table = Table(
+        caption=f"Learning rates tried, and their {loss}",
+        columns=(
+            text_column("arm"),
+            number_column("chosen", "chosen", _format_rate),
+            *(number_column(f"{rate:g}", f"rate {rate:g}") for rate in rates),
+        ),
+        rows=tuple((name, chosen, *(_trial(tried, rate) for rate in rates)) for name, (chosen, tried) in arms.items()),
+    )
+    note = Note(text="Every arm has the same tuning budget: each rate once, on a seed that is not used for verdicts.")
+    return [Section(name="tuning", title="Learning-rate tuning", nav="Tuning", blocks=(table, note))]
+
+
+def _trial(tried: Mapping[float, float | None], rate: float) -> str:
+    if rate not in tried:
+        return MISSING
+    text = format_number(tried[rate])
+    return "failed" if text == MISSING else text
+
+
+def _failure_section(failures: Sequence[str]) -> list[Section]:
+    if not failures:
+        return []
+    lines = BulletList(items=tuple(failures), in_terminal=True)
+    return [Section(name="failures", title="Failed runs", nav="Failures", blocks=(lines,))]
+
+
+def _record_section(result: ExperimentResult | RationaleSummary, configs: dict[str, Any]) -> Section:
+    items = [("command", f"`{shlex.join(result.command)}`", "")]
+    if isinstance(result, ExperimentResult):
+        items.append(("folder", f"`{result.folder}`", ""))
+    records = [
+        Record(title="Design (design.json)", content=result.design),
+        Record(title="Environment (environment.json)", content=result.environment),
+        *(Record(title=f"Config of {shorten(name, 60)}", content=config) for name, config in configs.items()),
+    ]
+    blocks = (Definitions(items=tuple(items)), *records)
+    return Section(name="record", title="How to reproduce", nav="Reproduce", blocks=blocks)
+
+
+# Studies of the loss.
+
+
+def _answer(result: ExperimentResult) -> str:
+    """All verdicts in one line."""
+    if len(result.verdicts) <= 1:
+        return "".join(verdict.sentence for verdict in result.verdicts)
+    titles = {
+        "better": f"better than {result.baseline}",
+        "worse": "worse",
+        "equivalent": "equivalent within the margin",
+        "undecided": "undecided",
+    }
+    groups = []
+    for kind, title in titles.items():
+        if arms := [shorten(verdict.arm, 48) for verdict in result.verdicts if verdict.kind == kind]:
+            groups.append(f"{title}: {', '.join(arms)}")
+    text = "; ".join(groups)
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _facts(result: ExperimentResult) -> list[tuple[str, str]]:
+    tokens = [arm.tokens for arm in result.arms]
+    per_run = {format_compact(min(tokens, default=None)), format_compact(max(tokens, default=None))}
+    return [
+        ("task" if result.on_task else "corpus", f"{shorten(result.corpus, 60)} ({result.digest[:12]})"),
+        ("model", f"{result.size} parameters, context {format_integer(result.context)}"),
+        ("tokens per run", " to ".join(sorted(per_run))),
+        ("matched", f"parameters and {result.match}"),
+        ("equivalence margin", f"\N{PLUS-MINUS SIGN}{result.margin:.4f} {result.bits}"),
+        ("error rate", f"{100 * result.error_rate:.3g}%, all arms together"),
+    ]
+
+
+def _loss_sections(result: ExperimentResult, maps: AttentionMaps) -> list[Section]:
+    table = comparison_table(result)
+    sections = [
+        _verdict_section(result, table),
+        *([] if result.recall is None else [recall.section(result.recall)]),
+        _learning_section(result),
+        _difference_section(result, table),
+        _seed_section(result, table),
+        _speed_section(result, table),
+        _cost_section(result),
+        _attention_section(result, maps),
+    ]
+    tokens = maps.excerpts[0]["tokens"] if maps.excerpts else ()
+    if blocks := diagnostic_blocks(maps.diagnostics, [arm.name for arm in result.arms], tokens):
+        title = "Diagnostics of the mechanisms"
+        sections.append(Section(name="diagnostics", title=title, nav="Diagnostics", blocks=tuple(blocks)))
+    return sections
+
+
+def comparison_table(result: ExperimentResult) -> Table:
+    """Every arm against the baseline: the one description of all these columns."""
+    columns = (
+        text_column("arm"),
+        Column(title="verdict", keys=("verdict",), is_text=True, style="verdict"),
+        number_column(result.bits, "bits_per_byte", format_number),
+        Column(
+            title="difference (interval)",
+            keys=("difference", "low", "high"),
+            format=format_difference,
+            style="interval",
+        ),
+        number_column("relative", "relative", lambda value: format_percent(value, signed=True)),
+        number_column("confidence", "level", lambda value: format_percent(value, 0), is_setting=True),
+        number_column("pairs of runs", "pairs", format_integer, is_setting=True),
+        number_column("documents", "documents", format_integer, is_setting=True),
+        number_column("standard deviation", "std", format_number),
+        number_column("standard error", "std_error", format_number),
+        number_column("p", "p", format_p_value),
+        number_column("p (Holm)", "p_holm", format_p_value),
+        number_column("p (sign flips)", "p_signs", format_p_value, is_setting=True),
+        number_column("minimum detectable effect", "detectable", format_number),
+        Column(title="estimated from", keys=("detectable_from",), format=_format_source, is_text=True, is_setting=True),
+        number_column("difference of each seed", "by_seed", _format_each),
+        number_column("std of the arm", "std_arm", format_number),
+        number_column("std of the baseline", "std_baseline", format_number),
+        Column(title="ratio (interval)", keys=("std_ratio", "std_ratio_low", "std_ratio_high"), format=format_ratio),
+        number_column("p of the ratio", "std_ratio_p", format_p_value),
+        *(
+            Column(
+                title=f"{unit} to the same loss (ratio)",
+                keys=(unit, f"{unit}_low", f"{unit}_high"),
+                format=_format_reach,
+            )
+            for unit in ("tokens", "seconds")
+        ),
+        Column(title="seeds at the baseline's loss", keys=("reached", "read"), format=_format_of),
+    )
+    compared = {item.arm: item for item in result.comparisons}
+    rows = tuple(_comparison_row(result, arm, compared.get(arm.name)) for arm in result.arms)
+    return Table(
+        caption=f"Each arm against {result.baseline}",
+        columns=columns,
+        rows=rows,
+        name="comparisons",
+        page=("arm", "verdict", "bits_per_byte", "difference", "p_holm", "detectable", "detectable_from"),
+        terminal=("arm", "verdict", "bits_per_byte", "difference", "p_holm"),
+        margin=result.margin,
+    )
+
+
+def _comparison_row(result: ExperimentResult, arm: ArmSummary, item: Comparison | None) -> tuple[Any, ...]:
+    verdicts = {verdict.arm: verdict.kind for verdict in result.verdicts}
+    difference, spread, reach = (None, None, None) if item is None else (item.difference, item.spread, item.reach)
+    mean, baseline = getattr(difference, "mean", None), result.arms[0].mean
+    return (
+        arm.name,
+        "baseline" if item is None else verdicts.get(arm.name, "undecided"),
+        arm.mean,
+        *_fields(difference, "mean", "low", "high"),
+        mean / baseline if mean is not None and baseline else None,
+        *_fields(difference, "level", "seeds", "documents", "spread", "error", "p"),
+        None if item is None else item.p_holm,
+        *_fields(difference, "p_signs", "smallest", "smallest_rests_on", "by_seed"),
+        *_fields(spread, "arm", "baseline", "ratio", "low", "high", "p"),
+        *_fields(reach, "tokens", "tokens_low", "tokens_high", "seconds", "seconds_low", "seconds_high"),
+        *_fields(reach, "reached", "seeds"),
+    )
+
+
+def _fields(value: object, *names: str) -> list[Any]:
+    return [None if value is None else getattr(value, name) for name in names]
+
+
+def _format_source(source: str | None) -> str:
+    return "the seeds of the arm" if source == "its own spread" else source or MISSING
+
+
+def _format_each(values: Sequence[float] | None) -> str:
+    return ", ".join(map(format_signed, values or ())) or MISSING
+
+
+def _format_reach(ratio: float | None, low: float | None, high: float | None) -> str:
+    return "not reached" if ratio is None else format_ratio(ratio, low, high)
+
+
+def _format_of(count: int | None, total: int | None) -> str:
+    return MISSING if count is None else f"{count} of {total}"
+
+
+def _without_baseline(table: Table) -> Table:
+    return replace(table, rows=table.rows[1:])
+
+
+def _verdict_section(result: ExperimentResult, table: Table) -> Section:
+    statements = []
+    for verdict in result.verdicts:
+        accuracy = "" if result.recall is None else recall.accuracy_sentence(result.recall, verdict.arm)
+        advice = " ".join(filter(None, (verdict.advice, accuracy)))
+        statements.append(Statement(verdict=verdict.kind, text=verdict.sentence, advice=advice))
+    levels = [item.difference.level for item in result.comparisons if item.difference is not None]
+    interval = f"{format_percent(max(levels), 0)} interval" if levels else "interval"
+    text = (
+        f"Differences are in held-out {result.bits}: arm minus baseline, paired by seed and by document. Below zero,"
+        f" the arm is better. The bars show the {interval} of each arm; the equivalence margin is shaded. The"
+        f" probability of a false “better” or “worse” is at most {100 * result.error_rate:.3g}% for all arms together"
+        " (Holm's correction). A study like this one detects the minimum detectable effect with a probability of"
+        f" {_CHANCE_OF_DETECTION}."
+    )
+    if result.on_task:
+        text += (
+            " Verdicts use the loss of the answers on held-out instances of the training length. Accuracy is measured"
+            " on the test instances and does not affect the verdict."
+        )
+    if not statements:
+        statements = [Note(text="The study has one arm: there is nothing to compare.", is_plain=True)]
+    return Section(name="verdicts", title="Verdicts", nav="Verdicts", blocks=(table, *statements, Note(text=text)))
+
+
+def _learning_section(result: ExperimentResult) -> Section:
+    figure = Figure(
+        name="curves",
+        alt="Learning curves of every arm. The table below has the numbers.",
+        caption=(
+            "Mean over seeds; the band is the range from the lowest to the highest seed. The first evaluations are"
+            " outside the frame: double-click to see them. Seconds count training only, on the machine of the study."
+        ),
+        variants=figures.learning_curves(result),
+        has_arm_buttons=True,
+    )
+    blocks: tuple[Block, ...] = (figure, learning_table(result))
+    if figure.is_empty:
+        blocks = (Note(text="No run has been evaluated yet.", is_plain=True),)
+    return Section(name="learning", title="Learning curves", nav="Learning", blocks=blocks)
+
+
+def learning_table(result: ExperimentResult) -> Table:
+    """The mean learning curve of each arm by training tokens."""
+    bands = [figures.mean_curve(arm.curves, "tokens") for arm in result.arms]
+    points = [dict(zip(band.x, zip(band.mean, band.low, band.high, strict=True), strict=True)) for band in bands]
+    rows = [
+        (x, *(value for point in points for value in point.get(x, (None, None, None))))
+        for x in sorted({x for band in bands for x in band.x})
+    ]
+    keys = [(f"arm {n}", f"arm {n} low", f"arm {n} high") for n in range(len(bands))]
+    arms = [Column(title=arm.name, keys=key, format=_format_range) for arm, key in zip(result.arms, keys, strict=True)]
+    return Table(
+        caption=f"Held-out {result.bits}: mean over seeds (lowest to highest)",
+        columns=(number_column("tokens", "tokens", format_compact), *arms),
+        rows=tuple(rows),
+        summary="Learning curves as a table",
+    )
+
+
+def _format_range(mean: float | None, low: float | None, high: float | None) -> str:
+    text = format_number(mean)
+    return text if low == high else f"{text} ({format_number(low)} to {format_number(high)})"
+
+
+def _difference_section(result: ExperimentResult, table: Table) -> Section:
+    figure = Figure(
+        name="forest",
+        alt="Difference of each arm to the baseline with its interval. The table below has the numbers.",
+        caption=(
+            "Large markers: mean and interval. Small ticks: the pair of runs of each seed. Shaded: the equivalence"
+            " margin."
+        ),
+        variants=(("", figures.forest(result)),),
+    )
+    keys = ("arm", "difference", "relative", "level", "pairs", "p", "p_signs", "by_seed")
+    caption = f"Differences to the baseline in {result.bits}"
+    blocks: tuple[Block, ...] = (
+        figure,
+        _without_baseline(table).show(*keys, caption=caption, summary="Differences as a table"),
+    )
+    if figure.is_empty:
+        blocks = (Note(text="No seed has a finished run of an arm and of the baseline yet.", is_plain=True),)
+    return Section(name="differences", title="Differences", nav="Differences", blocks=blocks)
+
+
+def _seed_section(result: ExperimentResult, table: Table) -> Section:
+    figure = Figure(
+        name="strips",
+        alt="Held-out loss of every run by arm. The table below has the numbers.",
+        caption="Every run; lines connect the runs of a seed, and the tall mark is the mean.",
+        variants=(("", figures.loss_strips(result)),),
+    )
+    rows = [
+        (
+            arm.name,
+            seed,
+            loss,
+            *_fields(arm, "parameters", "hidden", "flops_per_token", "steps", "tokens", "learning_rate"),
+        )
+        for arm in result.arms
+        for seed, loss in zip(arm.seeds, arm.bits_per_byte, strict=True)
+    ]
+    runs = Table(
+        caption=f"Held-out {result.bits} of every run",
+        columns=(
+            text_column("arm"),
+            number_column("seed", "seed"),
+            number_column(result.bits, "bits_per_byte", format_number),
+            number_column("parameters", "parameters", format_integer, is_setting=True),
+            number_column("feed-forward width", "hidden", format_integer, is_setting=True),
+            number_column("FLOPs per token", "flops_per_token", format_compact, is_setting=True),
+            number_column("steps", "steps", format_integer, is_setting=True),
+            number_column("tokens", "tokens", format_compact, is_setting=True),
+            number_column("learning rate", "learning_rate", _format_rate, is_setting=True),
+        ),
+        rows=tuple(rows),
+        name="runs",
+        page=("arm", "seed", "bits_per_byte", "learning_rate"),
+        summary="Every run as a table",
+    )
+    keys = ("arm", "std_arm", "std_baseline", "std_ratio", "std_ratio_p")
+    caption = f"Standard deviation over seeds, {result.bits}"
+    blocks: tuple[Block, ...] = (
+        figure,
+        _without_baseline(table).show(*keys, caption=caption),
+        Note(text="A ratio below one: the loss of the arm varies less from seed to seed than the baseline's."),
+        runs,
+    )
+    if figure.is_empty:
+        blocks = (Note(text="No run is finished yet.", is_plain=True), replace(runs, page=()))
+    return Section(name="seeds", title="Variation between seeds", nav="Seeds", blocks=blocks)
+
+
+def _format_rate(rate: float | None) -> str:
+    return MISSING if rate is None else f"{rate:g}"
+
+
+def _speed_section(result: ExperimentResult, table: Table) -> Section:
+    note = Note(
+        text=(
+            "Tokens and seconds that an arm needs to reach a loss that both arms reached, divided by the baseline's."
+            " Below one, the arm is faster. The curves are compared before the learning rate decays."
+        )
+    )
+    keys = ("arm", "tokens", "seconds", "reached")
+    figure = Figure(
+        name="reach",
+        alt="Tokens and seconds to the same loss as ratios to the baseline. The table above has the numbers.",
+        caption="Filled circles: tokens. Open squares: seconds.",
+        variants=(("", figures.reach(result)),),
+    )
+    blocks: list[Block] = [
+        note,
+        _without_baseline(table).show(*keys, caption="Tokens and seconds to the same loss, divided by the baseline's"),
+    ]
+    if not figure.is_empty:
+        blocks.append(figure)
+    return Section(name="speed", title="Training speed", nav="Speed", blocks=tuple(blocks))
+
+
+def cost_table(result: ExperimentResult) -> Table:
+    """Parameters, compute and memory of each arm."""
+    names = ("parameters", "parameters_off", "hidden", "flops_per_token", "tokens", "tokens_per_second")
+    columns = (
+        text_column("arm"),
+        number_column("parameters", "parameters", format_integer),
+        number_column("vs. baseline", "parameters_off", lambda value: format_percent(value, signed=True)),
+        number_column("feed-forward width", "hidden", format_integer, is_setting=True),
+        number_column("FLOPs per token", "flops_per_token", format_compact),
+        number_column("tokens per run", "tokens", format_compact, is_setting=True),
+        number_column("tokens per second", "tokens_per_second", format_integer),
+        number_column("peak memory", "peak_bytes", format_bytes),
+        number_column("state", "state_bytes", format_bytes),
+    )
+    return Table(
+        caption="Parameters, compute and memory of each arm",
+        columns=columns,
+        rows=tuple((arm.name, *_fields(arm, *names, "peak_bytes", "state_bytes")) for arm in result.arms),
+        name="cost",
+        terminal=(
+            "arm",
+            "parameters",
+            "parameters_off",
+            "flops_per_token",
+            "tokens_per_second",
+            "peak_bytes",
+            "state_bytes",
+        ),
+    )
+
+
+def _cost_section(result: ExperimentResult) -> Section:
+    note = Note(
+        text=(
+            "“vs. baseline” is the difference in parameters that is left after matching. FLOPs are of one forward"
+            " pass at the full context; training takes three times as many. Tokens per second were measured with as"
+            " many runs in parallel as the study used. The state is what the mechanism carries per sequence after a"
+            " full context."
+        )
+    )
+    return Section(name="cost", title="Cost and memory", nav="Cost", blocks=(cost_table(result), note))
+
+
+def _attention_section(result: ExperimentResult, maps: AttentionMaps) -> Section:
+    blocks: list[Block] = [Note(text="There are no attention maps to show yet.", is_plain=True)]
+    if maps.arms and maps.excerpts:
+        text = (
+            "Attention of each token (row) to itself and to earlier tokens (columns), in the first finished run of an"
+            " arm. Colours follow the square root of the weight, so that small weights are visible."
+        )
+        blocks = [Note(text=text), MapViewer(maps=maps)]
+    if maps.missing:
+        blocks.append(BulletList(items=tuple(maps.missing)))
+    title = f"Attention on held-out {'instances' if result.on_task else 'text'}"
+    return Section(name="attention", title=title, nav="Attention", blocks=tuple(blocks))
+
+
+def _corpus_section(result: ExperimentResult) -> Section:
+    items = [("hash", f"`{result.digest}`", ""), *((note.name, note.value, note.meaning) for note in result.notes)]
+    blocks: tuple[Block, ...] = (Definitions(items=tuple(items)),)
+    if not result.on_task:
+        text = (
+            "Corpus statistics that published work relates to the effect of a mechanism. They do not affect verdicts."
+        )
+        blocks = (Note(text=text), *blocks)
+    name = "task" if result.on_task else "corpus"
+    return Section(name="corpus", title=f"The {name}", nav=name.capitalize(), blocks=blocks)
