@@ -31,8 +31,8 @@ from qkflow.probes import (
     rationale_confidence,
 )
 from qkflow.probes.attention import token_positions
-from qkflow.report.export import finite
 from qkflow.report.attention_maps import MAX_TOKENS, label_tokens
+from qkflow.report.export import finite
 from qkflow.report.probe_page import ProbePart, ProbeResult, confidence_table, write_probe_page
 from qkflow.report.terminal import render_table
 from qkflow.training import LoadedRun, load_run

@@ -39,7 +39,9 @@ def attention_section(stats: AttentionStats, rationale: RationaleConfidence | No
     return ProbePart(
         name="maps",
         title="Attention of each layer",
-        table=text_table(caption="Sharpness of each layer's attention", columns=columns, rows=rows, text_columns=(0, 5)),
+        table=text_table(
+            caption="Sharpness of each layer's attention", columns=columns, rows=rows, text_columns=(0, 5)
+        ),
         verdict=_attention_verdict(stats, rationale, labels),
         note="H is the entropy of a head's attention in nats; tokens is exp(H), the effective number of attended"
         " tokens. Both are means over heads, for the last token and over all tokens. The strongest link is the largest"

@@ -19,8 +19,8 @@ import numpy as np
 
 from qkflow.data import Tokenizer
 from qkflow.formatting import format_number, token_label
-from qkflow.probes.diagnostics import Diagnostic
 from qkflow.probes import LayerProbe, probe_layers
+from qkflow.probes.diagnostics import Diagnostic
 from qkflow.training import load_run
 
 MAX_TOKENS = 64

@@ -14,9 +14,9 @@ from torch import Tensor
 from qkflow.data import Tokenizer
 from qkflow.formatting import format_integer, format_number, shorten, token_label
 from qkflow.io import write_file
-from qkflow.probes.diagnostics import Diagnostic
 from qkflow.probes import LayerProbe
 from qkflow.probes.attention import POOLINGS, TAU, AttentionStats, RationaleConfidence
+from qkflow.probes.diagnostics import Diagnostic
 from qkflow.report.attention_maps import ColoredLine, color_lines, label_tokens, single_model_maps
 from qkflow.report.diagnostics import diagnostic_blocks
 from qkflow.report.html import render

@@ -25,7 +25,7 @@ from qkflow.ops.groups import SO3, SU2, TORUS, Group
 from qkflow.probes import LayerPhases, PhaseStats, attention_maps, diagnostics, layer_phases
 from qkflow.probes.attention import mechanism_inputs
 from qkflow.probes.synchrony import attention_step, locking, order, row_energy
-from qkflow.report.tables import rendered
+from qkflow.report.terminal import render_table
 from qkflow.training import TrainConfig
 from qkflow.training.run_dir import begin, finish
 from qkflow.training.tensors import model_tensors
@@ -283,7 +283,7 @@ def test_table_labels_tokens_and_fits_80_columns() -> None:
     labels = ["[b]"] * 4000 + ["⟨end⟩"]  # markup must not be interpreted
     console = Console(width=80, force_terminal=False)
     with console.capture() as output:
-        console.print(rendered(phase_section([*stats, None], labels).table))
+        console.print(*render_table(phase_section([*stats, None], labels).table))
     lines = output.get().splitlines()
     assert max(map(len, lines)) <= 80
     assert "[b] 3001 ~ ⟨end⟩ 4001: -0.50" in lines[1]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from qkflow.probes.diagnostics import Diagnostic
 from qkflow.probes import probe_layers
+from qkflow.probes.diagnostics import Diagnostic
 from qkflow.report import build_report, diagnostics
 from qkflow.report.attention_maps import load_maps
 from qkflow.report.diagnostics import diagnostic_blocks

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkflow.data import ByteTokenizer
-from qkflow.probes.diagnostics import Diagnostic
 from qkflow.probes.attention import attention_stats, rationale_confidence
+from qkflow.probes.diagnostics import Diagnostic
 from qkflow.report import probe_page
 from qkflow.report.attention_maps import unpack
 from qkflow.report.html import render
