@@ -1,17 +1,16 @@
-"""Where the sequences of a batch lie: positions, padding and packing, resolved once and then only read.
+"""Positions, padding and packing of a batch, computed once per batch.
 
-A batch `[b, t, ...]` holds `n` sequences. Padded: one a row, with padding on the left or on the right. Packed: several
-in a row, one behind the other. Mechanisms compute in the *row form* `[n, span, ...]`: every sequence in a row of its
-own, beginning at column 0, with whatever is left over on the right. There a causal mechanism needs no mask at all,
-since nothing valid can see what lies to its right.
+A batch `[b, t, ...]` holds `n` sequences. It is padded (one sequence per row, with padding on the left or right) or
+packed (several sequences per row, one after the other). Mechanisms compute in *row form* `[n, span, ...]`: one sequence
+per row, starting at column 0. There, a causal mechanism needs no padding mask, because padding is always to the right.
 
     batch form, packed          row form
     a0 a1 a2 b0 b1 c0     ->    a0 a1 a2
                                 b0 b1 .
                                 c0 .  .
 
-Right padding is the row form already, and moves nothing. The row form is as wide as the longest sequence: pack
-documents of like lengths together. No layout (`None`) means: every token valid, one sequence a row.
+A batch with right padding is already in row form. The row form is as wide as the longest sequence, so pack sequences of
+similar length. `None` in place of a layout means one sequence per row and no padding.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ from qkflow.errors import UsageError
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The sequences of a batch. Make one with `padded`, `packed` or `segmented`.
+    """The sequences of a batch. Create it with `padded`, `packed` or `segmented`.
 
     >>> layout = Layout.padded([1, 3], 3, side="left")
     >>> layout.positions.tolist(), layout.sequences.tolist()
     ([[0, 0, 0], [0, 1, 2]], [[-1, -1, 0], [1, 1, 1]])
-    >>> layout.rows(torch.tensor([[0, 0, 7], [4, 5, 6]])).tolist()
+    >>> layout.to_rows(torch.tensor([[0, 0, 7], [4, 5, 6]])).tolist()
     [[7, 0, 0], [4, 5, 6]]
     """
 
     sequences: Int[Tensor, "b t"]
-    """The sequence each token belongs to; -1 is padding."""
+    """Index of each token's sequence; -1 at padding."""
     positions: Int[Tensor, "b t"]
-    """Each token's place in its own sequence, from 0; padding has 0."""
+    """Position of each token in its sequence, from 0; 0 at padding."""
     valid: Bool[Tensor, "b t"]
     """False at padding."""
     lengths: Int[Tensor, " n"]
-    """Tokens of each sequence."""
+    """Number of tokens of each sequence."""
     span: int
-    """Columns of the row form."""
-    even: bool
+    """Number of columns of the row form."""
+    is_full: bool
     """Whether every sequence fills its row of the row form."""
     index: Int[Tensor, "n span"] | None
-    """Which token of the flattened batch stands at each place of the row form; `None` where the two are the same."""
+    """Index into the flattened batch of each element of the row form; `None` if the batch is in row form."""
 
     @classmethod
     def padded(
@@ -62,7 +61,7 @@ class Layout:
         side: Literal["left", "right"] = "right",
         device: torch.device | str | None = None,
     ) -> Layout:
-        """One sequence a row of `t` columns, with `lengths` valid tokens each and padding on one `side`."""
+        """One sequence per row of `t` columns, with `lengths` valid tokens each and padding on one `side`."""
         counts = torch.as_tensor(lengths, dtype=torch.long, device=device)
         if counts.ndim != 1 or bool((counts < 0).any()) or bool((counts > t).any()):
             raise UsageError(f"lengths must be one number from 0 to {t} for each row, got {counts.tolist()}")
@@ -72,78 +71,78 @@ class Layout:
         positions = column if side == "right" else column - (t - counts[:, None])
         valid = (positions >= 0) & (positions < counts[:, None])
         rows = torch.arange(len(counts), device=counts.device)[:, None]
-        return cls._resolve(torch.where(valid, rows, -1), positions, counts, t if side == "right" else None)
+        return cls._create(torch.where(valid, rows, -1), positions, counts, t if side == "right" else None)
 
     @classmethod
     def packed(
         cls, cu_seqlens: Sequence[int] | Int[Tensor, " n1"], *, device: torch.device | str | None = None
     ) -> Layout:
-        """A batch of one row in which sequence i occupies columns `cu_seqlens[i]` up to `cu_seqlens[i + 1]`.
+        """One row, in which sequence i occupies columns `cu_seqlens[i]` to `cu_seqlens[i + 1]` (exclusive).
 
         >>> Layout.packed([0, 3, 5]).positions.tolist()
         [[0, 1, 2, 0, 1]]
         """
         bounds = torch.as_tensor(cu_seqlens, dtype=torch.long, device=device)
         if bounds.ndim != 1 or len(bounds) < 2 or int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
-            raise UsageError(f"cu_seqlens must be sums that start at 0 and never fall, got {bounds.tolist()}")
+            raise UsageError(f"cu_seqlens must start at 0 and must not decrease, got {bounds.tolist()}")
         lengths = bounds.diff()
         sequences = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths)[None]
         positions = torch.arange(sequences.shape[1], device=bounds.device) - bounds[sequences]
-        return cls._resolve(sequences, positions, lengths, None)
+        return cls._create(sequences, positions, lengths, None)
 
     @classmethod
     def segmented(cls, starts: Bool[Tensor, "b t"]) -> Layout:
-        """A full batch in which a new sequence begins at the first column of each row and wherever `starts` is true.
+        """No padding; a new sequence starts at the first column of each row and wherever `starts` is true.
 
         >>> Layout.segmented(torch.tensor([[False, False, True], [True, False, False]])).sequences.tolist()
         [[0, 0, 1], [2, 2, 2]]
         """
-        begins = starts.clone()
-        begins[:, :1] = True
-        sequences = begins.flatten().cumsum(0).sub(1).view(begins.shape)
+        is_start = starts.clone()
+        is_start[:, :1] = True
+        sequences = is_start.flatten().cumsum(0).sub(1).view(is_start.shape)
         lengths = torch.bincount(sequences.flatten())
-        flat = torch.arange(begins.numel(), device=starts.device).view(begins.shape)
-        return cls._resolve(sequences, flat - flat[begins][sequences], lengths, None)
+        flat = torch.arange(is_start.numel(), device=starts.device).view(is_start.shape)
+        return cls._create(sequences, flat - flat[is_start][sequences], lengths, None)
 
     @classmethod
-    def _resolve(
+    def _create(
         cls, sequences: Int[Tensor, "b t"], positions: Int[Tensor, "b t"], lengths: Int[Tensor, " n"], span: int | None
     ) -> Layout:
-        """Fill in what follows from the rest; `span` is given where the batch is the row form already."""
+        """Compute the other fields; `span` is given if the batch is already in row form."""
         valid = sequences >= 0
         index = None
         if span is None:
             span = max(min(1, sequences.numel()), int(lengths.max()) if len(lengths) else 0)
             index = sequences.new_zeros(len(lengths), span)
             index[sequences[valid], positions[valid]] = valid.flatten().nonzero().flatten()
-        even = bool((lengths == span).all())
-        return cls(sequences, positions.masked_fill(~valid, 0), valid, lengths, span, even, index)
+        is_full = bool((lengths == span).all())
+        return cls(sequences, positions.masked_fill(~valid, 0), valid, lengths, span, is_full, index)
 
     def check(self, x: Shaped[Tensor, "b t ..."]) -> None:
-        """Refuse a batch of another shape than this layout was made for."""
+        """Raise a `UsageError` if a batch has another shape or device than the layout."""
         if x.shape[:2] != self.valid.shape:
-            raise UsageError(f"the layout describes a batch of {list(self.valid.shape)}, got {list(x.shape[:2])}")
+            raise UsageError(f"the layout is for a batch of {list(self.valid.shape)}, got {list(x.shape[:2])}")
         if x.device != self.valid.device:
             raise UsageError(f"the layout is on {self.valid.device}, the batch on {x.device}: use layout.to(x.device)")
 
     def to(self, device: torch.device | str) -> Layout:
-        """The same layout on another device."""
+        """Return the layout on another device."""
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
-    def rows(self, x: Shaped[Tensor, "b t ..."]) -> Shaped[Tensor, "n span ..."]:
-        """The batch in row form, with zeros behind the end of a sequence; right padding stays as it is."""
+    def to_rows(self, x: Shaped[Tensor, "b t ..."]) -> Shaped[Tensor, "n span ..."]:
+        """Convert a batch to row form, with zeros after each sequence; a batch in row form is returned unchanged."""
         if self.index is None:
             return x
-        beyond = torch.arange(self.span, device=x.device) >= self.lengths[:, None]
-        return x.flatten(0, 1)[self.index].masked_fill(beyond.view(*beyond.shape, *[1] * (x.ndim - 2)), 0)
+        is_padding = torch.arange(self.span, device=x.device) >= self.lengths[:, None]
+        return x.flatten(0, 1)[self.index].masked_fill(is_padding.view(*is_padding.shape, *[1] * (x.ndim - 2)), 0)
 
-    def batch(self, x: Shaped[Tensor, "n span ..."]) -> Shaped[Tensor, "b t ..."]:
-        """The row form back in its place in the batch; padding is zero."""
+    def to_batch(self, x: Shaped[Tensor, "n span ..."]) -> Shaped[Tensor, "b t ..."]:
+        """Convert row form back to batch form, with zeros at padding."""
         if self.index is not None:
             x = x.flatten(0, 1)[self.sequences.clamp_min(0) * self.span + self.positions]
-        return self.clean(x)
+        return self.zero_padding(x)
 
-    def clean(self, x: Shaped[Tensor, "b t ..."]) -> Shaped[Tensor, "b t ..."]:
-        """The batch with zeros at padding, whatever stood there."""
+    def zero_padding(self, x: Shaped[Tensor, "b t ..."]) -> Shaped[Tensor, "b t ..."]:
+        """Return the batch with zeros at padding."""
         return x.masked_fill(~self.valid.view(*self.valid.shape, *[1] * (x.ndim - 2)), 0)

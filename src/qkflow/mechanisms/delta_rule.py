@@ -158,8 +158,8 @@ class DeltaMechanism(QKMechanism):
         """Return the output of each token, and the memory after the last token of each sequence."""
         call = self._project(x, state, layout)
         z, matrix = delta_rule(*call.inputs, None if call.past is None else call.past.matrix)
-        z = z if layout is None else layout.batch(z)
-        lengths = None if layout is None or layout.even else layout.lengths
+        z = z if layout is None else layout.to_batch(z)
+        lengths = None if layout is None or layout.is_full else layout.lengths
         conv_state = ()
         if self.config.conv > 1:
             streams = zip(call.streams, call.conv_state, strict=True)
@@ -234,9 +234,12 @@ class DeltaMechanism(QKMechanism):
         beta, log_alpha, lam = self.gates(x)
         streams = self.query(x), self.key(x), self.value(x)
         if layout is not None:  # tokens with beta = 0 and log alpha = 0 leave the memory unchanged
-            beta, streams = layout.rows(layout.clean(beta)), tuple(layout.rows(stream) for stream in streams)
-            log_alpha = None if log_alpha is None else layout.rows(layout.clean(log_alpha))
-            lam = None if lam is None else layout.rows(lam)
+            beta, streams = (
+                layout.to_rows(layout.zero_padding(beta)),
+                tuple(layout.to_rows(stream) for stream in streams),
+            )
+            log_alpha = None if log_alpha is None else layout.to_rows(layout.zero_padding(log_alpha))
+            lam = None if lam is None else layout.to_rows(lam)
         past = self._check_state(state, len(streams[0]))
         conv_state = (None, None, None) if past is None or not past.conv_state else past.conv_state
         convs = zip(streams, (self.query_conv, self.key_conv, self.value_conv), conv_state, strict=True)

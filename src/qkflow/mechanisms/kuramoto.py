@@ -181,7 +181,7 @@ class SynchronyMechanism(Mechanism):
         """Return the change of each token's coordinates, and the cache of points."""
         call = self._project(x, state, layout)
         z = self._attend(call.inputs)
-        z = z if layout is None else layout.batch(z)
+        z = z if layout is None else layout.to_batch(z)
         return self._update(z, call.points, call.x), ShiftedKVCache(call.inputs.cache.trim(), call.last)
 
     def weights(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> Float[Tensor, "b h t s"]:
@@ -240,11 +240,11 @@ class SynchronyMechanism(Mechanism):
         points = self.points(x)
         q, k, v = self._queries(points), points, self._values(points)
         if layout is not None:
-            q, k, v = layout.rows(q), layout.rows(k), layout.rows(v)
+            q, k, v = layout.to_rows(q), layout.to_rows(k), layout.to_rows(v)
         past = self._check_state(state, k, v)
         q = self._rotate(q, past.cache.offset)
-        lengths = None if layout is None or layout.even else layout.lengths
-        k, v, last = self._shift(x if layout is None else layout.rows(x), k, v, past, lengths)
+        lengths = None if layout is None or layout.is_full else layout.lengths
+        k, v, last = self._shift(x if layout is None else layout.to_rows(x), k, v, past, lengths)
         cache = past.cache.extend((k, v), lengths)
         return _Call(x, points, visible_keys(q, k, v, past.cache, cache, self.config.window), last)
 

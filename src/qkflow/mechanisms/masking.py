@@ -40,7 +40,7 @@ def validate_input(x: Stream, layout: Layout | None) -> Stream:
     if layout is None:
         return x
     layout.check(x)
-    return layout.clean(x)
+    return layout.zero_padding(x)
 
 
 def visible_keys(q: Tensor, k: Tensor, v: Tensor, past: KVCache, cache: KVCache, window: int | None) -> AttentionInputs:

@@ -103,7 +103,7 @@ class SoftmaxMechanism(QKMechanism):
         """Return the output of each token, and the cache of keys and values."""
         inputs = self._attention_inputs(x, state, layout)
         z = self.attend(inputs)
-        z = z if layout is None else layout.batch(z)
+        z = z if layout is None else layout.to_batch(z)
         return self.read(z, x), inputs.cache.trim()
 
     def weights(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> Float[Tensor, "b h t s"]:
@@ -180,7 +180,7 @@ class SoftmaxMechanism(QKMechanism):
         if self.config.qk_norm:
             q, k = rms_norm(q, self.query_norm), rms_norm(k, self.key_norm)
         if layout is not None:
-            q, k, v = layout.rows(q), layout.rows(k), layout.rows(v)
+            q, k, v = layout.to_rows(q), layout.to_rows(k), layout.to_rows(v)
         if state is not None and not isinstance(state, KVCache):
             raise wrong_state(self, state, KVCache)
         past = KVCache.start((k, v), self.config.window) if state is None else state
@@ -188,7 +188,7 @@ class SoftmaxMechanism(QKMechanism):
             heads, width = self.shape.queries, self.shape.key_width  # query heads are at least as many as key heads
             factors = rotary_factors(past.offset, q.shape[1], heads=heads, width=width, base=base, like=q)
             q, k = apply_rotary(q, factors), apply_rotary(k, factors)
-        cache = past.extend((k, v), None if layout is None or layout.even else layout.lengths)
+        cache = past.extend((k, v), None if layout is None or layout.is_full else layout.lengths)
         return visible_keys(q, k, v, past, cache, self.config.window)
 
 

@@ -86,7 +86,7 @@ class OneLayer(nn.Module):
         """Return the attention of the last token of each row; 0 on itself and on padding."""
         rows = self.embed(tokens) if layout is None else _rows(self.embed(tokens), layout)
         a = self._attend(rows, layout)
-        return a if layout is None else layout.batch(a)
+        return a if layout is None else layout.to_batch(a)
 
     def embed(self, tokens: Tokens) -> Float[Tensor, "b t d"]:
         """Return the one-hot encoding."""
@@ -160,7 +160,7 @@ def _rows(x: Float[Tensor, "b t d"], layout: Layout) -> Float[Tensor, "b span d"
             f"expected one sequence per row, got {len(layout.lengths)} packed sequences in {len(x)} rows:"
             " use a padded layout"
         )
-    return layout.clean(layout.rows(x)) if layout.index is None else layout.rows(x)
+    return layout.zero_padding(layout.to_rows(x)) if layout.index is None else layout.to_rows(x)
 
 
 def _factors(matrix: Matrix) -> tuple[Matrix, Matrix]:

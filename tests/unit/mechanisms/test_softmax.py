@@ -286,5 +286,5 @@ def test_a_state_of_another_kind_or_size_is_refused() -> None:
         layer(x, DecoderState((state,)))
     with pytest.raises(UsageError, match="holds 2 rows, the input 3"):
         layer(stream(3, 1), state)
-    with pytest.raises(UsageError, match=r"describes a batch of \[2, 4\], got \[2, 3\]"):
+    with pytest.raises(UsageError, match=r"a batch of \[2, 4\], got \[2, 3\]"):
         layer(x, layout=Layout.padded([1, 2], 4))

@@ -91,7 +91,7 @@ def delta_rule(
     backend = choose_backend(q.device, backend, q.dtype)
     if layout is not None:
         layout.check(q)
-        inputs = inputs.map(lambda x: layout.rows(layout.clean(x)))
+        inputs = inputs.map(lambda x: layout.to_rows(layout.zero_padding(x)))
     if backend != "cpu" and not torch.compiler.is_compiling():  # the C kernel checks the gates itself
         check_gates(inputs.beta, inputs.log_alpha, inputs.lam)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -102,7 +102,7 @@ def delta_rule(
         state = None if state is None else state.to(state_dtype)
         o, final = _run(_cast(inputs, state_dtype, backend), state, factor, chunk or 0, backend)
     o = o.to(v.dtype)
-    return (o if layout is None else layout.batch(o)), final.to(state_dtype)
+    return (o if layout is None else layout.to_batch(o)), final.to(state_dtype)
 
 
 def _cast(inputs: DeltaInputs, state_dtype: torch.dtype, backend: str) -> DeltaInputs:
