@@ -13,23 +13,23 @@ import torch
 
 from qkflow.cli import main
 from qkflow.training.distributed import join
-from qkflow.training.learner import Learner
+from qkflow.training.step import Learner
 
-LEARN = Learner.learn
+TRAIN_STEP = Learner.train_step
 
 
-def learn(self: Learner, *args: Any) -> dict[str, Any]:
+def train_step(self: Learner, *args: Any) -> dict[str, Any]:
     """A step that may be the last of its process."""
-    record = LEARN(self, *args)
+    record = TRAIN_STEP(self, *args)
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    if first and self.step == int(sys.argv[1]) and self.world.rank == self.world.size - 1:
+    if first and self.step == int(sys.argv[1]) and self.group.rank == self.group.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return record
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    Learner.learn = learn
+    Learner.train_step = train_step
     with join():
         codes = [main([*sys.argv[4:], "--out", folder]) for folder in sys.argv[2:4]]
     sys.exit(max(codes))

@@ -22,7 +22,7 @@ from qkflow.hub import export_run
 from qkflow.models import Decoder, DecoderConfig, generate
 from qkflow.models.generation import Sampling
 from qkflow.training import TrainConfig, load_run
-from qkflow.training.evaluation import evaluate as evaluate_split
+from qkflow.training.evaluate import evaluate as evaluate_split
 from qkflow.training.run_dir import begin, finish
 from qkflow.training.tensors import model_tensors
 

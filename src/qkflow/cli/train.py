@@ -31,9 +31,9 @@ from qkflow.errors import DiskError, DivergenceError, Interrupted, UsageError, u
 from qkflow.experiment.arm import parse_arm
 from qkflow.models import SIZES, DecoderConfig, size
 from qkflow.training import Result, TrainConfig, read_metrics, read_recall, steps_for_budget, train
-from qkflow.training.distributed import LostError, Parallel, World, by_torchrun, is_known_to_all, join
+from qkflow.training.distributed import LostProcessError, Parallel, SingleProcess, is_on_all_ranks, is_torchrun, join
 from qkflow.training.run_dir import read_config
-from qkflow.training.train import goes_on
+from qkflow.training.train import is_restart
 
 _DEFAULT_BUDGET = "2m"
 _OPEN = 10**9
@@ -106,46 +106,46 @@ class Train:
     def run(self) -> int:
         """Train, showing how it goes; of several processes, the first one does."""
         try:
-            with join(self.parallel) as world:
-                return self._spoken_for(world)
-        except LostError as error:
+            with join(self.parallel) as group:
+                return self._spoken_for(group)
+        except LostProcessError as error:
             Console(stderr=True, soft_wrap=True).print(f"qkflow: {error}", style="red", markup=False)
             return 1
 
-    def _spoken_for(self, world: World) -> int:
+    def _spoken_for(self, group: SingleProcess) -> int:
         """Leave what all processes know for the first one to say."""
         try:
-            return self._run(world)
+            return self._run(group)
         except (UsageError, DiskError, DivergenceError, Interrupted) as error:
-            if world.leads or not is_known_to_all(error):
+            if group.is_main or not is_on_all_ranks(error):
                 raise
             return 128 + error.signal if isinstance(error, Interrupted) else 1
         except KeyboardInterrupt:
-            if world.leads:
+            if group.is_main:
                 raise
             return 128 + signal.SIGINT
 
-    def _run(self, world: World) -> int:
-        console = Console(quiet=not world.leads)
+    def _run(self, group: SingleProcess) -> int:
+        console = Console(quiet=not group.is_main)
         watch = Watch(console)
-        if self.parallel is not None and world.size == 1:
+        if self.parallel is not None and group.size == 1:
             watch.on_notice(
                 f"--parallel {self.parallel} is for the processes that torchrun starts, and this is one alone"
             )
         try:
             if self.resume is not None:
-                with world.agreed():
+                with group.raise_on_all_ranks():
                     self._refuse_others()
                 config, folder, weights = None, self.resume, None
             else:
-                with world.agreed():
-                    self._refuse_restless(world)
+                with group.raise_on_all_ranks():
+                    self._refuse_restless(group)
                     begun = None if self.init is None else read_initial(self.init)
                     config = self._config(begun)
                     folder, weights = self._folder(config), None if begun is None else begun.weights
                     budget = parse_duration(self.budget or _DEFAULT_BUDGET)
                 if config.steps == _OPEN and self.steps is None:
-                    config = self._timed(config, budget, folder, world, console)
+                    config = self._timed(config, budget, folder, group, console)
             result = train(
                 config,
                 folder,
@@ -164,9 +164,9 @@ class Train:
         if flags := flags_given(self, exclude=("resume", "parallel")):
             raise UsageError(f"--resume goes on with the run as it was begun: leave out {flags}")
 
-    def _refuse_restless(self, world: World) -> None:
+    def _refuse_restless(self, group: SingleProcess) -> None:
         """A command that torchrun may start again has to find its folder again."""
-        if self.out is None and (by_torchrun() or world.size > 1):
+        if self.out is None and (is_torchrun() or group.size > 1):
             raise UsageError("torchrun may start this command again, and then it goes on with its run: give --out RUN")
 
     def _config(self, begun: Initial | None) -> TrainConfig:
@@ -217,11 +217,13 @@ class Train:
             flags["steps"] = _OPEN
         return from_dict(TrainConfig, {"steps": _OPEN, **settings, **flags, "data": corpus_config, "model": whole})
 
-    def _timed(self, config: TrainConfig, budget: float, folder: Path, world: World, console: Console) -> TrainConfig:
+    def _timed(
+        self, config: TrainConfig, budget: float, folder: Path, group: SingleProcess, console: Console
+    ) -> TrainConfig:
         """The config with as many steps as the budget allows; started again by torchrun, with those it began with."""
         steps, told = 0, self.budget or _DEFAULT_BUDGET
-        if goes_on(folder, world):
-            with world.agreed():
+        if is_restart(folder, group):
+            with group.raise_on_all_ranks():
                 steps = read_config(folder).steps
         else:
             with console.status(f"measuring how many steps fit into {told}"):

@@ -19,8 +19,8 @@ from qkflow.experiment.timing import evaluated, tuning_steps
 from qkflow.experiment.worker import measure_speed
 from qkflow.training import TrainConfig
 from qkflow.training.budget import Speed
-from qkflow.training.environment import pick_device
-from qkflow.training.learner import open_checked
+from qkflow.training.losses import open_objective
+from qkflow.training.reproducibility import pick_device
 
 _FEWEST_SEEDS = 2
 _LARGE = 10_000_000
@@ -39,12 +39,12 @@ def plan(
 
     def measure(shape: Shape, seconds: float) -> tuple[Speed, ...]:
         base = base_config(request, corpus, shape, EVALUATIONS, threads, device)
-        open_checked(base)
+        open_objective(base)
         return measured(engine, base, shape, seconds, jobs, notice)
 
     choice = choose(request, corpus, jobs=jobs, measure=measure, notice=notice)
     base = base_config(request, corpus, choice.shape, choice.steps[0], threads, device)
-    open_checked(base)
+    open_objective(base)
     return Design(
         request=request,
         command=tuple(command),

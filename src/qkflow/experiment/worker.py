@@ -15,7 +15,8 @@ from qkflow.errors import BusyError, DiskError, DivergenceError, Interrupted, Us
 from qkflow.experiment.run_status import read_status, write_status
 from qkflow.io import discard, locked
 from qkflow.training import Callback, Run, TrainConfig, train
-from qkflow.training.budget import Speed, measure
+from qkflow.training import budget
+from qkflow.training.budget import Speed
 from qkflow.training.run_dir import holds_run
 
 
@@ -83,8 +84,8 @@ def described(error: BaseException) -> str:
 
 
 def measure_speed(order: tuple[TrainConfig, float]) -> Speed:
-    """`qkflow.training.budget.measure`, for an engine."""
-    return measure(*order)
+    """`qkflow.training.budget.measure_speed`, for an engine."""
+    return budget.measure_speed(*order)
 
 
 class _Begin(Callback):

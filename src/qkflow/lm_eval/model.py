@@ -20,7 +20,7 @@ from qkflow.errors import UsageError, unknown
 from qkflow.hub import read_folder
 from qkflow.models import Decoder, Sampling, stream
 from qkflow.training import load_run
-from qkflow.training.environment import pick_device
+from qkflow.training.reproducibility import pick_device
 
 DEFAULT_LENGTH = 1024
 """Default `max_length` of an exported folder, which does not record the context of its run."""

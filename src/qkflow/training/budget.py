@@ -1,4 +1,4 @@
-"""A budget in time becomes a number of steps before the run begins, and the steps are what goes on record."""
+"""Convert a time budget into a number of steps, before the run starts."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from qkflow.data import Split
 from qkflow.errors import UsageError
 from qkflow.training.config import TrainConfig
-from qkflow.training.distributed import ALONE, Parallel, World, join
-from qkflow.training.evaluation import held_out
-from qkflow.training.learner import Learner, open_checked
-from qkflow.training.parallel import quiet
-from qkflow.training.reproducibility import own_randomness, threads
+from qkflow.training.distributed import Parallel, SingleProcess, join
+from qkflow.training.losses import Objective, open_objective
+from qkflow.training.parallel import ignore_view_warnings
+from qkflow.training.reproducibility import flushed_denormals, own_randomness, threads
+from qkflow.training.step import Learner
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How long the parts of a run take on this machine as it stands."""
+    """The speed of a run on this machine."""
 
     step: float
-    """Seconds a training step."""
+    """Seconds per training step."""
     token: float
-    """Seconds a token of held-out text."""
+    """Seconds per token of validation data."""
     answer: float = 0.0
-    """Seconds a token of a task's test instances, which may be longer than those it learns from."""
+    """Seconds per token of a recall task's test data, whose instances may be longer than those it trains on."""
 
     def times(self, ratio: float) -> Speed:
-        """The speed of what takes so many times as long.
+        """The speed of a run that takes `ratio` times as long.
 
         >>> Speed(step=1.0, token=0.5).times(2.0).token
         1.0
@@ -38,64 +37,73 @@ class Speed:
         return Speed(step=self.step * ratio, token=self.token * ratio, answer=self.answer * ratio)
 
 
-def measure(config: TrainConfig, seconds: float, world: World = ALONE) -> Speed:
-    """Let a throwaway model make steps for about `seconds`, three at least, and a piece of an evaluation.
+def measure_speed(
+    config: TrainConfig, seconds: float, *, objective: Objective | None = None, group: SingleProcess | None = None
+) -> Speed:
+    """Measure the speed of a temporary model for about `seconds`, at least three steps, and part of an evaluation.
 
-    Neither a folder nor the global generators change. The processes of a world do it together, and the first one's
-    clock counts.
+    No files and no global random generators change. All processes of a group measure together, and the clock of rank 0
+    decides.
     """
-    with world.agreed():
-        device, corpus = world.device(config.device), open_checked(config)
-    with threads(config.threads), own_randomness(device), quiet(world):
-        with world.agreed():
-            learner = Learner(config, corpus, device, world=world)
-        learner.spread()
-        learner.learn(lambda: False)  # the first step allocates, and compiles
-        began, times = time.perf_counter(), []
-        while len(times) < 3 or world.any(world.leads and time.perf_counter() - began < seconds):
-            times.append(learner.learn(lambda: False)["seconds"])
-        piece = config.evaluate_batch * config.context
-        learner.evaluate(piece, lambda: False)
-        began = time.perf_counter()
-        learner.evaluate(piece, lambda: False)
-        token = (time.perf_counter() - began) / tokens_read(corpus.validation, config, piece)
+    group = group or SingleProcess()
+    with group.raise_on_all_ranks():
+        device, objective = group.device(config.device), objective or open_objective(config)
+    with (
+        threads(config.threads),
+        flushed_denormals(config.flush_denormals),
+        own_randomness(device),
+        ignore_view_warnings(group),
+    ):
+        with group.raise_on_all_ranks():
+            learner = Learner(config, objective, device, group=group)
+        learner.parallelize()
+        learner.train_step(_never)  # the first step allocates and compiles
+        started, times = time.perf_counter(), []
+        while len(times) < 3 or group.broadcast(time.perf_counter() - started < seconds):
+            times.append(learner.train_step(_never)["seconds"])
+        limit = config.evaluate_batch * config.context
+        learner.evaluate(objective.validation(limit), _never)
+        held_out = objective.validation(limit)
+        started = time.perf_counter()
+        learner.evaluate(held_out, _never)
+        token = (time.perf_counter() - started) / held_out.n_tokens()
         answer = 0.0
-        if corpus.task is not None:
-            some = max(piece, int(np.unique(np.diff(corpus.test.documents)).sum()))  # room for one of every length
-            began = time.perf_counter()
-            learner.recall(some, lambda: False)
-            answer = (time.perf_counter() - began) / tokens_read(corpus.test, config, some)
-    return Speed(**world.first(asdict(Speed(step=statistics.median(times), token=token, answer=answer))))
+        if (test := objective.test(None)) is not None:
+            one_of_each_length = int(np.unique([window.length for window in test.windows]).sum())
+            held_out = objective.test(max(limit, one_of_each_length)) or test
+            started = time.perf_counter()
+            learner.evaluate(held_out, _never)
+            answer = (time.perf_counter() - started) / held_out.n_tokens()
+    return Speed(**group.broadcast(asdict(Speed(step=statistics.median(times), token=token, answer=answer))))
 
 
 def steps_for_budget(config: TrainConfig, seconds: float, *, parallel: Parallel | None = None) -> int:
-    """How many steps of `config` (whose own number is ignored) fit into `seconds`, evaluations included; at least 1.
+    """The number of steps that fit into `seconds`, including evaluations; at least 1. `config.steps` is ignored.
 
-    Under torchrun, of all its processes together.
+    Under torchrun, all processes take part.
     """
-    with join(parallel) as world:
-        with world.agreed():
+    with join(parallel) as group:
+        with group.raise_on_all_ranks():
             if not seconds > 0:
                 raise UsageError(f"a budget must be more than 0 seconds, got {seconds:g}")
-        speed = measure(config, min(0.05 * seconds, 5.0), world)
-        with world.agreed():
-            return _fitting(config, seconds, speed)
+            objective = open_objective(config)
+        speed = measure_speed(config, min(0.05 * seconds, 5.0), objective=objective, group=group)
+        with group.raise_on_all_ranks():
+            return _fitting_steps(config, objective, seconds, speed)
 
 
-def _fitting(config: TrainConfig, seconds: float, speed: Speed) -> int:
-    corpus = open_checked(config)
-    during = speed.token * tokens_read(corpus.validation, config, config.evaluate_tokens)
-    final = speed.token * tokens_read(corpus.validation, config, config.final_tokens)
-    if corpus.task is not None:
-        final += (answers := speed.answer * tokens_read(corpus.test, config, None))
+def _fitting_steps(config: TrainConfig, objective: Objective, seconds: float, speed: Speed) -> int:
+    evaluation = speed.token * objective.validation(config.evaluate_tokens).n_tokens()
+    final = speed.token * objective.validation(config.final_tokens).n_tokens()
+    if (test := objective.test(None)) is not None:
+        final += (answers := speed.answer * test.n_tokens())
         if answers > seconds:
             raise UsageError(
-                f"answering the {len(corpus.test.documents):,} test instances of {corpus.name} takes about "
-                f"{answers:.0f} s, and the budget is {seconds:g} s: give a longer --budget, or ask for fewer (each=N)"
+                f"evaluating the {len(test.sizes):,} test instances of {objective.name} takes about {answers:.0f} s, "
+                f"but the budget is {seconds:g} s: use a longer --budget, or fewer instances (each=N)"
             )
-    return max(1, int((seconds - during - final) / (speed.step + during / config.evaluate_every)))
+    return max(1, int((seconds - evaluation - final) / (speed.step + evaluation / config.evaluate_every)))
 
 
-def tokens_read(split: Split, config: TrainConfig, limit: int | None) -> int:
-    """Tokens that an evaluation with this limit reads."""
-    return sum(window.length for window in held_out(split, context=config.context, stride=config.stride, limit=limit))
+def _never() -> bool:
+    return False

@@ -1,11 +1,11 @@
-"""How others watch a run: the loop calls, and imports nothing of theirs."""
+"""Training callbacks, measurements, and the result of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from torch import nn
@@ -15,42 +15,42 @@ from qkflow.training.config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run as its callbacks see it. The model is the live one: look, do not touch."""
+    """A run, as callbacks see it."""
 
     folder: Path
     """The run folder."""
     config: TrainConfig
-    """Its config."""
+    """The config."""
     model: nn.Module
-    """The model in training."""
+    """The model in training; do not modify it."""
     step: int
-    """Steps made before this session: 0, or what the checkpoint holds."""
+    """Steps completed before this session: 0, or those of the checkpoint."""
     corpus: str
-    """The corpus: its name and the beginning of its hash."""
+    """The name of the data and the first digits of its hash."""
     processes: int = 1
-    """How many processes train it together. Callbacks are called in the first of them only."""
+    """The number of processes. Callbacks are called on rank 0 only."""
     parallel: Literal["ddp", "fsdp"] | None = None
-    """How they do; under `fsdp` the model's parameters are sharded, and the first process cannot run it alone."""
+    """How the model is distributed. Under `fsdp` its parameters are sharded, and rank 0 cannot run it alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a finished run has come to."""
+    """The result of a finished run."""
 
     folder: Path
     """The run folder."""
     step: int
-    """Steps made."""
+    """Steps completed."""
     metrics: Mapping[str, Any]
-    """The last evaluation's record: bits_per_byte, perplexity and so on; of a task, accuracy."""
+    """The record of the last evaluation: bits_per_byte, perplexity and so on; of a task, accuracy."""
     documents: np.ndarray
-    """Loss of each held-out document: nats, tokens, bytes."""
+    """The loss of each held-out document: nats, tokens, bytes."""
     was_finished: bool
-    """True if the run had been finished before, and nothing was done."""
+    """Whether the run was already finished, and nothing was done."""
 
 
 class Callback:
-    """A watcher that does nothing: override what you need. Called in the training process, between steps.
+    """Base class for training callbacks. Methods are called in the training process, between steps.
 
     >>> class Losses(Callback):
     ...     def __init__(self):
@@ -60,24 +60,25 @@ class Callback:
     """
 
     def on_start(self, run: Run) -> None:
-        """Training is about to begin or to go on."""
+        """Called before the first step of a session."""
 
     def on_step(self, record: Mapping[str, Any]) -> None:
-        """A step was made; the record is the one of metrics.jsonl, here for every step."""
+        """Called after every step, with its record as in metrics.jsonl."""
 
     def on_evaluate(self, record: Mapping[str, Any]) -> None:
-        """The held-out documents were evaluated."""
+        """Called after every evaluation, with its record."""
 
     def on_checkpoint(self, path: Path) -> None:
-        """A checkpoint is in place."""
+        """Called after a checkpoint was written."""
 
     def on_notice(self, text: str) -> None:
-        """Something the user should read, on one line."""
+        """Called with a one-line message for the user."""
 
     def on_end(self, result: Result) -> None:
-        """The run is finished, and its folder complete."""
+        """Called when the run is finished and its folder is complete."""
 
 
+@runtime_checkable
 class Measurement(Protocol):
     """What an experiment measures on a run besides its held-out loss.
 
@@ -98,31 +99,31 @@ class Measurement(Protocol):
 
 
 class Callbacks(Callback):
-    """Several watchers as one."""
+    """Several callbacks as one."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self.all = tuple(callbacks)
+        self.callbacks = tuple(callbacks)
 
     def on_start(self, run: Run) -> None:  # noqa: D102
-        for callback in self.all:
+        for callback in self.callbacks:
             callback.on_start(run)
 
     def on_step(self, record: Mapping[str, Any]) -> None:  # noqa: D102
-        for callback in self.all:
+        for callback in self.callbacks:
             callback.on_step(record)
 
     def on_evaluate(self, record: Mapping[str, Any]) -> None:  # noqa: D102
-        for callback in self.all:
+        for callback in self.callbacks:
             callback.on_evaluate(record)
 
     def on_checkpoint(self, path: Path) -> None:  # noqa: D102
-        for callback in self.all:
+        for callback in self.callbacks:
             callback.on_checkpoint(path)
 
     def on_notice(self, text: str) -> None:  # noqa: D102
-        for callback in self.all:
+        for callback in self.callbacks:
             callback.on_notice(text)
 
     def on_end(self, result: Result) -> None:  # noqa: D102
-        for callback in self.all:
+        for callback in self.callbacks:
             callback.on_end(result)

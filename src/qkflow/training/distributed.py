@@ -1,8 +1,8 @@
-"""The processes of one run, as torchrun starts them: who they are, and how they come to agree.
+"""The processes of a run: one, or a group started by torchrun.
 
-A process that went its own way would leave the others waiting for it. So whatever one of them alone can know (a signal,
-a clock, a disk that is full) becomes known to all at points that all of them reach, and then all do the same. One
-process alone agrees with itself at no cost.
+Every process of a group must reach the same collective operations, or the others wait for it. So anything that only one
+process can know (a signal, the clock, a full disk) is exchanged at a few points that all processes reach. For a single
+process all of these are trivial (`SingleProcess`).
 """
 
 from __future__ import annotations
@@ -11,31 +11,32 @@ import contextlib
 import json
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from qkflow import errors
 from qkflow.errors import DiskError, UsageError
-from qkflow.training.environment import pick_device
-from qkflow.training.rendezvous import meet
+from qkflow.training.reproducibility import pick_device
 
 Parallel = Literal["ddp", "fsdp"]
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
 
-_PATIENCE = timedelta(minutes=30)
-"""How long a process waits for one that neither answers nor is gone."""
-_LATE = 60.0
-"""Seconds after which a file should be seen on every machine."""
-_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_KINDS: tuple[type[Exception], ...] = (
+_TIMEOUT = timedelta(minutes=30)
+"""How long a process waits for another that neither responds nor exits."""
+_FILE_TIMEOUT = 60.0
+"""Seconds until a file written by one machine should be visible on all machines."""
+_POLL_SECONDS = 0.02
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_ERROR_TYPES: tuple[type[Exception], ...] = (
     errors.CheckpointError,
     errors.BusyError,
     errors.UsageError,
@@ -43,97 +44,120 @@ _KINDS: tuple[type[Exception], ...] = (
     errors.DivergenceError,
     errors.Interrupted,
 )
-_AGREED = "all processes of the run know of this"
+_ON_ALL_RANKS = "raised on all ranks"
 
 
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """The processes that make one run together, as one of them sees them.
+class SingleProcess:
+    """A run in one process.
 
-    >>> World().leads, World().any(False), World().first({"steps": 3})
+    >>> group = SingleProcess()
+    >>> group.is_main, group.any(False), group.broadcast({"steps": 3})
     (True, False, {'steps': 3})
     """
 
     rank: int = 0
-    """Which of the processes this one is."""
+    """The rank of this process."""
     size: int = 1
-    """How many there are."""
-    local_rank: int = 0
-    """Which of those on this machine this one is: the number of its GPU."""
+    """The number of processes."""
     kind: Parallel | None = None
-    """How the model is spread over them; None for one process."""
+    """How the model is distributed; None for one process."""
 
     @property
-    def leads(self) -> bool:
-        """Whether this is the process that talks and writes."""
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints, calls callbacks and writes files."""
         return self.rank == 0
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process holds only a shard of the model (fsdp)."""
+        return self.kind == "fsdp"
+
     def device(self, name: str) -> torch.device:
-        """The device of a kind that is this process's own; `auto` is the first there is."""
+        """The device of this process; `auto` is the first available."""
+        return pick_device(name)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is true on at least one rank."""
+        return flag
+
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks, in order."""
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        """The JSON value of rank 0; the values of other ranks are ignored."""
+        return self.gather(value if self.is_main else None)[0]
+
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        """The sum of float64 arrays over ranks."""
+        return array
+
+    def wait_for_file(self, read: Callable[[], T]) -> T:
+        """The result of `read`, repeated until it is true: files of rank 0 may appear late on other machines."""
+        return read()
+
+    @contextlib.contextmanager
+    def raise_on_all_ranks(self) -> Iterator[None]:
+        """If the block raises on one rank, raise on all. The block must not communicate."""
+        yield
+
+    def on_main(self, action: Callable[[], T]) -> T | None:
+        """Call `action` on rank 0; if it raises, raise on all ranks. Its result on rank 0, None on the others."""
+        with self.raise_on_all_ranks():
+            return action() if self.is_main else None
+
+
+class ProcessGroup(SingleProcess):
+    """The processes that train one model together, as seen by one of them."""
+
+    def __init__(self, *, rank: int, size: int, local_rank: int, kind: Parallel) -> None:
+        self.rank, self.size, self.local_rank, self.kind = rank, size, local_rank, kind
+
+    def device(self, name: str) -> torch.device:  # noqa: D102
         device = pick_device(name)
-        if self.size == 1:
-            return device
         if device.type == "mps":
-            raise UsageError(f"{self.size} processes cannot share the one device mps: give --device cpu")
+            raise UsageError(f"{self.size} processes cannot share the single mps device: use --device cpu")
         if device.type == "cuda":
-            if self.local_rank >= (found := torch.cuda.device_count()):
+            if self.local_rank >= (n_gpus := torch.cuda.device_count()):
                 raise UsageError(
-                    f"process {self.local_rank} of this machine has no GPU of its own, there are {found}: "
-                    f"give torchrun --nproc-per-node {found}"
+                    f"local rank {self.local_rank} has no GPU, this machine has {n_gpus}: "
+                    f"use torchrun --nproc-per-node {n_gpus}"
                 )
             device = torch.device("cuda", self.local_rank)
             torch.cuda.set_device(device)
         return device
 
-    def any(self, flag: bool) -> bool:
-        """Whether one of the processes at least says so."""
-        if self.size == 1:
-            return flag
+    def any(self, flag: bool) -> bool:  # noqa: D102
         votes = torch.tensor([int(flag)])
         dist.all_reduce(votes, dist.ReduceOp.MAX)
         return bool(votes.item())
 
-    def gather(self, value: Any) -> list[Any]:
-        """What every process gives, in their order; it travels as JSON."""
-        if self.size == 1:
-            return [value]
+    def gather(self, value: Any) -> list[Any]:  # noqa: D102
         content = np.frombuffer(json.dumps(value).encode(), np.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(content)]))
-        room = max(int(size.item()) for size in sizes)
-        mine = torch.zeros(room, dtype=torch.uint8)
-        mine[: len(content)] = torch.from_numpy(content.copy())
-        pieces = [torch.zeros_like(mine) for _ in range(self.size)]
-        dist.all_gather(pieces, mine)
+        own = torch.zeros(max(int(size.item()) for size in sizes), dtype=torch.uint8)
+        own[: len(content)] = torch.from_numpy(content.copy())
+        buffers = [torch.zeros_like(own) for _ in range(self.size)]
+        dist.all_gather(buffers, own)
         return [
-            json.loads(piece[: int(size.item())].numpy().tobytes()) for piece, size in zip(pieces, sizes, strict=True)
+            json.loads(buffer[: int(size.item())].numpy().tobytes())
+            for buffer, size in zip(buffers, sizes, strict=True)
         ]
 
-    def first(self, value: Any) -> Any:
-        """What the first process gives; the others' values are ignored."""
-        return value if self.size == 1 else self.gather(value if self.leads else None)[0]
-
-    def add(self, numbers: np.ndarray) -> np.ndarray:
-        """The sum of the processes' arrays of float64."""
-        if self.size == 1:
-            return numbers
-        total = torch.from_numpy(numbers.copy())
+    def sum(self, array: np.ndarray) -> np.ndarray:  # noqa: D102
+        total = torch.from_numpy(array.copy())
         dist.all_reduce(total)
         return total.numpy()
 
-    def sees(self, look: Callable[[], T]) -> T:
-        """What `look` finds of what the first process has written: over a network, others may have to wait for it."""
-        until = time.monotonic() + (0 if self.leads else _LATE)
-        while not (found := look()) and time.monotonic() < until:
+    def wait_for_file(self, read: Callable[[], T]) -> T:  # noqa: D102
+        deadline = time.monotonic() + (0 if self.is_main else _FILE_TIMEOUT)
+        while not (result := read()) and time.monotonic() < deadline:
             time.sleep(0.5)
-        return found
+        return result
 
     @contextlib.contextmanager
-    def agreed(self) -> Iterator[None]:
-        """What fails in the block for one process fails for all of them. Nothing inside may talk to the others."""
-        if self.size == 1:
-            yield
-            return
+    def raise_on_all_ranks(self) -> Iterator[None]:  # noqa: D102
         error: Exception | None = None
         try:
             yield
@@ -141,115 +165,162 @@ class World:
             error = caught
         if not self.any(error is not None):
             return
-        told = self.gather(None if error is None else _told(error))
+        descriptions = self.gather(None if error is None else _describe(error))
         if error is None:
-            rank, what = next((rank, what) for rank, what in enumerate(told) if what is not None)
-            error = _retold(rank, what)
-        raise known_to_all(error)
+            rank, description = next((rank, text) for rank, text in enumerate(descriptions) if text is not None)
+            error = _rebuild(rank, description)
+        raise mark_on_all_ranks(error)
 
 
-ALONE = World()
-"""One process."""
-
-
-class LostError(RuntimeError):
-    """Another process of the run is gone."""
+class LostProcessError(RuntimeError):
+    """Another process of the run has exited."""
 
 
 @contextlib.contextmanager
-def join(parallel: Parallel | None = None) -> Iterator[World]:
-    """The world that torchrun's environment names, or a group that is there already; else one process."""
+def join(parallel: Parallel | None = None) -> Iterator[SingleProcess]:
+    """The group of torchrun's environment variables, or the one already initialized; otherwise a single process."""
     if dist.is_available() and dist.is_initialized():
         size, rank = dist.get_world_size(), dist.get_rank()
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        with _losses():
-            yield World(rank=rank, size=size, local_rank=local, kind=parallel or "ddp") if size > 1 else ALONE
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        with _explain_lost_processes():
+            if size == 1:
+                yield SingleProcess()
+            else:
+                yield ProcessGroup(rank=rank, size=size, local_rank=local_rank, kind=parallel or "ddp")
         return
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or any(name not in os.environ for name in _NAMES):
-        yield ALONE
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or any(name not in os.environ for name in _VARIABLES):
+        yield SingleProcess()
         return
     if not dist.is_available():
-        raise UsageError("this torch was built without torch.distributed: run one process, or install another torch")
+        raise UsageError("this build of PyTorch has no torch.distributed: use one process, or install another build")
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
-    # Flags travel between CPUs in both cases: asking must not wait for what a GPU has in its queue.
+    # Flags are exchanged between CPUs in both cases, so that they do not wait for queued GPU work.
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = meet(next(rendezvous("env://", timeout=_PATIENCE))[0], rank, size, _PATIENCE)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
+    store = private_store(next(rendezvous("env://", timeout=_TIMEOUT))[0], rank, size, _TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     failed = True
     try:
-        with join(parallel) as world:
-            yield world
+        with join(parallel) as group:
+            yield group
         failed = False
     finally:
-        if not (failed and cuda):  # with a collective under way on a GPU it would wait; the end of the process ends it
+        if not (failed and cuda):  # with a pending collective on a GPU this would hang; process exit ends it
             dist.destroy_process_group()
 
 
 @contextlib.contextmanager
-def _losses() -> Iterator[None]:
-    """Say plainly what a broken connection means."""
+def _explain_lost_processes() -> Iterator[None]:
+    """Turn a broken connection into a `LostProcessError`."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, LostError) or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        if isinstance(error, LostProcessError) or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
-        raise LostError(
-            "another process of this run has ended, see what it said: go on with --resume, or let torchrun do it "
-            f"(--max-restarts 3). [{str(error).splitlines()[0]}]"
+        raise LostProcessError(
+            "another process of this run has exited, see its output: use --resume to continue, or let torchrun restart "
+            f"it (--max-restarts 3). [{str(error).splitlines()[0]}]"
         ) from error
 
 
-def restarted() -> bool:
-    """Whether torchrun started these processes again, after one of them was lost."""
+def private_store(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
+    """A part of the store that only these `size` processes use; returns when all of them have joined.
+
+    torchrun keeps one store across restarts, with the addresses of processes that have exited, and a process that reads
+    one of those waits forever (https://github.com/pytorch/pytorch/issues/135712). The restart count cannot tell them
+    apart, since each machine counts its own. So rank 0 chooses a random prefix, and the others request it:
+
+        r -> hello/r          a random number n
+        0 -> welcome/r/n      the prefix: a process that answers n was not started earlier
+        r -> here/prefix/r    r has the prefix, so r was not started earlier either
+
+    >>> from torch.distributed import HashStore
+    >>> store = HashStore()
+    >>> private_store(store, 0, 1, timedelta(seconds=1)).set("a", "b")
+    >>> store.check(["a"])
+    False
+    """
+    prefix = _request_prefix(store, rank, timeout) if rank else _announce_prefix(store, size, timeout)
+    return PrefixStore(prefix, store)
+
+
+def _request_prefix(store: Store, rank: int, timeout: timedelta) -> str:
+    number = uuid.uuid4().hex
+    store.set(f"hello/{rank}", number)
+    store.wait([f"welcome/{rank}/{number}"], timeout)
+    prefix = store.get(f"welcome/{rank}/{number}").decode()
+    store.set(f"here/{prefix}/{rank}", "")
+    return prefix
+
+
+def _announce_prefix(store: Store, size: int, timeout: timedelta) -> str:
+    prefix, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    missing, answered = set(range(1, size)), set[str]()
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"here/{prefix}/{rank}"]):
+                missing.remove(rank)
+            elif store.check([f"hello/{rank}"]):
+                number = store.get(f"hello/{rank}").decode()
+                if number not in answered:
+                    store.set(f"welcome/{rank}/{number}", prefix)
+                    answered.add(number)
+        if missing and time.monotonic() > deadline:
+            raise UsageError(
+                f"timed out after {timeout}: {len(missing)} of {size} processes did not join (the first is rank "
+                f"{min(missing)}): see their output, and check that all machines run the same command"
+            )
+        time.sleep(_POLL_SECONDS if missing else 0)
+    return prefix
+
+
+def was_restarted() -> bool:
+    """Whether torchrun has restarted these processes."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def by_torchrun() -> bool:
-    """Whether torchrun started this process, and may start it again with the same command."""
+def is_torchrun() -> bool:
+    """Whether torchrun started this process, and may restart it with the same command."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def known_to_all(error: E) -> E:
-    """Mark an error that every process of the run meets, so that only the first speaks of it."""
-    error.add_note(_AGREED)
+def mark_on_all_ranks(error: E) -> E:
+    """Mark an error that every rank raises, so that only rank 0 prints it."""
+    error.add_note(_ON_ALL_RANKS)
     return error
 
 
-def is_known_to_all(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, was marked.
+def is_on_all_ranks(error: BaseException | None) -> bool:
+    """Whether an error, or its cause, was marked.
 
-    >>> is_known_to_all(UsageError("mine alone"))
+    >>> is_on_all_ranks(UsageError("on this rank only"))
     False
     """
     while error is not None:
-        if _AGREED in getattr(error, "__notes__", ()):
+        if _ON_ALL_RANKS in getattr(error, "__notes__", ()):
             return True
         error = error.__cause__
     return False
 
 
-def first_of(names: Iterable[str | None]) -> tuple[int, str] | None:
-    """The first name that there is, and which process gave it.
+def first_not_none(values: Iterable[T | None]) -> T | None:
+    """The first value that is not None.
 
-    >>> first_of([None, "head"])
-    (1, 'head')
+    >>> first_not_none([None, "head"])
+    'head'
     """
-    return next(((rank, name) for rank, name in enumerate(names) if name is not None), None)
+    return next((value for value in values if value is not None), None)
 
 
-def _told(error: Exception) -> dict[str, Any]:
-    kind = next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), None)
+def _describe(error: Exception) -> dict[str, Any]:
+    kind = next((kind.__name__ for kind in _ERROR_TYPES if isinstance(error, kind)), None)
     text = error.strerror if isinstance(error, DiskError) else str(error)
-    return {"kind": kind, "text": text if kind else f"{type(error).__name__}: {text}", "errno": _errno(error)}
+    number = error.errno if isinstance(error, OSError) else None
+    return {"kind": kind, "text": text if kind else f"{type(error).__name__}: {text}", "errno": number}
 
 
-def _retold(rank: int, what: dict[str, Any]) -> Exception:
-    """The error of another process."""
-    text = f"process {rank}: {what['text']}"
-    kind = next((kind for kind in _KINDS if kind.__name__ == what["kind"]), RuntimeError)
-    return DiskError(what["errno"], text) if kind is DiskError else kind(text)
-
-
-def _errno(error: Exception) -> int | None:
-    return error.errno if isinstance(error, OSError) else None
+def _rebuild(rank: int, description: dict[str, Any]) -> Exception:
+    """The error of another rank."""
+    text = f"process {rank}: {description['text']}"
+    kind = next((kind for kind in _ERROR_TYPES if kind.__name__ == description["kind"]), RuntimeError)
+    return DiskError(description["errno"], text) if kind is DiskError else kind(text)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.errors import NotFiniteError
-from qkflow.training.dtensor import local
+from qkflow.training.parallel import local
 
 
 def first_bad_module(model: nn.Module, forward: Callable[[], object]) -> str | None:

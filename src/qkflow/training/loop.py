@@ -1,16 +1,17 @@
-"""Training: evaluate, checkpoint, step, until the last step; killed at any instant, it goes on to the same bits.
+"""The training loop.
 
-    while not done:   evaluate if due  ->  checkpoint if due  ->  one step
+    while step < steps:   evaluate if due  ->  checkpoint if due  ->  one step
 
-Nothing outlives a step but the weights, the optimiser's memory and the number of steps: batch and dropout are functions
-of (seed, step). A checkpoint holds these three; what metrics.jsonl says beyond it is dropped on resume and made again.
+The weights, the optimizer state and the number of steps are all that one step passes to the next: batches and dropout
+are functions of (seed, step). A checkpoint holds these three. When a run is resumed, records in metrics.jsonl after the
+checkpoint are dropped and computed again, with the same bits.
 
-Several processes go through it in step. The first one writes and talks; what it alone can see or fail at, all of them
-learn before they go on.
+If several processes train together, rank 0 writes files and calls callbacks (`_Reporter`).
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,210 +20,248 @@ from typing import Any
 from qkflow.errors import CheckpointError, DiskError, DivergenceError, Interrupted
 from qkflow.io import checksum
 from qkflow.training import checkpoint
-from qkflow.training.callbacks import Callback, Result, Run
-from qkflow.training.distributed import first_of, known_to_all
+from qkflow.training.callbacks import Callback, Measurement, Result, Run
+from qkflow.training.distributed import SingleProcess, first_not_none, mark_on_all_ranks
 from qkflow.training.divergence import first_bad_parameter
-from qkflow.training.learner import Learner
-from qkflow.training.metrics import Metrics
-from qkflow.training.recall import RecallResult, by_cell, read_recall, write_recall
-from qkflow.training.run_dir import finish, read_documents, result_of, resume_command, write_documents
+from qkflow.training.metrics import Metrics, read_metrics
+from qkflow.training.run_dir import finish, read_documents, read_result, resume_command, write_documents
 from qkflow.training.signals import StopRequest
+from qkflow.training.step import Learner
 
 
-class Loop:
-    """One session of a run: from where it stands to its end, or to the reason it stops."""
+class _Reporter:
+    """Writes metrics.jsonl and calls the callbacks on rank 0; an error there is raised on all ranks."""
 
-    def __init__(
-        self,
-        folder: Path,
-        learner: Learner,
-        watch: Callback,
-        stop: StopRequest,
-        start: checkpoint.Checkpoint | None,
-    ) -> None:
-        self.folder, self.learner, self.watch, self.stop = folder, learner, watch, stop
-        self.config, self.world = learner.config, learner.world
-        self.metrics: Metrics | None = None
-        with self.world.agreed():
-            if self.world.leads:
-                self.metrics = Metrics(folder / "metrics.jsonl")
-        self.evaluated: set[int] = set(self.world.first(sorted(self.metrics.evaluated) if self.metrics else None))
-        self.saved = None if start is None else start.path
-        self.saved_step = None if start is None else start.step
-        self.saved_at = time.monotonic()
-        self.seconds = 0.0 if start is None else float(start.extra["seconds"])
+    def __init__(self, folder: Path, callbacks: Callback, group: SingleProcess) -> None:
+        self.callbacks, self.group = callbacks, group
+        path = folder / "metrics.jsonl"
+        self.metrics = group.on_main(lambda: Metrics(path))
+        records = read_metrics(path) if group.is_main else []
+        steps = {kind: [r["step"] for r in records if r["kind"] == kind] for kind in ("eval", "measure")}
+        self.recorded: dict[str, set[int]] = {kind: set(known) for kind, known in group.broadcast(steps).items()}
+        """The steps that metrics.jsonl has evaluations and measurements of."""
 
-    def run(self) -> Result:
-        """Go on to the last step. Every way out leaves a folder that can be resumed."""
-        try:
-            return self._to_the_end()
-        except DivergenceError as error:
-            raise DivergenceError(f"{error}. {self._after_divergence()}") from error
-        except DiskError as error:
-            command = resume_command(self.folder)
-            raise DiskError(error.errno, f"{error.strerror}: free some space, then go on with `{command}`") from error
-        finally:
-            if self.metrics is not None:
-                self.metrics.close()
-
-    def _to_the_end(self) -> Result:
-        self._announce()
-        try:
-            self._evaluate_if_due()
-            while self.learner.step < self.config.steps:
-                self._checkpoint_if_due()
-                self._step()
-                self._evaluate_if_due()
-        except Interrupted:
-            self._save()
-            step, steps, command = self.learner.step, self.config.steps, resume_command(self.folder)
-            stopped = Interrupted(f"stopped after step {step} of {steps}, checkpoint written: go on with `{command}`")
-            signals = [signal for signal in self.world.gather(self.stop.signal) if signal is not None]
-            stopped.signal = signals[0] if signals else stopped.signal
-            raise known_to_all(stopped) from None
-        return self._finish()
-
-    def _announce(self) -> None:
-        corpus, world = self.learner.corpus, self.world
-        run = Run(
-            folder=self.folder,
-            config=self.config,
-            model=self.learner.model,
-            step=self.learner.step,
-            corpus=f"{corpus.name} ({corpus.digest[:12]})",
-            processes=world.size,
-            parallel=world.kind,
-        )
-        with world.agreed():
-            self.watch.on_start(run)
-
-    def _asked_to_stop(self) -> bool:
-        """Whether any process was asked to."""
-        return self.world.any(self.stop())
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a record to metrics.jsonl, unless it is an evaluation or a measurement that is there already."""
+        known = self.recorded.get(record["kind"])
+        if known is None or record["step"] not in known:
+            self.group.on_main(lambda: self._write(record))
+        if known is not None:
+            known.add(record["step"])
 
     def _write(self, record: Mapping[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(record)
 
+    def call(self, event: str, argument: Any) -> None:
+        """Call a method of the callbacks."""
+        self.group.on_main(lambda: getattr(self.callbacks, event)(argument))
+
+    def sync(self) -> None:
+        """Sync metrics.jsonl to disk."""
+        self.group.on_main(lambda: None if self.metrics is None else self.metrics.sync())
+
+    def close(self) -> None:
+        """Close metrics.jsonl."""
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+class Loop:
+    """One session of a run: from its current step to the last, or until it is stopped."""
+
+    def __init__(
+        self,
+        folder: Path,
+        learner: Learner,
+        callbacks: Callback,
+        stop: StopRequest,
+        *,
+        start: checkpoint.Checkpoint | None = None,
+        measurement: Measurement | None = None,
+    ) -> None:
+        self.folder, self.learner, self.stop, self.measurement = folder, learner, stop, measurement
+        self.config, self.objective, self.group = learner.config, learner.objective, learner.group
+        self.reporter = _Reporter(folder, callbacks, self.group)
+        self.measured_steps = () if measurement is None else measurement.steps(self.config)
+        self.last_checkpoint = None if start is None else start.path
+        self.checkpoint_step = None if start is None else start.step
+        self.checkpoint_time = time.monotonic()
+        self.seconds = 0.0 if start is None else float(start.extra["seconds"])
+
+    def run(self) -> Result:
+        """Train to the last step. However this ends, the run can be resumed."""
+        try:
+            return self._train()
+        except DivergenceError as error:
+            raise DivergenceError(f"{error}. {self._divergence_advice()}") from error
+        except DiskError as error:
+            command = resume_command(self.folder)
+            raise DiskError(error.errno, f"{error.strerror}: free some space, then run `{command}`") from error
+        finally:
+            self.reporter.close()
+
+    def _train(self) -> Result:
+        self._report_start()
+        try:
+            self._evaluate_if_due()
+            self._measure_if_due()
+            while self.learner.step < self.config.steps:
+                self._checkpoint_if_due()
+                self._step()
+                self._evaluate_if_due()
+                self._measure_if_due()
+        except Interrupted:
+            self._checkpoint()
+            raise self._interruption() from None
+        return self._finish()
+
     def _step(self) -> None:
-        record = self.learner.learn(self._asked_to_stop)
+        record = self.learner.train_step(self._should_stop)
         self.seconds += record["seconds"]
         record["seconds"] = self.seconds
-        with self.world.agreed():
-            if self.learner.step % self.config.log_every == 0 or self.learner.step == self.config.steps:
-                self._write(record)
-            self.watch.on_step(record)
+        if self.learner.step % self.config.log_every == 0 or self.learner.step == self.config.steps:
+            self.reporter.write(record)
+        self.reporter.call("on_step", record)
 
     def _evaluate_if_due(self) -> None:
-        """Before the first step, every so often, and after the last; once, even if a checkpoint came in between."""
+        """Evaluate before the first step, every `evaluate_every` steps and after the last, each once."""
         step, config = self.learner.step, self.config
-        last = step == config.steps
-        known = step in self.evaluated
-        if known and not (last and self.world.any(self.world.leads and self._lacks_results())):
+        is_last = step == config.steps
+        if step in self.reporter.recorded["eval"] and not (is_last and self._lacks_results()):
             return
-        if step % config.evaluate_every and not last:
+        if step % config.evaluate_every and not is_last:
             return
-        began = time.perf_counter()
+        started = time.perf_counter()
         try:
-            limit = config.final_tokens if last else config.evaluate_tokens
-            result = self.learner.evaluate(limit, self._asked_to_stop)
-            if last:  # before the record, which says that they are there
-                self._answer(again=not known)
-                with self.world.agreed():
-                    if self.world.leads:
-                        write_documents(self.folder / "documents.npy", result.documents)
+            limit = config.final_tokens if is_last else config.evaluate_tokens
+            evaluation = self.learner.evaluate(self.objective.validation(limit), self._should_stop)
+            if is_last:  # the files come before the record, which says that they exist
+                self._evaluate_test()
+                self.group.on_main(lambda: write_documents(self.folder / "documents.npy", evaluation.documents))
         except DivergenceError as error:
             raise DivergenceError(f"after step {step}, {error}") from error
         record = {
             "kind": "eval",
             "step": step,
-            "tokens": step * config.batch * config.context,
-            **result.summary(),
+            "tokens": self.learner.n_tokens(),
+            **evaluation.summary(),
             "seconds": self.seconds,
-            "evaluation_seconds": time.perf_counter() - began,
+            "evaluation_seconds": time.perf_counter() - started,
         }
-        with self.world.agreed():
-            if not known:
-                self._write(record)
-            self.watch.on_evaluate(record)
-        self.evaluated.add(step)
+        self.reporter.write(record)
+        self.reporter.call("on_evaluate", record)
+
+    def _evaluate_test(self) -> None:
+        """Evaluate the test data of a recall task; complete results of an earlier session are kept."""
+        is_done = self.learner.step in self.reporter.recorded["eval"] and self._has_test_results()
+        if is_done or (held_out := self.objective.test(None)) is None:
+            return
+        text = f"evaluating the {len(held_out.sizes):,} test instances of {self.objective.name}"
+        self.reporter.call("on_notice", text)
+        evaluation = self.learner.evaluate(held_out, self._should_stop)
+        self.group.on_main(lambda: self.objective.write_test(self.folder, self.learner.step, evaluation))
+
+    def _has_test_results(self) -> bool:
+        return bool(self.group.broadcast(self.objective.has_test_results(self.folder)))
 
     def _lacks_results(self) -> bool:
-        """Whether a file that the last evaluation leaves is missing or damaged."""
-        missing = self.learner.corpus.task is not None and read_recall(self.folder) is None
-        return missing or read_documents(self.folder / "documents.npy") is None
+        """Whether a file of the last evaluation is missing or damaged."""
+        has_documents = read_documents(self.folder / "documents.npy") is not None
+        return not (self.group.broadcast(has_documents) and self._has_test_results())
 
-    def _answer(self, *, again: bool) -> None:
-        """Answer the test grid of a task and write recall.json; a whole one is kept unless it is made `again`."""
-        corpus, task, world = self.learner.corpus, self.learner.corpus.task, self.world
-        if task is None or not world.any(world.leads and (again or read_recall(self.folder) is None)):
+    def _measure_if_due(self) -> None:
+        step, measurement = self.learner.step, self.measurement
+        if measurement is None or step not in self.measured_steps or step in self.reporter.recorded["measure"]:
             return
-        with world.agreed():
-            self.watch.on_notice(f"answering the {len(corpus.test.documents):,} test instances of {corpus.name}")
-        cells = by_cell(self.learner.recall(None, self._asked_to_stop))
-        with world.agreed():
-            if world.leads:
-                write_recall(self.folder, RecallResult(task=task, split="test", step=self.learner.step, cells=cells))
+        if self._should_stop():
+            raise Interrupted(f"stopped after step {step}")
+        self.learner.model.eval()
+        values = self.group.on_main(lambda: _finite_json(measurement.measure(self.learner.model, step), step))
+        self.reporter.write({"kind": "measure", "step": step, **(values or {})})
 
     def _checkpoint_if_due(self) -> None:
         every, minutes, step = self.config.checkpoint_every, self.config.checkpoint_minutes, self.learner.step
-        by_steps = every is not None and step > 0 and step % every == 0
-        late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
-        if by_steps or (minutes is not None and self.world.any(self.world.leads and late)):
-            self._save()
+        is_due = every is not None and step > 0 and step % every == 0
+        if not is_due and minutes is not None:
+            is_late = time.monotonic() - self.checkpoint_time >= 60 * minutes
+            is_due = self.group.any(self.group.is_main and is_late)
+        if is_due:
+            self._checkpoint()
 
-    def _save(self) -> None:
-        """Write a checkpoint unless this step has one; never one that is not finite: it would push out a good one."""
-        learner, world = self.learner, self.world
-        if learner.step == self.saved_step:
+    def _checkpoint(self) -> None:
+        """Write a checkpoint unless this step has one. Non-finite weights raise: they must not replace good ones."""
+        learner = self.learner
+        if learner.step == self.checkpoint_step:
             return
-        if (bad := first_of(world.gather(first_bad_parameter(learner.model)))) is not None:
-            text = f"the weights after step {learner.step} are not finite: the first is {bad[1]}"
-            raise known_to_all(DivergenceError(text))
-        with world.agreed():
-            if self.metrics is not None:
-                self.metrics.sync()
-        self.saved = self._write_checkpoint()
-        self.saved_step, self.saved_at = learner.step, time.monotonic()
-        with world.agreed():
-            self.watch.on_checkpoint(self.saved)
-
-    def _write_checkpoint(self) -> Path:
-        learner, world = self.learner, self.world
-        weights, memory = learner.weights(), learner.memory()
+        if (name := first_not_none(self.group.gather(first_bad_parameter(learner.model)))) is not None:
+            text = f"the weights after step {learner.step} are not finite: the first is {name}"
+            raise mark_on_all_ranks(DivergenceError(text))
+        self.reporter.sync()
         extra = {
             "config": checksum(self.folder / "config.json"),
-            "corpus": learner.corpus.digest,
+            "corpus": self.objective.digest,
             "seconds": self.seconds,
-            "tokens": learner.step * self.config.batch * self.config.context,
+            "tokens": learner.n_tokens(),
         }
-        if learner.sharded:
-            return checkpoint.save_sharded(self.folder, learner.step, weights, memory, extra, world)
-        path = None
-        with world.agreed():
-            if world.leads:
-                path = str(checkpoint.save(self.folder, learner.step, weights, memory, extra))
-        return Path(world.first(path))
+        self.last_checkpoint = checkpoint.save(
+            self.folder, learner.step, learner.weights(), learner.optimizer_state(), extra, self.group
+        )
+        self.checkpoint_step, self.checkpoint_time = learner.step, time.monotonic()
+        self.reporter.call("on_checkpoint", self.last_checkpoint)
 
     def _finish(self) -> Result:
-        self._save()
-        weights = self.learner.whole_weights()
-        with self.world.agreed():
-            if self.world.leads:
-                finish(self.folder, weights)
-        with self.world.agreed():
-            result = self.world.sees(lambda: result_of(self.folder, was_finished=False))
+        self._checkpoint()
+        weights = self.learner.gathered_weights()
+        if (measurement := self.measurement) is not None:
+            self.learner.model.eval()
+            self.group.on_main(lambda: measurement.finish(self.learner.model, self.folder))
+        self.group.on_main(lambda: finish(self.folder, weights))
+        with self.group.raise_on_all_ranks():
+            result = self.group.wait_for_file(lambda: read_result(self.folder, was_finished=False))
             if result is None:
                 raise CheckpointError(
-                    f"the last evaluation vanished from {self.folder} while it was trained: "
-                    f"`{resume_command(self.folder)}` makes it again"
+                    f"the last evaluation was removed from {self.folder} during training: "
+                    f"run `{resume_command(self.folder)}` to repeat it"
                 )
-            self.watch.on_end(result)
+        self.reporter.call("on_end", result)
         return result
 
-    def _after_divergence(self) -> str:
-        kept = "No checkpoint was written yet" if self.saved is None else f"The last good checkpoint is {self.saved}"
-        return (
-            f"{kept}; `{resume_command(self.folder)}` goes on from there, but meets the same numbers again: "
-            f"start a new run with a lower --lr (it was {self.config.lr:g})"
+    def _should_stop(self) -> bool:
+        """Whether a stop was requested on any rank."""
+        return self.group.any(self.stop())
+
+    def _report_start(self) -> None:
+        run = Run(
+            folder=self.folder,
+            config=self.config,
+            model=self.learner.model,
+            step=self.learner.step,
+            corpus=f"{self.objective.name} ({self.objective.digest[:12]})",
+            processes=self.group.size,
+            parallel=self.group.kind,
         )
+        self.reporter.call("on_start", run)
+
+    def _interruption(self) -> Interrupted:
+        step, steps, command = self.learner.step, self.config.steps, resume_command(self.folder)
+        error = Interrupted(f"stopped after step {step} of {steps}, checkpoint written: resume with `{command}`")
+        error.signal = first_not_none(self.group.gather(self.stop.signal)) or error.signal
+        return mark_on_all_ranks(error)
+
+    def _divergence_advice(self) -> str:
+        path = self.last_checkpoint
+        where = "There is no checkpoint yet" if path is None else f"The last good checkpoint is {path}"
+        return (
+            f"{where}; `{resume_command(self.folder)}` resumes from there, but reaches the same numbers again: "
+            f"start a new run with a lower learning rate (--lr, was {self.config.lr:g})"
+        )
+
+
+def _finite_json(values: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """The values of a measurement, which must be finite to be written as JSON."""
+    try:
+        json.dumps(dict(values), allow_nan=False)
+    except ValueError as error:
+        raise DivergenceError(f"the measurement after step {step} is not finite: {error}") from error
+    return dict(values)

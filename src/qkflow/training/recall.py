@@ -1,16 +1,16 @@
-"""Accuracy on a task, cell by cell of its grid, and recall.json, which keeps it.
+"""Accuracy on a recall task, per cell of its grid, and recall.json, which stores it.
 
 RUN/recall.json: {"task": the corpus's record of it, "split", "step", "cells": [{"pairs", "length", "depth",
-"instances", "questions", "right", "squares"}, ...]}. A place that a task does not have is null.
+"instances", "questions", "right", "squares"}, ...]}. A coordinate that a task does not have is null.
 
-The 95 % interval of an accuracy p is Wilson's. Where each of k instances asks one question, it is one of k questions.
-Where they ask several, those of one instance may succeed or fail together, so it is one of as many questions as the
-spread over instances allows, fewer where that is known from few instances (Korn and Graubard 1998):
+The 95 % confidence interval of an accuracy p is Wilson's, for n independent questions. If each of k instances asks one
+question, n = k. If they ask several, the answers within an instance are correlated, and n follows from the variance
+between instances, with a correction for few instances (Korn and Graubard 1998):
 
     n = p (1 - p) / variance of the mean * (z / t_{k-1})^2,    variance = (squares / k - p^2) / (k - 1)
 
-with z and t the quantiles of the normal and of Student's distribution, and never more than were asked. Where all are
-right, or all wrong, the spread says nothing, and an instance counts once.
+with z and t the quantiles of the normal and of Student's t distribution, and n at most the number of questions. If all
+answers are correct, or all are wrong, the variance is zero, and n = k.
 """
 
 from __future__ import annotations
@@ -22,23 +22,28 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qkflow.data import Split, Window
 from qkflow.data.text.corpus import CELL_DTYPE
 from qkflow.io import write_json
-from qkflow.training.evaluation import Evaluation
+
+if TYPE_CHECKING:
+    from qkflow.training.evaluate import Evaluation
 
 FILE = "recall.json"
-_PLACES = CELL_DTYPE.names or ()
+GRADED = np.dtype([*CELL_DTYPE.descr, ("questions", "<i8"), ("right", "<i8")])
+"""One instance: its cell of the grid, the number of its questions, and how many were answered correctly."""
+_COORDINATES = CELL_DTYPE.names or ()
 _LEVEL = 0.975
 _QUANTILE = NormalDist().inv_cdf(_LEVEL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellResult:
-    """How one cell of a task's grid was answered.
+    """The accuracy in one cell of a task's grid.
 
     >>> cell = CellResult(pairs=None, length=256, depth=50, instances=100, questions=100, right=90, squares=90.0)
     >>> cell.accuracy, round(cell.low, 3), round(cell.high, 3)
@@ -46,100 +51,121 @@ class CellResult:
     """
 
     pairs: int | None
-    """Pairs of an instance; None where the task has none."""
+    """Pairs per instance; None if the task has none."""
     length: int | None
-    """Tokens of an instance; None where cells of several lengths are taken together."""
+    """Tokens per instance; None if cells of several lengths are pooled."""
     depth: int | None
-    """Where the needle lies, in percent of the haystack; None where the task has none."""
+    """Position of the needle, in percent of the haystack; None if the task has none."""
     instances: int
     """Instances in this cell."""
     questions: int
-    """Their questions."""
+    """Questions in this cell."""
     right: int
-    """How many of those were answered right."""
+    """Questions that were answered correctly."""
     squares: float
-    """Sum over the instances of the squared part of their questions that was answered right."""
+    """Sum over instances of the squared fraction of correct answers."""
 
     @property
     def accuracy(self) -> float:
-        """The part that was answered right."""
+        """The fraction of correct answers."""
         return self.right / self.questions
 
     @property
     def low(self) -> float:
-        """The lower end of the accuracy's 95 % interval."""
+        """The lower end of the 95 % confidence interval."""
         return self.interval[0]
 
     @property
     def high(self) -> float:
-        """The upper end of the accuracy's 95 % interval."""
+        """The upper end of the 95 % confidence interval."""
         return self.interval[1]
 
     @cached_property
     def interval(self) -> tuple[float, float]:
-        """Wilson's 95 % interval with the number of independent questions."""
-        p, n, z2 = self.accuracy, self._independent, _QUANTILE**2
+        """Wilson's 95 % confidence interval."""
+        p, n, z2 = self.accuracy, self._n_independent, _QUANTILE**2
         middle, half = p + z2 / (2 * n), math.sqrt(z2 * (p * (1 - p) / n + z2 / (4 * n * n)))
         return max(0.0, (middle - half) / (1 + z2 / n)), min(1.0, (middle + half) / (1 + z2 / n))
 
     @property
-    def _independent(self) -> float:
-        from scipy.special import stdtrit  # here: it takes longer to import than all of qkflow
+    def _n_independent(self) -> float:
+        from scipy.special import stdtrit  # imported here: it takes longer than all of qkflow
 
         p, k = self.accuracy, self.instances
         if k in (1, self.questions) or p in (0, 1):
             return float(k)
-        spread = self.squares / k - p * p
-        if spread < 1e-12:  # all instances alike, but for rounding
+        variance = self.squares / k - p * p
+        if variance < 1e-12:  # zero, up to rounding
             return float(self.questions)
         t = float(stdtrit(k - 1, _LEVEL))
-        return min(float(self.questions), p * (1 - p) * (k - 1) / spread * (_QUANTILE / t) ** 2)
+        return min(float(self.questions), p * (1 - p) * (k - 1) / variance * (_QUANTILE / t) ** 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecallResult:
-    """What recall.json holds."""
+    """The content of recall.json."""
 
     task: dict[str, Any]
     """The corpus's record of the task: spec, context, chance, axes."""
     split: str
-    """The part that was asked: test."""
+    """The split that was evaluated: test."""
     step: int
-    """Steps the weights had seen."""
+    """Training steps of the model."""
     cells: tuple[CellResult, ...]
-    """Every cell of the grid, in order of pairs, length and depth."""
+    """Every cell of the grid, ordered by pairs, length and depth."""
+
+
+class RecallGrader:
+    """Grades the instances of a recall task. A question is correct only if every token of its answer is."""
+
+    def __init__(self, split: Split) -> None:
+        self.answers, cells = np.asarray(split.answers), np.asarray(split.cells)
+        self.answer_range = np.searchsorted(np.ascontiguousarray(self.answers[:, 0]), split.documents)
+        self.cells = np.zeros(len(cells), GRADED)
+        """One row per instance."""
+        for name in _COORDINATES:
+            self.cells[name] = cells[name]
+        self.cells["questions"] = np.diff(self.answer_range).ravel()
+
+    def grade(self, window: Window, hits: np.ndarray) -> None:
+        """Count the correct answers of an instance; `hits[j]`: target j of its window was the most likely token."""
+        first, last = self.answer_range[window.document]
+        spans = self.answers[first:last] - (window.begin + 1)
+        misses = np.concatenate([[0], np.cumsum(~hits)])
+        self.cells["right"][window.document] = int((misses[spans[:, 0]] == misses[spans[:, 1]]).sum())
 
 
 def by_cell(evaluation: Evaluation) -> tuple[CellResult, ...]:
-    """The instances of an evaluation, cell by cell; none where it is one of text."""
-    if evaluation.cells is None:
+    """The results of an evaluation per cell; empty for text."""
+    instances = evaluation.cells
+    if instances is None:
         return ()
-    rows = evaluation.cells
-    places, which = np.unique(rows[[*_PLACES]].astype(CELL_DTYPE), return_inverse=True)
-    parts = rows["right"] / rows["questions"]
+    cells, cell_index = np.unique(instances[[*_COORDINATES]].astype(CELL_DTYPE), return_inverse=True)
+    fractions = instances["right"] / instances["questions"]
     return tuple(
         CellResult(
-            **{name: None if place[name] < 0 else int(place[name]) for name in _PLACES},
-            instances=int((here := which == number).sum()),
-            questions=int(rows["questions"][here].sum()),
-            right=int(rows["right"][here].sum()),
-            squares=float((parts[here] ** 2).sum()),
+            **{name: None if cell[name] < 0 else int(cell[name]) for name in _COORDINATES},
+            instances=int((inside := cell_index == number).sum()),
+            questions=int(instances["questions"][inside].sum()),
+            right=int(instances["right"][inside].sum()),
+            squares=float((fractions[inside] ** 2).sum()),
         )
-        for number, place in enumerate(places)
+        for number, cell in enumerate(cells)
     )
 
 
 def together(cells: Sequence[CellResult]) -> CellResult:
-    """Several cells as one, for which only the places that they share are left.
+    """Several cells pooled into one, with the coordinates that all of them share.
 
-    >>> one = CellResult(pairs=None, length=64, depth=0, instances=9, questions=9, right=9, squares=9.0)
-    >>> other = CellResult(pairs=None, length=64, depth=100, instances=9, questions=9, right=0, squares=0.0)
-    >>> together([one, other]).length, together([one, other]).depth, together([one, other]).accuracy
+    >>> first = CellResult(pairs=None, length=64, depth=0, instances=9, questions=9, right=9, squares=9.0)
+    >>> second = CellResult(pairs=None, length=64, depth=100, instances=9, questions=9, right=0, squares=0.0)
+    >>> pooled = together([first, second])
+    >>> pooled.length, pooled.depth, pooled.accuracy
     (64, None, 0.5)
     """
-    places = {name: {getattr(cell, name) for cell in cells} for name in _PLACES}
+    coordinates = {name: {getattr(cell, name) for cell in cells} for name in _COORDINATES}
     return CellResult(
-        **{name: shared.pop() if len(shared) == 1 else None for name, shared in places.items()},
+        **{name: values.pop() if len(values) == 1 else None for name, values in coordinates.items()},
         instances=sum(cell.instances for cell in cells),
         questions=sum(cell.questions for cell in cells),
         right=sum(cell.right for cell in cells),
@@ -148,12 +174,12 @@ def together(cells: Sequence[CellResult]) -> CellResult:
 
 
 def write_recall(folder: Path, result: RecallResult) -> None:
-    """Write RUN/recall.json, whole or not at all."""
+    """Write RUN/recall.json atomically."""
     write_json(folder / FILE, asdict(result))
 
 
 def read_recall(folder: Path) -> RecallResult | None:
-    """Read RUN/recall.json; None where it is missing, damaged, or of another shape.
+    """Read RUN/recall.json; None if it is missing, damaged or has another structure.
 
     >>> read_recall(Path("no such folder"))
     """
@@ -163,26 +189,26 @@ def read_recall(folder: Path) -> RecallResult | None:
         task, split, step = data["task"], data["split"], data["step"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
-    if not (_is_task(task) and isinstance(split, str) and isinstance(step, int) and cells):
+    if not (_is_task_record(task) and isinstance(split, str) and isinstance(step, int) and cells):
         return None
     return RecallResult(task=task, split=split, step=step, cells=cells)
 
 
-def _is_task(record: Any) -> bool:
-    """Whether this is a corpus's record of a task, as far as it is read."""
+def _is_task_record(record: Any) -> bool:
     if not isinstance(record, dict) or not isinstance(record.get("axes"), list):
         return False
     return isinstance(record.get("spec"), str) and isinstance(record.get("chance"), int | float)
 
 
 def _cell(data: dict[str, Any]) -> CellResult:
-    """A cell from JSON; anything else is a `ValueError`."""
+    """A cell from JSON; anything else raises `ValueError`."""
     cell = CellResult(**data)
-    places, counts = [getattr(cell, name) for name in _PLACES], [cell.instances, cell.questions, cell.right]
-    if not all(isinstance(count, int) for count in counts) or not all(x is None or isinstance(x, int) for x in places):
-        raise ValueError(f"not the counts of a cell: {data}")
+    coordinates = [getattr(cell, name) for name in _COORDINATES]
+    counts = [cell.instances, cell.questions, cell.right]
     if not (
-        1 <= cell.instances <= cell.questions
+        all(isinstance(count, int) for count in counts)
+        and all(value is None or isinstance(value, int) for value in coordinates)
+        and 1 <= cell.instances <= cell.questions
         and 0 <= cell.right <= cell.questions
         and 0 <= cell.squares <= cell.instances
     ):

@@ -1,16 +1,16 @@
-"""The run folder: begun, found again, checked for being finished, loaded.
+"""The run folder: create it, resume it, check whether it is finished, load it.
 
 RUN/
-  config.json            what the run is a function of, written last at the beginning: with it, the folder holds a run
-  environment.json       where it was made; one entry more for each time it was resumed
-  tokenizer.json         text to tokens and back, so that the run needs nothing but its folder to be used
-  initial.safetensors    the weights it began with, where they were given
-  metrics.jsonl          a line for each logged step and each evaluation
+  config.json            the config; written last when a run is created, so a folder with it holds a run
+  environment.json       machine and versions; one more entry per resumed session
+  tokenizer.json         the tokenizer, so that the run can be used without its corpus
+  initial.safetensors    the initial weights, if they were given
+  metrics.jsonl          one line per logged step, evaluation and measurement
   checkpoints/           the last two
-  documents.npy          loss of each held-out document after the last step
-  recall.json            of a task: how the cells of its test grid were answered after the last step
-  weights.safetensors    written last: with it, the run is finished
-  lock                   held by the process that trains
+  documents.npy          the loss of each held-out document after the last step
+  recall.json            of a recall task: the accuracy per cell of its test grid after the last step
+  weights.safetensors    the final weights; written last, so a folder with them holds a finished run
+  lock                   locked by the process that trains
 """
 
 from __future__ import annotations
@@ -24,57 +24,55 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from qkflow.config import from_dict, to_dict
 from qkflow.data import CorpusConfig, Tokenizer, load_tokenizer, save_tokenizer
 from qkflow.errors import CheckpointError, DiskError, UsageError
-from qkflow.io import discard, replace, write_file, write_json
+from qkflow.io import checksum, discard, replace, write_file, write_json
 from qkflow.models import Decoder, DecoderConfig
 from qkflow.training import checkpoint
-from qkflow.training.callbacks import Result
+from qkflow.training.callbacks import Callback, Result
 from qkflow.training.config import TrainConfig
-from qkflow.training.environment import pick_device
-from qkflow.training.evaluation import DOCUMENT
-from qkflow.training.metrics import read_metrics
+from qkflow.training.evaluate import DOCUMENT
+from qkflow.training.metrics import read_metrics, trim_metrics
 from qkflow.training.recall import read_recall
-from qkflow.training.tensors import (
-    digest,
-    load_model_tensors,
-    load_tensors,
-    refuse_foreign,
-    save_tensors,
-)
+from qkflow.training.reproducibility import changes, pick_device
+from qkflow.training.tensors import digest, load_model_tensors, load_tensors, refuse_foreign, save_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRun:
-    """A run read back, ready to be asked."""
+    """A language model loaded from its run folder."""
 
     folder: Path
     """The run folder."""
     config: TrainConfig
-    """Its config."""
+    """The config."""
     corpus: CorpusConfig
     """The corpus it was trained on."""
     model: Decoder
-    """Its model, in evaluation mode."""
+    """The model, in evaluation mode."""
     tokenizer: Tokenizer
-    """What its tokens stand for."""
+    """The tokenizer."""
     step: int
-    """Steps the weights have seen."""
+    """Training steps of the weights."""
     finished: bool
     """Whether these are the final weights, or those of the latest checkpoint."""
     notices: tuple[str, ...]
-    """What the user should know: files that were refused."""
+    """Messages for the user about files that could not be used."""
 
 
 def load_run(folder: Path | str, *, device: str = "cpu") -> LoadedRun:
-    """The config and the model of a run folder, with its final weights or else those of its latest checkpoint."""
+    """Load the language model of a run folder, with its final weights or else those of its latest checkpoint."""
     folder = Path(folder)
     config = read_config(folder)
     if not (isinstance(config.data, CorpusConfig) and isinstance(config.model, DecoderConfig)):
-        raise UsageError(f"{folder} is a run of a task with rationales: expected a run of a language model")
+        raise UsageError(
+            f"{folder} is a run on the task {getattr(config.data, 'name', '?')!r}, whose vocabulary is not stored with "
+            "it: expected a run of a language model, made by `qkflow train`; see the report of its study"
+        )
     model = Decoder(config.model)
     notices: list[str] = []
     weights, step = None, config.steps
@@ -85,12 +83,12 @@ def load_run(folder: Path | str, *, device: str = "cpu") -> LoadedRun:
             notices.append(str(error))
     finished = weights is not None
     if weights is None:
-        found, refused = checkpoint.load_latest(folder)
+        latest, refused = checkpoint.load_latest(folder)
         notices += refused.values()
-        if found is None:
-            why = notices[0] if notices else "it has made no checkpoint yet"
-            raise CheckpointError(f"{folder} has no weights to load ({why}): run `{resume_command(folder)}` first")
-        weights, step = found.weights, found.step
+        if latest is None:
+            reason = notices[0] if notices else "it has no checkpoint yet"
+            raise CheckpointError(f"{folder} has no weights to load ({reason}): run `{resume_command(folder)}` first")
+        weights, step = latest.weights, latest.step
     load_model_tensors(model, weights)
     return LoadedRun(
         folder=folder,
@@ -115,52 +113,49 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run was begun in this folder."""
+    """Whether the folder holds a run."""
     return (folder / "config.json").is_file()
 
 
 def refuse_held(folder: Path) -> None:
-    """Raise `UsageError` if a new run may not begin here."""
+    """Raise `UsageError` if a new run cannot be created here."""
     if folder.is_file():
         raise UsageError(f"{folder} is a file: choose a folder for the run")
     if holds_run(folder):
         raise UsageError(
-            f"{folder} already holds a run: go on with `{resume_command(folder)}`, or choose another folder"
+            f"{folder} already holds a run: use `{resume_command(folder)}` to resume it, or choose another folder"
         )
 
 
 def read_config(folder: Path) -> TrainConfig:
-    """The config of a run folder; anything that is not one is a `UsageError`."""
+    """The config of a run folder; raises `UsageError` for anything else."""
     if not folder.exists():
-        raise UsageError(f"{folder} does not exist: expected a run folder, as `qkflow train --out RUN` makes")
+        raise UsageError(f"{folder} does not exist: expected a run folder, made by `qkflow train --out RUN`")
     if folder.is_file():
         refuse_foreign(folder)
     if not holds_run(folder):
         raise UsageError(
-            f"{folder} holds no run (no config.json): expected a folder that `qkflow train --out RUN` made"
+            f"{folder} holds no run (it has no config.json): expected a folder made by `qkflow train --out RUN`"
         )
     data = read_json(folder / "config.json")
     if "model_type" in data:
         raise UsageError(
-            f"{folder} is an exported model, not a run: `qkflow train --init {folder}` goes on from it, and"
-            " transformers loads it after `import qkflow.hf`"
+            f"{folder} is an exported model, not a run: use `qkflow train --init {folder}` to train it further, or "
+            "load it with transformers after `import qkflow.hf`"
         )
     if "task" in data:
-        raise UsageError(
-            f"{folder} is a run of `qkflow sharpen`, whose words are not stored: expected a folder that `qkflow train`"
-            " made; what it attends to is on the page of its study"
-        )
+        raise UsageError(f"{folder} is a run of `qkflow sharpen`: expected a folder made by `qkflow train`")
     return from_dict(TrainConfig, data)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a run folder as a table."""
+    """A JSON file with an object at its top level."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as JSON ({error}): restore it from a copy") from error
     if not isinstance(value, dict):
-        raise UsageError(f"{path} holds {type(value).__name__}, expected a table of names and values")
+        raise UsageError(f"{path} contains {type(value).__name__}, expected an object")
     return value
 
 
@@ -168,74 +163,130 @@ def begin(
     folder: Path,
     config: TrainConfig,
     environment: dict[str, Any],
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None = None,
     initial: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Make the folder hold a run. The config comes last: before it there is nothing to resume."""
-    refuse_held(folder)  # again, now under the lock
+    """Create a run. The config is written last: without it there is nothing to resume."""
+    refuse_held(folder)  # checked again under the lock
     try:
         (folder / "checkpoints").mkdir(exist_ok=True)
     except OSError as error:
-        raise DiskError(error.errno, f"could not make {folder / 'checkpoints'} ({error.strerror})") from error
+        raise DiskError(error.errno, f"could not create {folder / 'checkpoints'} ({error.strerror})") from error
     write_json(folder / "environment.json", {**environment, "resumed": []})
-    save_tokenizer(tokenizer, folder / "tokenizer.json")
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, folder / "tokenizer.json")
     if initial is not None:
         replace(folder / "initial.safetensors", lambda path: save_tensors(path, initial))
     write_json(folder / "config.json", to_dict(config))
 
 
+def resumed_config(folder: Path, config: TrainConfig | None) -> TrainConfig:
+    """The config of the run to resume; raises if another one is given."""
+    stored = read_config(folder)
+    if config is not None and config != stored:
+        raise UsageError(f"the config differs from that of {folder}: resume without a config, or start a new run")
+    return stored
+
+
+def resumed_threads(folder: Path, callbacks: Callback) -> int | None:
+    """The number of threads that the run was started with; a notice if this process has another."""
+    recorded = read_json(folder / "environment.json").get("threads")
+    if not isinstance(recorded, int) or recorded < 1:
+        return None
+    if (current := torch.get_num_threads()) != recorded:
+        callbacks.on_notice(
+            f"this process has threads={current}, the run was started with {recorded}: "
+            f"using {recorded}, since the last bits of results depend on it"
+        )
+    return recorded
+
+
+def record_session(folder: Path, session: dict[str, Any], callbacks: Callback) -> None:
+    """Add a resumed session to environment.json, with notices about differences; raises if the data has changed."""
+    record = read_json(folder / "environment.json")
+    before, now = record.get("corpus"), session["corpus"]
+    if before is None or before.get("digest") != now["digest"]:
+        raise UsageError(
+            f"the data {now['name']} (SHA-256 {now['digest'][:12]}) has changed since {folder} was started: "
+            "restore it, or start a new run"
+        )
+    for notice in changes(record, session):
+        callbacks.on_notice(notice)
+    write_json(folder / "environment.json", {**record, "resumed": [*record.get("resumed", []), session]})
+
+
+def latest_checkpoint(folder: Path, callbacks: Callback) -> checkpoint.Checkpoint | None:
+    """The newest valid checkpoint; metrics.jsonl is trimmed to it, and damaged ones are renamed.
+
+    None means that the run was stopped before its first checkpoint: it starts again, with the same bits.
+    """
+    latest, refused = checkpoint.load_latest(folder)
+    for path, reason in refused.items():
+        callbacks.on_notice(f"checkpoint refused, using the one before it: {reason}")
+        checkpoint.set_aside(path)
+    if latest is not None and latest.extra.get("config") != checksum(folder / "config.json"):
+        raise UsageError(
+            f"{folder / 'config.json'} is not the config of {latest.path.name}: restore it, or start a new run"
+        )
+    checkpoint.prune(folder)  # the process may have been killed between writing a checkpoint and removing an old one
+    trim_metrics(folder / "metrics.jsonl", 0 if latest is None else latest.step)
+    return latest
+
+
 def sweep(folder: Path) -> None:
-    """Remove what earlier processes left under temporary names. Only for the holder of the lock."""
-    for place in (folder, folder / "checkpoints"):
-        for path in place.glob(".*.tmp"):
+    """Remove temporary files of earlier processes. The caller must hold the lock."""
+    for directory in (folder, folder / "checkpoints"):
+        for path in directory.glob(".*.tmp"):
             discard(path)
 
 
 def initial_weights(folder: Path, config: TrainConfig) -> dict[str, Tensor] | None:
-    """The weights a run began with; None where the seed drew them. Others than those raise `CheckpointError`."""
+    """The initial weights of a run; None if they were drawn from the seed. Altered ones raise `CheckpointError`."""
     if config.initial is None:
         return None
     weights = load_tensors(path := folder / "initial.safetensors")
     if digest(weights) != config.initial:
-        raise CheckpointError(f"{path} is not what {folder} began with: restore it from a copy, or begin a new run")
+        raise CheckpointError(
+            f"{path} does not contain the initial weights of {folder}: restore it from a copy, or start a new run"
+        )
     return weights
 
 
 def finish(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write the final weights: from here on the run is finished."""
+    """Write the final weights, which marks the run as finished."""
     replace(folder / "weights.safetensors", lambda path: save_tensors(path, weights))
 
 
 def finished(folder: Path) -> Result | None:
-    """The result of a finished run, None for any other; last files that were damaged make it unfinished again."""
+    """The result of a finished run; None if it is not finished, or if one of its last files is damaged."""
     try:
         load_tensors(folder / "weights.safetensors")
     except CheckpointError:
         return None
-    return result_of(folder, was_finished=True)
+    return read_result(folder, was_finished=True)
 
 
-def result_of(folder: Path, *, was_finished: bool) -> Result | None:
-    """The last evaluation and its files, if all are there."""
+def read_result(folder: Path, *, was_finished: bool) -> Result | None:
+    """The last evaluation and its files; None if one is missing."""
     evaluations = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "eval"]
     documents = read_documents(folder / "documents.npy")
     if not evaluations or documents is None:
         return None
     last = evaluations[-1]
-    if "accuracy" in last and read_recall(folder) is None:
+    if "questions" in last and read_recall(folder) is None:
         return None
     return Result(folder=folder, step=last["step"], metrics=last, documents=documents, was_finished=was_finished)
 
 
 def write_documents(path: Path, documents: np.ndarray) -> None:
-    """Save a structured array as .npy."""
+    """Write a structured array as .npy."""
     content = io.BytesIO()
     np.save(content, documents, allow_pickle=False)
     write_file(path, content.getvalue())
 
 
 def read_documents(path: Path) -> np.ndarray | None:
-    """Read what `write_documents` wrote; None for anything else, such as a file that is cut short or holds a pickle."""
+    """Read the result of `write_documents`; None for anything else, such as a truncated file or a pickle."""
     try:
         documents = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):
@@ -244,7 +295,7 @@ def read_documents(path: Path) -> np.ndarray | None:
 
 
 def resume_command(folder: Path) -> str:
-    """What to type to go on with a run.
+    """The command that resumes a run.
 
     >>> resume_command(Path("my runs/a"))
     "qkflow train --resume 'my runs/a'"

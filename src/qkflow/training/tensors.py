@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qkflow.errors import CheckpointError
-from qkflow.training.dtensor import is_sharded, like, local
+from qkflow.training.parallel import is_sharded, local, shard_like
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -108,4 +108,4 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             )
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(like(tensors[name], tensor) if is_sharded(tensor) else tensors[name])
+            tensor.copy_(shard_like(tensors[name], tensor) if is_sharded(tensor) else tensors[name])

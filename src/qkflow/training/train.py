@@ -1,4 +1,4 @@
-"""Where training starts: a new run, or one that goes on, on one process or on all that torchrun has started."""
+"""`train`: start or resume a run, in one process or in all processes that torchrun has started."""
 
 from __future__ import annotations
 
@@ -11,18 +11,30 @@ from torch import Tensor
 
 from qkflow.errors import UsageError
 from qkflow.io import locked
-from qkflow.training.callbacks import Callback, Callbacks, Result
+from qkflow.training import checkpoint
+from qkflow.training.callbacks import Callback, Callbacks, Measurement, Result
 from qkflow.training.config import TrainConfig
-from qkflow.training.distributed import Parallel, World, by_torchrun, join, restarted
-from qkflow.training.environment import environment
-from qkflow.training.learner import Learner, open_checked
+from qkflow.training.distributed import Parallel, SingleProcess, is_torchrun, join, was_restarted
 from qkflow.training.loop import Loop
-from qkflow.training.parallel import quiet, refuse_uneven
-from qkflow.training.reproducibility import own_randomness, threads
-from qkflow.training.resume import config_of, note_session, restore, threads_of
-from qkflow.training.run_dir import begin, finished, holds_run, refuse_held, sweep
+from qkflow.training.losses import Objective, open_objective
+from qkflow.training.optim import load_optimizer
+from qkflow.training.parallel import ignore_view_warnings, validate_parallel
+from qkflow.training.reproducibility import flushed_denormals, own_randomness, platform_record, threads
+from qkflow.training.run_dir import (
+    begin,
+    finished,
+    holds_run,
+    initial_weights,
+    latest_checkpoint,
+    record_session,
+    refuse_held,
+    resumed_config,
+    resumed_threads,
+    sweep,
+)
 from qkflow.training.signals import stop_on_signals
-from qkflow.training.tensors import digest
+from qkflow.training.step import Learner
+from qkflow.training.tensors import digest, load_model_tensors
 
 
 def train(
@@ -30,107 +42,137 @@ def train(
     out: Path | str,
     *,
     callbacks: Sequence[Callback] = (),
+    measurement: Measurement | None = None,
+    objective: Objective | None = None,
     resume: bool = False,
     command: Sequence[str] = (),
     cpu_threads: int | None = None,
     initial: Mapping[str, Tensor] | None = None,
     parallel: Parallel | None = None,
 ) -> Result:
-    """Train into the folder `out`, or go on with the run it holds (`resume`; the config may then be left out).
+    """Train into the folder `out`, or resume the run in it.
 
-    Ctrl-C and SIGTERM write a checkpoint and raise `Interrupted`. `command` goes on record. A resumed run takes the
-    number of threads it began with, whatever its config and the machine say, unless `cpu_threads` overrules it. A new
-    run may begin with `initial` weights. Under torchrun all its processes train together, `ddp` unless `parallel` says
-    `fsdp`: the folder must be one that all of them see, and the first alone calls the callbacks. When torchrun has
-    started them again, a folder that holds this run is resumed.
+    Ctrl-C and SIGTERM write a checkpoint and raise `Interrupted`. Under torchrun, all processes train together; `out`
+    must be a folder that all machines share. If torchrun has restarted them, the run in `out` is resumed.
+
+    Args:
+        config: The config; may be None to resume a run.
+        out: The run folder.
+        callbacks: Called on rank 0 only.
+        measurement: What to measure on the model besides its held-out loss.
+        objective: The objective, if it is open already; by default that of the config.
+        resume: Whether to resume the run in `out`.
+        command: The command line, for environment.json.
+        cpu_threads: CPU threads of this session. By default those of the config, or of the run that is resumed.
+        initial: Initial weights of a new run.
+        parallel: How torchrun's processes share the model: "ddp" (the default) or "fsdp".
     """
     folder = Path(out)
-    with join(parallel) as world:
-        watch = Callbacks(callbacks if world.leads else ())
-        resume = resume or goes_on(folder, world)
-        with world.agreed():
+    with join(parallel) as group, contextlib.ExitStack() as stack:
+        calls = Callbacks(callbacks if group.is_main else ())
+        resume = resume or is_restart(folder, group)
+        with group.raise_on_all_ranks():
             if config is not None:
                 config = _with_initial(config, initial, resume=resume)
-            config, result = _choose(config, folder, resume=resume)
-            refuse_uneven(config, world, begun=resume)
-            if result is not None:
-                watch.on_notice(f"{folder} is finished ({result.step} steps): there is nothing left to do")
+            config = _resolve_config(config, folder, resume=resume)
+            validate_parallel(config, group, resume=resume)
+            if measurement is not None and group.is_sharded:
+                raise UsageError("a measurement needs the whole model on one process: use parallel='ddp'")
+            if resume and (result := finished(folder)) is not None:
+                calls.on_notice(f"{folder} is finished ({result.step} steps): nothing to do")
                 return result
-        with world.agreed():
-            device = world.device(config.device)
-            corpus = open_checked(config)
-        with contextlib.ExitStack() as stack:
-            with world.agreed():
-                if world.leads:
-                    stack.enter_context(locked(folder / "lock"))
-                count = cpu_threads or (threads_of(folder, watch) if resume else config.threads)
-                stack.enter_context(threads(count))
-                stack.enter_context(own_randomness(device))
-                stack.enter_context(quiet(world))
-                learner = Learner(config, corpus, device, world=world, initial=None if resume else initial)
-            learner.spread()
-            return _session(folder, learner, watch, command, resume=resume, initial=initial)
+        with group.raise_on_all_ranks():
+            device = group.device(config.device)
+            objective = objective or open_objective(config)
+        with group.raise_on_all_ranks():
+            if group.is_main:
+                stack.enter_context(locked(folder / "lock"))
+            n_threads = cpu_threads or (resumed_threads(folder, calls) if resume else config.threads)
+            stack.enter_context(threads(n_threads))
+            stack.enter_context(flushed_denormals(config.flush_denormals))
+            stack.enter_context(own_randomness(device))
+            stack.enter_context(ignore_view_warnings(group))
+            learner = Learner(config, objective, device, group=group, initial=None if resume else initial)
+        learner.parallelize()
+        group.on_main(lambda: _prepare_folder(folder, learner, calls, command, resume=resume, initial=initial))
+        with group.raise_on_all_ranks():
+            if not group.wait_for_file(lambda: holds_run(folder)):
+                raise UsageError(f"{folder} is not the folder of rank 0: use a folder that all machines share")
+        start = _restore(folder, learner, calls) if resume else None
+        with stop_on_signals(patient=is_torchrun()) as stop:
+            return Loop(folder, learner, calls, stop, start=start, measurement=measurement).run()
 
 
-def goes_on(folder: Path, world: World) -> bool:
-    """Whether torchrun has started these processes again, in the middle of the run that the folder holds.
+def is_restart(folder: Path, group: SingleProcess) -> bool:
+    """Whether torchrun has restarted these processes during the run in the folder.
 
-    Every machine counts its own restarts, and sees a shared folder in its own time: all hear what one of them knows.
+    Machines count restarts separately, and may see a shared folder at different times: all ranks must agree.
     """
-    if not (world.any(restarted()) and world.first(holds_run(folder))):
+    if not (group.any(was_restarted()) and group.broadcast(holds_run(folder))):
         return False
-    world.sees(lambda: holds_run(folder))
+    group.wait_for_file(lambda: holds_run(folder))
     return True
 
 
-def _session(
-    folder: Path,
-    learner: Learner,
-    watch: Callback,
-    command: Sequence[str],
-    *,
-    resume: bool,
-    initial: Mapping[str, Tensor] | None,
-) -> Result:
-    """Bring the folder and the learner to the same step, and train from there."""
-    world, corpus = learner.world, learner.corpus
-    with world.agreed():
-        if world.leads:
-            sweep(folder)
-            record = environment(corpus, learner.device, command, processes=world.size, parallel=world.kind)
-            if resume:
-                note_session(folder, record, watch)
-            else:
-                begin(folder, learner.config, record, corpus.tokenizer, initial)
-    _refuse_unseen(folder, world)
-    start = restore(folder, learner, watch) if resume else None
-    with stop_on_signals(patient=by_torchrun()) as stop:
-        return Loop(folder, learner, watch, stop, start).run()
-
-
-def _choose(config: TrainConfig | None, folder: Path, *, resume: bool) -> tuple[TrainConfig, Result | None]:
-    """The config of the run, and its result where it is finished."""
+def _resolve_config(config: TrainConfig | None, folder: Path, *, resume: bool) -> TrainConfig:
     if resume:
-        return config_of(folder, config), finished(folder)
+        return resumed_config(folder, config)
     if config is None:
-        raise UsageError("a new run needs a config: give one, or resume a run that has its own")
+        raise UsageError("a new run needs a config: pass one, or resume an existing run")
     refuse_held(folder)
-    return config, None
+    return config
 
 
 def _with_initial(config: TrainConfig, initial: Mapping[str, Tensor] | None, *, resume: bool) -> TrainConfig:
-    """The config with the weights that are given on record; a new run has to be given those that its config names."""
+    """The config with the hash of the initial weights, which must be those that the config names, if any."""
     own = None if initial is None else digest(initial)
     if config.initial is None:
         return replace(config, initial=own)
     if own != config.initial and not (resume and own is None):
         got = "none" if own is None else own[:12]
-        raise UsageError(f"the config begins with the weights {config.initial[:12]}, got {got}: give those as initial")
+        raise UsageError(f"the config starts from the weights {config.initial[:12]}, got {got}: pass those as initial")
     return config
 
 
-def _refuse_unseen(folder: Path, world: World) -> None:
-    """Refuse a folder that is not the same one on every machine."""
-    with world.agreed():
-        if not world.sees(lambda: holds_run(folder)):
-            raise UsageError(f"{folder} is not the folder of the first process: give one that all machines share")
+def _prepare_folder(
+    folder: Path,
+    learner: Learner,
+    callbacks: Callback,
+    command: Sequence[str],
+    *,
+    resume: bool,
+    initial: Mapping[str, Tensor] | None,
+) -> None:
+    """Create the run, or add a session to its record."""
+    objective, group = learner.objective, learner.group
+    sweep(folder)
+    environment = {
+        "command": list(command),
+        "corpus": {"name": objective.name, "digest": objective.digest},
+        "processes": group.size,
+        "parallel": group.kind,
+        **platform_record(learner.device),
+    }
+    if resume:
+        record_session(folder, environment, callbacks)
+    else:
+        begin(folder, learner.config, environment, objective.tokenizer, initial)
+
+
+def _restore(folder: Path, learner: Learner, callbacks: Callback) -> checkpoint.Checkpoint | None:
+    """Load the newest valid checkpoint, chosen by rank 0, or the initial weights if there is none."""
+    group = learner.group
+    start = group.on_main(lambda: latest_checkpoint(folder, callbacks))
+    path = group.broadcast(None if start is None else str(start.path))
+    with group.raise_on_all_ranks():
+        if path is None:
+            if (initial := initial_weights(folder, learner.config)) is not None:
+                load_model_tensors(learner.model, initial)
+            return None
+        if start is None:
+            group.wait_for_file(Path(path).is_dir)
+            start = checkpoint.load(Path(path))
+        load_model_tensors(learner.model, start.weights)
+        load_optimizer(learner.model, learner.optimizer, start.optimizer)
+        learner.step = start.step
+    return start

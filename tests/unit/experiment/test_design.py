@@ -25,7 +25,7 @@ from qkflow.experiment.plan import plan, shared_out
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.mechanisms import StandardAttention, StandardConfig, register
 from qkflow.models import Decoder, DecoderConfig, parameters
-from qkflow.training.schedule import multiplier
+from qkflow.training.optim import lr_multiplier
 
 Ask = Callable[..., ExperimentSpec]
 ARMS = ("standard", "differential", "standard:key_heads=1", "standard:window=16")
@@ -117,7 +117,7 @@ def test_the_learning_rate_stands_until_the_evaluation_at_four_fifths(ask: Ask, 
     plateau = config.steps * 4 // 5
     assert plateau % config.evaluate_every == 0
     assert config.steps // config.evaluate_every == 20
-    assert [multiplier(config, plateau), multiplier(config, plateau + 1) < 1] == [1.0, True]
+    assert [lr_multiplier(config, plateau), lr_multiplier(config, plateau + 1) < 1] == [1.0, True]
 
 
 def test_run_i_of_every_arm_has_seed_i_and_the_data_of_run_i(ask: Ask, inline: Any) -> None:

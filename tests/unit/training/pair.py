@@ -33,10 +33,10 @@ import torch.distributed as dist
 from qkflow.config import from_dict
 from qkflow.ops.csrc import build
 from qkflow.training import Callback, TrainConfig, steps_for_budget, train
-from qkflow.training.dtensor import local
-from qkflow.training.learner import Learner
+from qkflow.training.parallel import local
+from qkflow.training.step import Learner
 
-LEARN, EVALUATE = Learner.learn, Learner.evaluate
+TRAIN_STEP, EVALUATE = Learner.train_step, Learner.evaluate
 
 
 class Notices(Callback):
@@ -52,7 +52,7 @@ def acting(act: dict[str, Any], call: Any, *, before: bool = False) -> Any:
 
     def acted(self: Learner, *args: Any) -> Any:
         record = None if before else call(self, *args)
-        if self.step == act["step"] and self.world.rank == act["rank"]:
+        if self.step == act["step"] and self.group.rank == act["rank"]:
             if act["what"] == "stop":
                 os.kill(os.getpid(), signal.SIGTERM)
             elif act["what"] == "room":
@@ -72,7 +72,7 @@ def obey(order: dict[str, Any]) -> dict[str, Any]:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(order.get("restarts", [0, 0])[dist.get_rank()])
     torch.set_default_dtype(torch.float64 if order.get("double") else torch.float32)
     act = order.get("act", {"step": None})
-    Learner.learn, Learner.evaluate = acting(act, LEARN), EVALUATE
+    Learner.train_step, Learner.evaluate = acting(act, TRAIN_STEP), EVALUATE
     if act["step"] == 0:
         Learner.evaluate = acting(act, EVALUATE, before=True)
     said, complained = io.StringIO(), io.StringIO()

@@ -10,7 +10,7 @@ import pytest
 from qkflow.data import Corpus
 from qkflow.errors import UsageError
 from qkflow.training import budget, steps_for_budget
-from qkflow.training.learner import Learner
+from qkflow.training.step import Learner
 
 
 class Clock:
@@ -28,17 +28,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A step takes half a second, the first ten; an evaluation a thousandth of a second a token."""
     clock = Clock()
 
-    def learn(learner: Learner, should_stop: Any) -> dict[str, Any]:
+    def train_step(learner: Learner, should_stop: Any) -> dict[str, Any]:
         learner.step += 1
         seconds = 10.0 if learner.step == 1 else 0.5
         clock.now += seconds
         return {"seconds": seconds}
 
-    def evaluate(learner: Learner, limit: int | None, should_stop: Any) -> None:
-        todo = budget.held_out(learner.corpus.validation, context=learner.config.context, limit=limit)
-        clock.now += sum(window.length for window in todo) / 1000
+    def evaluate(learner: Learner, held_out: Any, should_stop: Any) -> None:
+        clock.now += held_out.n_tokens() / 1000
 
-    monkeypatch.setattr(Learner, "learn", learn)
+    monkeypatch.setattr(Learner, "train_step", train_step)
     monkeypatch.setattr(Learner, "evaluate", evaluate)
     monkeypatch.setattr(budget, "time", clock)
     return clock
@@ -46,7 +45,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_steps_fill_the_time_that_evaluations_leave(configure: Any, corpus: Corpus, clock: Clock) -> None:
     config = configure(evaluate_every=10, evaluate_tokens=None)
-    once = sum(w.length for w in budget.held_out(corpus.validation, context=config.context)) / 1000
+    once = budget.open_objective(config).validation(None).n_tokens() / 1000
     steps = steps_for_budget(config, 100.0)
     assert steps == int((100 - 2 * once) / (0.5 + once / 10))
     assert steps_for_budget(config, 200.0) > 1.9 * steps

@@ -101,14 +101,14 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 2)
     other = path.with_name("step-00000009")
     path.rename(other)
-    with pytest.raises(CheckpointError, match="holds step 2: it was renamed"):
+    with pytest.raises(CheckpointError, match="contains step 2: it was renamed"):
         checkpoint.load(other)
 
 
 def test_with_none_left_the_error_names_each_and_says_what_to_do(tmp_path: Path) -> None:
     for step in (1, 2):
         (save(tmp_path, step) / "weights.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="begin the run again from step 0") as caught:
+    with pytest.raises(CheckpointError, match="restart the run from step 0") as caught:
         checkpoint.load_latest(tmp_path)
     assert "step-00000001" in str(caught.value)
     assert "step-00000002" in str(caught.value)
@@ -124,7 +124,7 @@ def test_a_newer_format_stops_the_search_instead_of_losing_its_work(tmp_path: Pa
     path = save(tmp_path, 2)
     body = json.loads((path / "manifest.json").read_bytes())["manifest"]
     (path / "manifest.json").write_bytes(checkpoint._render({**body, "format": 99}))
-    with pytest.raises(CheckpointError, match="has format 99, this qkflow reads format 1"):
+    with pytest.raises(CheckpointError, match="has format 99, but this qkflow reads formats 1"):
         checkpoint.load_latest(tmp_path)
 
 

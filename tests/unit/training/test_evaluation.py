@@ -16,9 +16,9 @@ from qkflow.data import Corpus, Split
 from qkflow.errors import DivergenceError, Interrupted, NotFiniteError, UsageError
 from qkflow.models import Decoder
 from qkflow.training import Evaluation, evaluate
-from qkflow.training.distributed import World
-from qkflow.training.evaluation import DOCUMENT, evaluate_together
-from qkflow.training.lm_logits import Scores
+from qkflow.training.distributed import ProcessGroup, SingleProcess
+from qkflow.training.evaluate import DOCUMENT, HeldOutSplit, evaluate_held_out
+from qkflow.training.logits import TargetLogits
 
 
 def split_of(*lengths: int) -> Split:
@@ -127,24 +127,24 @@ def test_a_loss_that_is_not_finite_names_the_layer(configure: Any) -> None:
 
 
 def test_numbers_that_a_layer_refuses_end_a_process_that_others_wait_for(configure: Any) -> None:
-    class Refusing(Scores):
+    class Refusing(TargetLogits):
         def forward(self, *args: Any) -> Any:
             raise NotFiniteError("beta is nan")
 
-    split, options = split_of(5), {"context": 8, "batch": 1, "stride": None, "limit": None}
+    split, options = HeldOutSplit(split_of(5), context=8), {"batch": 1}
     refusing = Refusing(decoder(configure))
     never = {"should_stop": lambda: False}
-    with pytest.raises(
-        DivergenceError, match=r"is not finite: the first output that is not is that of the loss itself"
-    ):
-        evaluate_together(refusing, split, world=World(), **options, **never)
+    with pytest.raises(DivergenceError, match=r"is not finite: the first non-finite output is the loss itself"):
+        evaluate_held_out(refusing, split, group=SingleProcess(), **options, **never)
     with pytest.raises(DivergenceError, match=r"is not finite: beta is nan$"):
-        evaluate_together(refusing, split, world=World(kind="fsdp"), **options, **never)
+        evaluate_held_out(
+            refusing, split, group=ProcessGroup(rank=0, size=1, local_rank=0, kind="fsdp"), **options, **never
+        )
 
 
 def test_nothing_to_evaluate_on_is_an_error(configure: Any) -> None:
     nothing = Split(tokens=np.array([256]), documents=np.zeros((0, 2), np.int64), sizes=np.zeros(0, np.int64))
     with pytest.raises(UsageError, match="no held-out document"):
         evaluate(decoder(configure), nothing, context=16)
-    with pytest.raises(UsageError, match="batch must be at least 1, got 0"):
+    with pytest.raises(UsageError, match="batch size must be at least 1, got 0"):
         evaluate(decoder(configure), split_of(9), context=16, batch=0)

@@ -8,14 +8,20 @@ import pytest
 import torch
 
 from qkflow.errors import DivergenceError
-from qkflow.training.learner import Learner
+from qkflow.training import open_objective
+from qkflow.training.logits import Examples
+from qkflow.training.step import Learner
+
+
+def make_learner(config: Any) -> Learner:
+    return Learner(config, open_objective(config), torch.device("cpu"))
 
 
 def test_accumulated_micro_batches_are_the_whole_batch(configure: Any, corpus: Any) -> None:
     models = []
     for accumulate in (1, 2, 4):
-        learner = Learner(configure(accumulate=accumulate, steps=3), corpus, torch.device("cpu"))
-        records = [learner.learn(lambda: False) for _ in range(3)]
+        learner = make_learner(configure(accumulate=accumulate, steps=3))
+        records = [learner.train_step(lambda: False) for _ in range(3)]
         models.append((records, learner.model))
     for records, model in models[1:]:
         for one, other in zip(models[0][0], records, strict=True):
@@ -28,34 +34,39 @@ def test_accumulated_micro_batches_are_the_whole_batch(configure: Any, corpus: A
 
 def test_without_crossing_a_document_does_not_see_the_one_before(configure: Any, corpus: Any) -> None:
     def loss_of_the_second(crossing: bool, first: int) -> float:
-        learner = Learner(configure(crossing=crossing), corpus, torch.device("cpu"))
+        learner = make_learner(configure(crossing=crossing))
         window = torch.tensor([[first, first, corpus.end, 97, 98, 97, 98]])
         torch.manual_seed(0)
         with torch.no_grad():
             for parameter in learner.model.parameters():
                 parameter.normal_(std=0.3)  # at the start, layers hardly see anything
-            return float(learner.loss(window) * 6 - learner.loss(window[:, :3]) * 2)
+            losses = []
+            for tokens in (window, window[:, :3]):
+                starts = None if crossing else tokens[:, :-1] == corpus.end
+                examples = Examples(inputs=tokens[:, :-1], targets=tokens[:, 1:], starts=starts)
+                losses.append(learner.objective.loss(learner.module, examples))
+            return float(losses[0] * 6 - losses[1] * 2)
 
     assert loss_of_the_second(False, 97) == pytest.approx(loss_of_the_second(False, 120), abs=1e-5)
     assert loss_of_the_second(True, 97) != pytest.approx(loss_of_the_second(True, 120), abs=1e-5)
 
 
 def test_a_step_is_clipped_to_the_norm(configure: Any, corpus: Any) -> None:
-    learner = Learner(configure(clip=1e-3), corpus, torch.device("cpu"))
-    record = learner.learn(lambda: False)
+    learner = make_learner(configure(clip=1e-3))
+    record = learner.train_step(lambda: False)
     assert record["grad_norm"] > 1e-3
     norm = torch.nn.utils.get_total_norm([p.grad for p in learner.model.parameters() if p.grad is not None])
     assert float(norm) == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_a_gradient_that_is_not_finite_moves_no_weight(configure: Any, corpus: Any) -> None:
-    learner = Learner(configure(), corpus, torch.device("cpu"))
+    learner = make_learner(configure())
     learner.model.get_parameter("blocks.1.mechanism.value.weight").register_hook(lambda grad: grad / 0)
     before = [parameter.detach().clone() for parameter in learner.model.parameters()]
     with pytest.raises(
         DivergenceError,
-        match=r"the gradient of step 1 .*the first gradient that is not is that of blocks\.1\.mechanism\.value\.weight",
+        match=r"the gradient of step 1 .*the first non-finite gradient is that of blocks\.1\.mechanism\.value\.weight",
     ):
-        learner.learn(lambda: False)
+        learner.train_step(lambda: False)
     assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
     assert learner.step == 0

@@ -17,7 +17,7 @@ import torch
 from qkflow.errors import Interrupted, UsageError
 from qkflow.models import Decoder
 from qkflow.training import load_run, loop, read_metrics, steps_for_budget, train
-from qkflow.training.learner import Learner
+from qkflow.training.step import Learner
 
 
 def test_a_run_leaves_a_complete_folder(configure: Any, tmp_path: Path) -> None:
@@ -162,11 +162,11 @@ def test_the_threads_a_run_began_with_are_set_again(
     with pytest.raises(Interrupted):
         train(None, folder, resume=True, callbacks=[witness, stopper])
     assert seen == [1]
-    assert any("threads=2, the run began with 1: 1 is set again" in notice for notice in witness.notices)
+    assert any("threads=2, the run was started with 1: using 1" in notice for notice in witness.notices)
     witness = at(3, lambda model: seen.append(torch.get_num_threads()))
     train(None, folder, resume=True, callbacks=[witness], cpu_threads=2)
     assert seen == [1, 2]
-    assert any("threads was 1 when the run began and is 2 now" in notice for notice in witness.notices)
+    assert any("threads was 1 when the run started and is 2 now" in notice for notice in witness.notices)
 
 
 @pytest.mark.compiled

@@ -209,7 +209,7 @@ def test_one_process_goes_on_with_what_two_began(pair: Pair, tmp_path: Path, wat
     assert (before.step, before.finished) == (4, False)
     train(None, folder, resume=True, callbacks=[witness])
     assert ("start", 4) in witness.told
-    assert any("processes was 2 when the run began and is 1 now" in notice for notice in witness.notices)
+    assert any("processes was 2 when the run started and is 1 now" in notice for notice in witness.notices)
     assert max(drift(pair.single("steady", STEADY), folder).values()) < 1e-6
 
 
@@ -246,7 +246,7 @@ def test_a_disk_that_is_full_for_one_process_stops_both_and_loses_nothing(pair: 
     for answer in pair["full"]:
         assert answer["outcome"] == "DiskError"
         assert "process 1 could not write" in answer["message"]
-        assert "free some space, then go on with" in answer["message"]
+        assert "free some space, then run" in answer["message"]
     assert pair.outcomes("emptied") == ["finished", "finished"]
     assert numbers(pair.place / "full") == numbers(pair.place / "whole-fsdp")
     assert not list((pair.place / "full" / "checkpoints").glob(".*"))
@@ -254,7 +254,7 @@ def test_a_disk_that_is_full_for_one_process_stops_both_and_loses_nothing(pair: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_that_cannot_be_shared_out_is_refused_by_both(pair: Pair, kind: str) -> None:
-    message = "a batch of 3 windows does not divide among 2 processes: give --batch 2 or 4, or run 3 processes"
+    message = "a batch of 3 sequences is not divisible among 2 processes: use --batch 2 or 4, or use 3 processes"
     assert [(answer["outcome"], answer["message"]) for answer in pair[f"uneven-{kind}"]] == [
         ("UsageError", message)
     ] * 2
@@ -273,7 +273,7 @@ def test_only_the_first_process_talks(pair: Pair) -> None:
     assert "on 2 processes (ddp)" in first["said"]
     first, refused = pair["refused"]
     assert first["outcome"] == 2
-    assert first["complained"].count("does not divide among 2 processes") == 1
+    assert first["complained"].count("is not divisible among 2 processes") == 1
     assert refused["outcome"] != 0
     assert "give --out RUN" in pair["homeless"][0]["complained"]
     for silent in (second, refused, pair["homeless"][1]):
@@ -298,8 +298,8 @@ def test_both_refuse_a_budget_of_nothing_and_one_says_so(pair: Pair) -> None:
 def test_a_process_that_fails_on_its_own_does_not_leave_the_other_waiting(pair: Pair) -> None:
     other, failed = pair["alone"]
     assert failed["message"] == "a process on its own"
-    assert other["outcome"] == "LostError"
-    assert "another process of this run has ended" in other["message"]
+    assert other["outcome"] == "LostProcessError"
+    assert "another process of this run has exited" in other["message"]
 
 
 def test_torch_reads_sharded_checkpoints_and_there_is_no_pickle_in_them(pair: Pair) -> None:

@@ -13,10 +13,10 @@ import torch
 from qkflow.errors import UsageError
 from qkflow.models import Decoder
 from qkflow.ops.csrc import build
-from qkflow.training import read_metrics, train
-from qkflow.training.learner import Learner
+from qkflow.training import open_objective, read_metrics, train
 from qkflow.training.optim import build_optimizer
 from qkflow.training.run_dir import read_config
+from qkflow.training.step import Learner
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,7 +25,7 @@ def kernels() -> None:
 
 
 def learner(config: Any, corpus: Any) -> Learner:
-    made = Learner(config, corpus, torch.device("cpu"))
+    made = Learner(config, open_objective(config), torch.device("cpu"))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in made.model.parameters():  # at the start, nothing passes the branches
@@ -35,7 +35,7 @@ def learner(config: Any, corpus: Any) -> Learner:
 
 def after(config: Any, corpus: Any, steps: int) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     made = learner(config, corpus)
-    records = [made.learn(lambda: False) for _ in range(steps)]
+    records = [made.train_step(lambda: False) for _ in range(steps)]
     return records, made.model.state_dict()
 
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkflow.training import CellResult, Evaluation, RecallResult, by_cell, read_recall, together, write_recall
-from qkflow.training.evaluation import DOCUMENT
-from qkflow.training.recall_grading import ANSWERED
+from qkflow.training.evaluate import DOCUMENT
+from qkflow.training.recall import GRADED
 
 
 def evaluated(*rows: tuple[int, int, int, int, int]) -> Evaluation:
     """An evaluation of instances with pairs, length, depth, questions and right answers."""
-    return Evaluation(np.ones(len(rows), DOCUMENT), np.array(list(rows), ANSWERED))
+    return Evaluation(np.ones(len(rows), DOCUMENT), np.array(list(rows), GRADED))
 
 
 def cell_of(rights: list[int], questions: int) -> CellResult:

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from qkflow.errors import UsageError
-from qkflow.training.rendezvous import meet
+from qkflow.training.distributed import private_store
 
 PATIENCE = timedelta(seconds=20)
 
@@ -17,7 +17,7 @@ PATIENCE = timedelta(seconds=20)
 def together(store: dist.Store, size: int) -> list[dist.Store]:
     """What each of so many processes gets, where threads stand for them."""
     with ThreadPoolExecutor(size) as threads:
-        met = [threads.submit(meet, store, rank, size, PATIENCE) for rank in range(size)]
+        met = [threads.submit(private_store, store, rank, size, PATIENCE) for rank in range(size)]
         return [one.result() for one in met]
 
 
@@ -42,5 +42,5 @@ def test_no_place_is_found_again() -> None:
 
 
 def test_a_process_that_does_not_come_is_named() -> None:
-    with pytest.raises(UsageError, match="2 of 3 processes that did not come"):
-        meet(dist.HashStore(), 0, 3, timedelta(seconds=0))
+    with pytest.raises(UsageError, match="2 of 3 processes did not join"):
+        private_store(dist.HashStore(), 0, 3, timedelta(seconds=0))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkflow.training.schedule import multiplier, warmup_cosine, warmup_stable_decay
+from qkflow.training.optim import lr_multiplier, warmup_cosine, warmup_stable_decay
 
 
 @given(steps=st.integers(1, 200), warmup=st.integers(0, 50), decay=st.floats(0, 1), floor=st.floats(0, 1))
@@ -36,6 +36,6 @@ def test_a_stable_schedule_stays_until_its_decay_begins() -> None:
 
 
 def test_the_warmup_is_a_tenth_of_the_steps_unless_said(configure: Any) -> None:
-    assert multiplier(configure(steps=50), 0) == pytest.approx(1 / 5)
-    assert multiplier(configure(steps=5000), 0) == pytest.approx(1 / 100)
-    assert multiplier(configure(steps=50, warmup=0), 0) == 1
+    assert lr_multiplier(configure(steps=50), 0) == pytest.approx(1 / 5)
+    assert lr_multiplier(configure(steps=5000), 0) == pytest.approx(1 / 100)
+    assert lr_multiplier(configure(steps=50, warmup=0), 0) == 1

@@ -17,8 +17,13 @@ from torch import Tensor
 
 from qkflow.errors import CheckpointError, DiskError
 from qkflow.training import checkpoint
-from qkflow.training.distributed import ALONE
-from qkflow.training.sharded import Pieces
+from qkflow.training.checkpoint import ShardedTensors
+from qkflow.training.distributed import SingleProcess
+
+
+class OneShardedProcess(SingleProcess):
+    kind = "fsdp"
+
 
 WHOLE = torch.arange(12.0).reshape(6, 2)
 
@@ -41,21 +46,21 @@ def shards(folder: Path, cuts: list[tuple[int, int]]) -> list[Path]:
 
 @pytest.mark.parametrize("cuts", [[(0, 6)], [(3, 6), (0, 3)], [(0, 1), (1, 2), (2, 6)], [(0, 6), (6, 6)]])
 def test_pieces_come_together_however_they_were_cut(tmp_path: Path, cuts: list[tuple[int, int]]) -> None:
-    found = Pieces(shards(tmp_path, cuts), "weights")
+    found = ShardedTensors(shards(tmp_path, cuts), "weights")
     assert list(found) == ["a"]
     assert torch.equal(found["a"], WHOLE)
-    assert len(Pieces(shards(tmp_path, cuts), "optimizer")) == 0
+    assert len(ShardedTensors(shards(tmp_path, cuts), "optimizer")) == 0
 
 
 def test_a_single_number_has_one_place(tmp_path: Path) -> None:
     file = write(tmp_path / "0.safetensors", {"optimizer.step.a": torch.tensor(3.0)}, {"optimizer.step.a": []})
-    assert float(Pieces([file], "optimizer")["step.a"]) == 3.0
+    assert float(ShardedTensors([file], "optimizer")["step.a"]) == 3.0
 
 
 @pytest.mark.parametrize("cuts", [[(0, 2), (3, 6)], [(0, 4), (3, 6)], [(1, 6)], [(0, 3), (0, 3), (3, 6)]])
 def test_a_gap_or_an_overlap_is_refused(tmp_path: Path, cuts: list[tuple[int, int]]) -> None:
-    with pytest.raises(CheckpointError, match="the pieces of 'a' do not fit together"):
-        Pieces(shards(tmp_path, cuts), "weights")
+    with pytest.raises(CheckpointError, match="the shards of 'a' do not fit together"):
+        ShardedTensors(shards(tmp_path, cuts), "weights")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,7 @@ def test_a_gap_or_an_overlap_is_refused(tmp_path: Path, cuts: list[tuple[int, in
 def test_a_header_that_does_not_say_where_a_piece_lies_is_refused(tmp_path: Path, offsets: Any) -> None:
     file = write(tmp_path / "0.safetensors", {"weights.a": WHOLE}, offsets)
     with pytest.raises(CheckpointError, match=r"0\.safetensors"):
-        Pieces([file], "weights")
+        ShardedTensors([file], "weights")
 
 
 def test_pieces_of_unlike_tensors_are_refused(tmp_path: Path) -> None:
@@ -76,21 +81,21 @@ def test_pieces_of_unlike_tensors_are_refused(tmp_path: Path) -> None:
     for other in (WHOLE[3:].double(), WHOLE[3:, :1].clone()):
         second = write(tmp_path / "1.safetensors", {"weights.a": other}, {"weights.a": [3, 0]})
         with pytest.raises(CheckpointError, match="do not fit together"):
-            Pieces([first, second], "weights")
+            ShardedTensors([first, second], "weights")
 
 
 def test_what_is_not_safetensors_is_refused_unread(tmp_path: Path) -> None:
     file = tmp_path / "0.safetensors"
     file.write_bytes(b"\x80\x04\x95 a pickle")
     with pytest.raises(CheckpointError, match="can run code"):
-        Pieces([file], "weights")
+        ShardedTensors([file], "weights")
 
 
 @pytest.mark.parametrize("name", ["../weights.safetensors", "shard-00001-model-00003-of-00002.safetensors", "a.pt"])
 def test_a_manifest_that_names_other_files_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "checkpoints" / "step-00000001"
     path.mkdir(parents=True)
-    body = {"format": checkpoint.SHARDED, "step": 1, "files": {name: "0"}, "extra": {}}
+    body = {"format": checkpoint.SHARDED_FORMAT, "step": 1, "files": {name: "0"}, "extra": {}}
     (path / "manifest.json").write_bytes(checkpoint._render(body))
     with pytest.raises(CheckpointError, match="is not a manifest of qkflow"):
         checkpoint.load(path)
@@ -102,7 +107,7 @@ def test_a_disk_that_is_full_at_any_moment_leaves_the_checkpoint_before(
 ) -> None:
     def save(step: int) -> Path:
         memory = {"exp_avg.a": WHOLE * step, "step.a": torch.tensor(float(step))}
-        return checkpoint.save_sharded(tmp_path, step, {"a": WHOLE + step}, memory, {"tokens": step}, ALONE)
+        return checkpoint.save(tmp_path, step, {"a": WHOLE + step}, memory, {"tokens": step}, OneShardedProcess())
 
     calls, full = 0, 0
 

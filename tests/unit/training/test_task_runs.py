@@ -16,14 +16,15 @@ from qkflow.data import get_batch
 from qkflow.errors import Interrupted, UsageError
 from qkflow.models import Decoder
 from qkflow.training import budget, by_cell, load_run, read_metrics, read_recall, steps_for_budget, train
-from qkflow.training.evaluation import evaluate, held_out
-from qkflow.training.learner import Learner, open_checked
+from qkflow.training.evaluate import evaluate
+from qkflow.training.losses import open_objective
+from qkflow.training.step import Learner
 
 FILES = ("weights.safetensors", "documents.npy", "recall.json")
 
 
 def learner_of(config: Any) -> Learner:
-    return Learner(config, open_checked(config), torch.device("cpu"))
+    return Learner(config, open_objective(config), torch.device("cpu"))
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:
@@ -36,10 +37,10 @@ def test_micro_batches_with_unequal_numbers_of_answers_are_the_whole_batch(
     task_configure: Any, accumulate: int
 ) -> None:
     whole, parts = (learner_of(task_configure(accumulate=n, batch=8, clip=None)) for n in (1, accumulate))
-    given = get_batch(whole.corpus.train, seed=0, step=0, batch_size=8, context=16)
+    given = get_batch(whole.objective.corpus.train, seed=0, step=0, batch_size=8, context=16)
     assert given.scored is not None
     assert len({int(mask.sum()) for mask in np.split(given.scored, accumulate)}) > 1
-    one, other = whole.learn(lambda: False), parts.learn(lambda: False)
+    one, other = whole.train_step(lambda: False), parts.train_step(lambda: False)
     assert one["batch"] == other["batch"]
     assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
     for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
@@ -53,8 +54,8 @@ def test_a_delta_memory_learns_to_recall(task_configure: Any) -> None:
     shape = {"width": 32, "layers": 1, "mechanism": "deltanet"}
     learner = learner_of(task_configure(spec=spec, model=shape, steps=80, batch=32, lr=0.02))
     for _ in range(80):
-        learner.learn(lambda: False)
-    accuracy = learner.evaluate(None, lambda: False).accuracy
+        learner.train_step(lambda: False)
+    accuracy = learner.evaluate(learner.objective.validation(None), lambda: False).accuracy
     assert accuracy is not None
     assert accuracy > 0.85  # guessing gives 0.25, one of the two values of an instance 0.63
 
@@ -68,24 +69,25 @@ def test_the_loss_is_the_mean_over_answers(
     with torch.no_grad():
         for parameter in learner.model.parameters():
             parameter.normal_(std=0.3)
-    given = get_batch(learner.corpus.train, seed=0, step=0, batch_size=4, context=16)
+    given = get_batch(learner.objective.corpus.train, seed=0, step=0, batch_size=4, context=16)
     tokens, scored = torch.from_numpy(given.tokens), torch.from_numpy(given.scored)
     with torch.no_grad():
         logits = learner.model(tokens[:, :-1])[0]
         expected = F.cross_entropy(logits[scored], tokens[:, 1:][scored])
-        torch.testing.assert_close(learner.loss(tokens, scored), expected, rtol=1e-5, atol=1e-6)
+        examples = learner.objective.batch(0)
+        torch.testing.assert_close(learner.objective.loss(learner.module, examples), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_run_leaves_the_answers_to_its_test_grid(task_configure: Any, tmp_path: Path, watcher: Any) -> None:
     config, witness = task_configure(steps=3, evaluate_every=2), watcher()
     result = train(config, tmp_path / "run", callbacks=[witness])
     assert len(witness.notices) == 1  # answering can take a while
-    assert witness.notices[0].startswith("answering the 12 test instances of mqar")
+    assert witness.notices[0].startswith("evaluating the 12 test instances of mqar")
     records = [record for record in figures(tmp_path / "run") if record["kind"] == "eval"]
     assert [record["step"] for record in records] == [0, 2, 3]
     assert all(0 <= record["accuracy"] <= 1 for record in records)
     assert records[-1]["questions"] == records[-1]["scored_tokens"] == result.documents["tokens"].sum()
-    recall, corpus = read_recall(tmp_path / "run"), open_checked(config)
+    recall, corpus = read_recall(tmp_path / "run"), open_objective(config).corpus
     assert recall is not None
     assert (recall.task, recall.split, recall.step) == (corpus.task, "test", 3)
     assert [(cell.pairs, cell.length, cell.instances) for cell in recall.cells] == [(1, 16, 6), (4, 16, 6)]
@@ -107,14 +109,19 @@ def test_a_stop_in_the_test_grid_neither_loses_nor_doubles_it(
 ) -> None:
     config = task_configure(evaluate_batch=1)
     train(config, tmp_path / "whole")
-    recall = Learner.recall
+    evaluate = Learner.evaluate
 
-    def interrupted(*args: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return recall(*args)
+    def interrupted(learner: Learner, held_out: Any, should_stop: Any) -> Any:
+        if learner.step == 4 and len(held_out.sizes) == 12 and not validated:
+            validated.append(held_out)
+        elif learner.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(learner, held_out, should_stop)
+
+    validated: list[Any] = []
 
     with monkeypatch.context() as patch:
-        patch.setattr(Learner, "recall", interrupted)
+        patch.setattr(Learner, "evaluate", interrupted)
         with pytest.raises(Interrupted, match="after step 4 of 4"):
             train(config, tmp_path / "run")
     assert read_recall(tmp_path / "run") is None
@@ -144,9 +151,9 @@ def test_files_that_a_finished_run_lost_are_made_again(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"context": 15}, "has 16 tokens, got a context of 15: give --context 16"),
-        ({"stride": 4}, "read whole: leave it out"),
-        ({"batch": 64}, "batch 64 is too large"),
+        ({"context": 15}, "have 16 tokens, got a context length of 15: use --context 16"),
+        ({"stride": 4}, "read whole: omit stride"),
+        ({"batch": 64}, "64 is too large"),
         ({"model": {"vocabulary": 5}}, "the model has a vocabulary of 5"),
     ],
 )
@@ -160,7 +167,9 @@ def test_what_the_task_cannot_give_is_refused_before_a_folder_is_made(
 
 def test_a_budget_has_time_for_the_test_grid(task_configure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = task_configure(evaluate_every=10, evaluate_tokens=16)
-    monkeypatch.setattr(budget, "measure", lambda *args: budget.Speed(step=0.5, token=0.01, answer=0.02))
+    monkeypatch.setattr(
+        budget, "measure_speed", lambda *args, **options: budget.Speed(step=0.5, token=0.01, answer=0.02)
+    )
     once, last = 0.01 * 16, 0.01 * 16 * 12 + 0.02 * 16 * 2 * 6
     assert steps_for_budget(config, 100.0) == int((100 - once - last) / (0.5 + once / 10))
     with pytest.raises(UsageError, match=r"the 12 test instances of mqar.* about 4 s, .* 3 s: .*longer --budget"):
@@ -175,16 +184,15 @@ def test_the_time_of_the_test_grid_is_measured_on_instances_of_every_length(
     class Timed(Learner):
         """A second for each evaluation of validation instances, a hundred for one of test instances."""
 
-        def evaluate(self, limit: Any, should_stop: Any) -> Any:
-            now[0] += 1
-
-        def recall(self, limit: Any, should_stop: Any) -> Any:
-            now[0] += 100
-            asked.append({window.length for window in held_out(self.corpus.test, context=64, limit=limit)})
+        def evaluate(self, held_out: Any, should_stop: Any) -> Any:
+            is_test = held_out.split is self.objective.corpus.test  # type: ignore[attr-defined]
+            now[0] += 100 if is_test else 1
+            if is_test:
+                asked.append({window.length for window in held_out.windows})
 
     monkeypatch.setattr(budget, "Learner", Timed)
     monkeypatch.setattr(budget.time, "perf_counter", lambda: now[0])
     spec = "s-niah-1:length=64,lengths=64+512,depths=0+100,train=40,validation=8,each=4"
-    speed = budget.measure(task_configure(spec=spec, evaluate_batch=2, batch=4), 0.0)
+    speed = budget.measure_speed(task_configure(spec=spec, evaluate_batch=2, batch=4), 0.0)
     assert asked == [{64, 512}]
     assert (speed.token, speed.answer) == (1 / 128, 100 / 576)

@@ -21,8 +21,7 @@ from qkflow.experiment.sharpen.request import RationaleRequest
 from qkflow.experiment.sharpen.stored import read_path
 from qkflow.experiment.sharpen.worker import RunOutcome, RunSpec, make_run, record_failure
 from qkflow.io import discard, locked, write_json
-from qkflow.training.environment import platform_record
-from qkflow.training.reproducibility import own_randomness
+from qkflow.training.reproducibility import own_randomness, platform_record
 from qkflow.training.signals import StopRequest, stop_on_signals
 from qkflow.training.tasks.learner import build_model, refuse_mismatch, task_groups
 

@@ -16,9 +16,9 @@ from qkflow.circuits import RatioSchedule, circuits_by_name, find_circuits
 from qkflow.data.tasks import Instance, Task
 from qkflow.errors import DivergenceError, Interrupted, UsageError
 from qkflow.mechanisms.base import ParamOptions
-from qkflow.models import Classifier, ClassifierConfig, Decoder, DecoderConfig
+from qkflow.models import Classifier, ClassifierConfig, Decoder, DecoderConfig, Stack
 from qkflow.models.one_layer import OneLayer
-from qkflow.training.optim import paced_groups, paces_of, set_rates
+from qkflow.training.optim import param_groups, set_rates
 from qkflow.training.reproducibility import own_randomness, threads
 from qkflow.training.tasks.batches import answered, chosen, rows
 from qkflow.training.tasks.config import ModelConfig, TaskRunConfig
@@ -99,13 +99,13 @@ def task_groups(model: nn.Module, config: TaskRunConfig) -> list[dict[str, Any]]
 
     A mechanism may give parameters a pace of their own, which is a factor on all of that.
     """
-    param_options = paces_of(model)
+    options = model.param_options() if isinstance(model, Stack) else {}
     if config.embedding_ratio != 1:
         for name in _embeddings(model):
-            own = param_options.get(name, ParamOptions())
-            param_options[name] = replace(own, rate=own.rate * config.embedding_ratio)
+            own = options.get(name, ParamOptions())
+            options[name] = replace(own, rate=own.rate * config.embedding_ratio)
     circuits = circuits_by_name(find_circuits(model))
-    groups = paced_groups(model, param_options, circuits, weight_decay=config.weight_decay)
+    groups = param_groups(model, options, circuits, weight_decay=config.weight_decay)
     set_rates(groups, config.lr, config.qk_ratio)
     return groups
 
