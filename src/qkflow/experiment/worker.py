@@ -14,8 +14,7 @@ import torch
 from qkflow.errors import BusyError, DiskError, DivergenceError, Interrupted, UsageError
 from qkflow.experiment.run_status import read_status, write_status
 from qkflow.io import discard, locked
-from qkflow.training import Callback, Run, TrainConfig, train
-from qkflow.training import budget
+from qkflow.training import Callback, Run, TrainConfig, budget, train
 from qkflow.training.budget import Speed
 from qkflow.training.run_dir import holds_run
 
