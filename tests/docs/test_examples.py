@@ -12,7 +12,7 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 EXPECTED_OUTPUT = {
     "compare_two": r"standard: .* parameters, 2 seeds\ngated-deltanet: .* 2 seeds\n.*gated-deltanet.+standard",
     "drop_in_layer": r"(CoupledAttention|QDelta): loss 0\.0\d+, next token 3, .*\n(?=QDelta|$)",
-    "own_mechanism": r"causality: passed\n(\w+: passed\n){12}circuitry: passed\n$",
+    "own_mechanism": r"causality: passed\n(\w+: passed\n){12}circuits: passed\n$",
     "read_attention": r"r = 1: loss 0\.\d+, \d+% .*\nr = 5: loss 0\.0\d+, \d+% of attention on the deciding token",
     "retrofit_and_tune": r"by 0\.0\nstep 0: loss 5\.[^$]*step 60: loss [0-2]\.[^$]*same outputs: True\n$",
 }

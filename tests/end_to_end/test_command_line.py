@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from qkflow.cli import check_kernels, main
-from qkflow.laws.kernels import Agreement
+from qkflow.laws.kernels import KernelCheck
 from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import choose_backend
 
@@ -264,7 +264,7 @@ def test_check_prints_every_law_and_fails_if_one_is_broken(qkflow: Command) -> N
         "        y, state = super().forward(x, state, layout)\n"
         "        return y + torch.roll(x, -1, 1), state\n",
     )
-    output = qkflow("check", "mine:Peeking", "--law", "causality", "--law", "saving", exit_code=1)
+    output = qkflow("check", "mine:Peeking", "--law", "causality", "--law", "state_dict", exit_code=1)
     assert "failed" in output
     assert "t=2, first 1 tokens" in output
     assert "passed" in qkflow("check", "standard:window=3", "--law", "causality")
@@ -278,8 +278,8 @@ def test_check_kernels_prints_what_runs_and_fails_if_an_error_is_too_large(
     assert lines[0].split()[:3] == ["delta", "rule", f"{choose_backend(torch.device('cpu'))},"]
     assert build.load_error() is not None or any(line.startswith("compiler ") for line in lines)
     assert {line.split()[-1] for line in lines if " float" in line} == {"ok"}
-    failing = Agreement(kernel="mine", precision="float64", values=1e-16, gradients=3e-9)
-    monkeypatch.setattr(check_kernels, "agreements", lambda: [failing])
+    failing = KernelCheck(kernel="mine", precision="float64", values=1e-16, gradients=3e-9)
+    monkeypatch.setattr(check_kernels, "run_kernel_checks", lambda: [failing])
     monkeypatch.setattr(build, "build_info", lambda: None)
     monkeypatch.setattr(build, "load_error", lambda: "QKFLOW_NATIVE is 0")
     output = qkflow("check", "standard", "--kernels", "--law", "causality", exit_code=1)

@@ -35,9 +35,9 @@ def test_laws_about_what_a_mechanism_lacks_are_absent_and_the_others_hold() -> N
     found = verdicts(OnlyForward, *(law for law in LAWS if law != "compilation"))
     missing = {law: answer for law, answer in found.items() if answer[0] == "skipped"}
     assert missing == {
-        "declaration": ("skipped", "no cost()"),
-        "mapping": ("skipped", "no weights()"),
-        "circuitry": ("skipped", "no circuits()"),
+        "cost": ("skipped", "no cost()"),
+        "attention_map": ("skipped", "no weights()"),
+        "circuits": ("skipped", "no circuits()"),
     }
     assert {answer for law, answer in found.items() if law not in missing} == {("passed", "")}
 
@@ -47,8 +47,8 @@ def test_circuits_are_judged_by_their_names_alone_where_there_is_no_map() -> Non
         def circuits(self) -> Circuits:
             return Circuits(qk=("inner.query.weight",), ov=("inner.values.weight",))
 
-    assert verdicts(Named, "circuitry") == {
-        "circuitry": ("failed", "circuits() names 'inner.values.weight', which is no parameter")
+    assert verdicts(Named, "circuits") == {
+        "circuits": ("failed", "circuits() names 'inner.values.weight', which is not a parameter")
     }
 
 
@@ -112,7 +112,7 @@ def test_not_a_number_breaks_a_law_too() -> None:
 
 def test_checking_leaves_the_global_stream_of_randomness_alone() -> None:
     before = torch.random.get_rng_state()
-    check(StandardAttention, only=["causality", "saving", "padding"])
+    check(StandardAttention, only=["causality", "state_dict", "padding"])
     assert torch.equal(torch.random.get_rng_state(), before)
 
 

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from qkflow.laws.kernels import WITHIN, Agreement, agreements, own_device
+from qkflow.laws.kernels import KERNEL_TOLERANCES, KernelCheck, default_device, run_kernel_checks
 from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import choose_backend, triton_error
 
@@ -24,7 +24,7 @@ def check_kernels(console: Console) -> int:
         table.add_row(name, fact)
     console.print(table, markup=False, highlight=False)
     with console.status("checking the kernels"):
-        rows = agreements()
+        rows = run_kernel_checks()
     console.print()
     console.print(error_table(rows))
     return sum(not row.ok for row in rows)
@@ -35,7 +35,7 @@ def backend_facts() -> dict[str, str]:
     backend, info = choose_backend(torch.device("cpu")), build.build_info()
     is_fastest = backend == "cpu" or (backend == "chunked" and info is None)
     facts = {"delta rule": f"{backend}, {'the fastest available' if is_fastest else 'set by QKFLOW_DELTA'}"}
-    if (device := own_device()).type == "cuda":
+    if (device := default_device()).type == "cuda":
         error = triton_error(device)
         gpu_backend = "triton, the fastest available" if error is None else f"chunked; Triton cannot run: {error}"
         facts["on the GPU"] = f"{gpu_backend} ({torch.cuda.get_device_name(device)})"
@@ -50,7 +50,7 @@ def backend_facts() -> dict[str, str]:
     }
 
 
-def error_table(rows: Sequence[Agreement]) -> Table:
+def error_table(rows: Sequence[KernelCheck]) -> Table:
     """One row per kernel and precision."""
     table = Table(box=None, pad_edge=False)
     for column in ("kernel", "precision", "values", "gradients", "allowed", ""):
@@ -59,7 +59,12 @@ def error_table(rows: Sequence[Agreement]) -> Table:
         gradients = "\N{EN DASH}" if row.gradients is None else f"{row.gradients:.0e}"
         verdict = "[green]ok[/]" if row.ok else "[red]failed[/]"
         table.add_row(
-            row.kernel, row.precision, f"{row.values:.0e}", gradients, f"{WITHIN[row.precision]:.0e}", verdict
+            row.kernel,
+            row.precision,
+            f"{row.values:.0e}",
+            gradients,
+            f"{KERNEL_TOLERANCES[row.precision]:.0e}",
+            verdict,
         )
     table.caption = "largest error for similar keys, relative to the largest value"
     table.caption_justify = "left"

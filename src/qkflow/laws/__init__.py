@@ -1,4 +1,4 @@
-"""What every mechanism must obey, in float64, values and gradients: run them on a mechanism of your own.
+"""The laws that every mechanism must satisfy, in float64, for values and gradients, and `check` to test your own.
 
 >>> from qkflow.mechanisms import mechanism
 >>> check(mechanism("standard"), only=["causality", "padding"])
@@ -15,40 +15,42 @@ import torch
 
 from qkflow.errors import unknown
 from qkflow.laws import modules, sequences
-from qkflow.laws.cases import Bench, LawNotApplicable, LawViolation
+from qkflow.laws.comparison import LawContext, LawNotApplicable, LawViolation
 from qkflow.mechanisms.base import Factory
 
-__all__ = ["LAWS", "Bench", "LawReport", "LawViolation", "check"]
+__all__ = ["LAWS", "LawContext", "LawReport", "LawViolation", "check"]
 
-LAWS: Mapping[str, Callable[[Bench], None]] = {
+LAWS: Mapping[str, Callable[[LawContext], None]] = {
     law.__name__: law
     for law in (
         sequences.causality,
         sequences.splitting,
-        sequences.stepping,
+        sequences.decoding,
         sequences.padding,
         sequences.packing,
         sequences.batching,
-        sequences.carrying,
+        sequences.states,
         modules.compilation,
-        modules.declaration,
-        modules.saving,
+        modules.cost,
+        modules.state_dict,
         modules.precision,
         modules.determinism,
-        modules.mapping,
-        modules.circuitry,
+        modules.attention_map,
+        modules.circuits,
     )
 }
-"""Every general law by name; the first line of its docstring is its statement."""
+"""All laws by name; the first line of each docstring states the law."""
 
 
 @dataclass(frozen=True)
 class LawReport:
-    """How a mechanism stands to a law, with the smallest case in which it broke it."""
+    """The result of checking one law."""
 
     law: str
     outcome: Literal["passed", "failed", "skipped"]
+    """Skipped if the mechanism lacks the method that the law is about."""
     detail: str = ""
+    """The smallest failing case, or the reason for skipping."""
 
 
 def check(
@@ -60,26 +62,27 @@ def check(
     backend: str = "inductor",
     dtype: torch.dtype = torch.float64,
 ) -> list[LawReport]:
-    """Try a mechanism on every law (or `only` some), smallest cases first; an exception of its own breaks the law.
+    """Check a mechanism against all laws (or `only` some), smallest cases first. An exception counts as a failure.
 
-    A mechanism that knows no float64 is tried with `dtype` float32, where 1e-4 is allowed in place of 1e-10.
+    For a mechanism without float64, use `dtype=torch.float32`, with a tolerance of 1e-4 instead of 1e-10. `backend` is
+    the torch.compile backend.
     """
-    bench = Bench(factory=factory, width=width, heads=heads, backend=backend, dtype=dtype)
+    context = LawContext(factory=factory, width=width, heads=heads, backend=backend, dtype=dtype)
     names = list(LAWS) if only is None else list(only)
     for name in names:
         if name not in LAWS:
             raise unknown("law", name, LAWS)
-    return [_judge(name, bench) for name in names]
+    return [_check_law(name, context) for name in names]
 
 
-def _judge(name: str, bench: Bench) -> LawReport:
+def _check_law(name: str, context: LawContext) -> LawReport:
     try:
-        LAWS[name](bench)
-    except LawViolation as broken:
-        return LawReport(name, "failed", str(broken))
-    except LawNotApplicable as absent:
-        return LawReport(name, "skipped", str(absent))
-    except Exception as error:  # whatever a mechanism under test throws is its way of breaking the law
+        LAWS[name](context)
+    except LawViolation as violation:
+        return LawReport(name, "failed", str(violation))
+    except LawNotApplicable as reason:
+        return LawReport(name, "skipped", str(reason))
+    except Exception as error:  # a mechanism under test may raise anything
         lines = str(error).strip().splitlines() or [""]
         return LawReport(name, "failed", f"{type(error).__name__}: {lines[0]}")
     return LawReport(name, "passed")

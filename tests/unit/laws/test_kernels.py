@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qkflow.laws import kernels
-from qkflow.laws.kernels import WITHIN, Agreement, agreements
+from qkflow.laws.kernels import KERNEL_TOLERANCES, KernelCheck, run_kernel_checks
 from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import delta_rule
 
@@ -35,10 +35,10 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_form_that_runs_here_is_near_its_reference() -> None:
-    rows = agreements()
+    rows = run_kernel_checks()
     assert [row for row in rows if not row.ok] == []
     names = {row.kernel for row in rows}
-    assert ("delta rule, native" in names) == (build.load_error() is None)
+    assert ("delta rule, C" in names) == (build.load_error() is None)
     assert {(row.kernel, row.precision) for row in rows} == {
         (name, precision) for name in names for precision in ("float32", "float64")
     }
@@ -47,7 +47,7 @@ def test_every_form_that_runs_here_is_near_its_reference() -> None:
 
 @pytest.mark.usefixtures("no_kernels")
 def test_without_kernels_the_plain_form_is_tried_alone() -> None:
-    assert [(row.kernel, row.precision) for row in agreements()] == [
+    assert [(row.kernel, row.precision) for row in run_kernel_checks()] == [
         ("delta rule, chunked", "float32"),
         ("delta rule, chunked", "float64"),
     ]
@@ -56,7 +56,7 @@ def test_without_kernels_the_plain_form_is_tried_alone() -> None:
 @pytest.mark.usefixtures("no_kernels")
 def test_values_that_are_off_are_found_in_the_precision_in_which_they_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     changed(monkeypatch, "chunked", lambda o, q: o * (1 + 1e-6))
-    few, many = agreements()
+    few, many = run_kernel_checks()
     assert few.ok
     assert not many.ok
     assert many.values == pytest.approx(1e-6, rel=1e-3)
@@ -65,8 +65,8 @@ def test_values_that_are_off_are_found_in_the_precision_in_which_they_matter(mon
 @pytest.mark.usefixtures("no_kernels")
 def test_gradients_that_are_off_are_found_where_values_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     changed(monkeypatch, "chunked", lambda o, q: o + (q.sum() - q.sum().detach()))
-    for row in agreements():
-        assert row.values < WITHIN[row.precision]
+    for row in run_kernel_checks():
+        assert row.values < KERNEL_TOLERANCES[row.precision]
         assert not row.ok
 
 
@@ -75,11 +75,11 @@ def test_what_is_not_a_number_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     changed(
         monkeypatch, "chunked", lambda o, q: torch.where(torch.arange(o.shape[1])[:, None, None] == 9, torch.nan, o)
     )
-    rows = agreements()
+    rows = run_kernel_checks()
     assert not any(row.ok for row in rows)
     assert all(math.isnan(row.values) for row in rows)
 
 
 @pytest.mark.parametrize(("values", "gradients", "ok"), [(9e-5, None, True), (9e-5, 9e-5, True), (9e-5, 2e-4, False)])
 def test_both_values_and_gradients_must_be_near(values: float, gradients: float | None, ok: bool) -> None:
-    assert Agreement(kernel="mine", precision="float32", values=values, gradients=gradients).ok == ok
+    assert KernelCheck(kernel="mine", precision="float32", values=values, gradients=gradients).ok == ok
