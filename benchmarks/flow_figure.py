@@ -1,4 +1,4 @@
-"""The figure of `flow.py`: what networks measured, solid, beside what the reduced flow says, dashed."""
+"""The figure of `flow.py`: networks (solid) and the reduced flow (dashed)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qkflow.report.palette import LIGHT
-from qkflow.theory.gradient_flow import FlowConfig, flow
+from qkflow.theory.gradient_flow import FlowConfig, integrate_flow
 
 WIDTH, TOP, BOTTOM = 300, 74, 330
 LEFTS = (56, 386, 716)
@@ -22,9 +22,10 @@ PANELS = (
 COLOURS = (LIGHT["arm0"], LIGHT["arm1"], LIGHT["arm2"])
 
 
-def network(r: float) -> FlowConfig:
-    """The flow of the synthetic task: 22 of 62 places are the class's, and four labels remain once the other 46 tokens
-    are ruled out. b is not fitted: see docs/results/flow.md.
+def synthetic_flow(r: float) -> FlowConfig:
+    """Return the flow of the synthetic task: 22 of 62 tokens are informative on average, and there are four labels.
+
+    b is not fitted: see docs/results/flow.md.
     """
     return FlowConfig(informative=22, uninformative=40, classes=4, b=25.0, r=r)
 
@@ -50,14 +51,14 @@ def draw(results: Mapping[str, dict[str, Any]], out: Path) -> None:
     out.write_text("\n".join([*parts, "</svg>"]) + "\n", encoding="utf-8")
 
 
-def _arm(left: int, found: Mapping[str, Any], arm: str, colour: str) -> list[str]:
-    i = found["arms"].index(arm)
+def _arm(left: int, result: Mapping[str, Any], arm: str, colour: str) -> list[str]:
+    i = result["arms"].index(arm)
     grid = np.geomspace(*X, 80)
-    rows = np.array([_at(grid, *pair) for pair in zip(found["loss"][i], found["mass"][i], strict=True)])
-    seen = np.isfinite(rows).all(0)
-    rows, grid = rows[:, seen], grid[seen]
+    rows = np.array([_mass_at_loss(grid, *pair) for pair in zip(result["loss"][i], result["mass"][i], strict=True)])
+    is_reached = np.isfinite(rows).all(0)
+    rows, grid = rows[:, is_reached], grid[is_reached]
     band = [*zip(grid, rows.min(0), strict=True), *reversed([*zip(grid, rows.max(0), strict=True)])]
-    path = flow(network(float(arm.removeprefix("r = "))), loss=X[1], points=120)
+    path = integrate_flow(synthetic_flow(float(arm.removeprefix("r = "))), loss=X[1], points=120)
     lines = [
         f'<polygon points="{_points(left, band)}" fill="{colour}" fill-opacity="0.18"/>',
         f'<polyline points="{_points(left, zip(grid, rows.mean(0), strict=True))}" fill="none" stroke="{colour}"'
@@ -66,29 +67,29 @@ def _arm(left: int, found: Mapping[str, Any], arm: str, colour: str) -> list[str
     shown = path.loss <= X[0]
     dashed = _points(left, zip(path.loss[shown], path.alpha[shown], strict=True))
     lines.append(f'<polyline points="{dashed}" fill="none" stroke="{colour}" stroke-dasharray="5 4"/>')
-    x, y = _place(left, grid[-1], rows.mean(0)[-1])
-    inside = x < left + WIDTH - 50
-    above = not inside and arm != "r = 1"
-    place = (x + 4, y + 12) if inside else (left + WIDTH, y - 8 if above else y + 16)
-    lines.append(_text(*place, arm, anchor="start" if inside else "end", fill=colour, weight="600"))
+    x, y = _pixel(left, grid[-1], rows.mean(0)[-1])
+    is_inside = x < left + WIDTH - 50
+    is_above = not is_inside and arm != "r = 1"
+    position = (x + 4, y + 12) if is_inside else (left + WIDTH, y - 8 if is_above else y + 16)
+    lines.append(_text(*position, arm, anchor="start" if is_inside else "end", fill=colour, weight="600"))
     return lines
 
 
-def _at(levels: np.ndarray, loss: Sequence[float], mass: Sequence[float]) -> np.ndarray:
-    """The mass when the loss first is at each level; NaN where it never is."""
+def _mass_at_loss(levels: np.ndarray, loss: Sequence[float], mass: Sequence[float]) -> np.ndarray:
+    """Return the mass when the loss first reaches each level; NaN if it never does."""
     first = np.minimum.accumulate(loss)
-    found = np.interp(-np.log(levels), -np.log(first), mass)
-    return np.where(levels >= first[-1], found, np.nan)
+    interpolated = np.interp(-np.log(levels), -np.log(first), mass)
+    return np.where(levels >= first[-1], interpolated, np.nan)
 
 
 def _axes(left: int) -> list[str]:
     lines = []
     for level in (1.0, 0.3, 0.1, 0.03, 0.01, 0.003):
-        x, _ = _place(left, level, Y[0])
+        x, _ = _pixel(left, level, Y[0])
         lines.append(f'<path d="M{x:.1f} {TOP}V{BOTTOM}" stroke="{LIGHT["grid"]}"/>')
         lines.append(_text(x, BOTTOM + 18, f"{level:g}", anchor="middle"))
     for mass in (0.4, 0.6, 0.8, 1.0):
-        _, y = _place(left, X[0], mass)
+        _, y = _pixel(left, X[0], mass)
         lines.append(f'<path d="M{left} {y:.1f}h{WIDTH}" stroke="{LIGHT["grid"]}"/>')
         lines.append(_text(left - 8, y + 4, f"{mass:g}", anchor="end"))
     lines.append(f'<path d="M{left} {TOP}V{BOTTOM}h{WIDTH}" fill="none" stroke="{LIGHT["soft"]}"/>')
@@ -96,16 +97,16 @@ def _axes(left: int) -> list[str]:
     return lines
 
 
-def _place(left: int, loss: float, mass: float) -> tuple[float, float]:
+def _pixel(left: int, loss: float, mass: float) -> tuple[float, float]:
     across = (np.log(X[0]) - np.log(loss)) / (np.log(X[0]) - np.log(X[1]))
     return left + WIDTH * float(across), BOTTOM - (BOTTOM - TOP) * (mass - Y[0]) / (Y[1] - Y[0])
 
 
 def _points(left: int, pairs: Any) -> str:
-    return " ".join("{:.1f},{:.1f}".format(*_place(left, loss, mass)) for loss, mass in pairs)
+    return " ".join("{:.1f},{:.1f}".format(*_pixel(left, loss, mass)) for loss, mass in pairs)
 
 
-def _text(x: float, y: float, words: str, **look: str | int) -> str:
+def _text(x: float, y: float, content: str, **style: str | int) -> str:
     names = {"size": "font-size", "weight": "font-weight", "anchor": "text-anchor"}
-    given = "".join(f' {names.get(name, name)}="{value}"' for name, value in look.items())
-    return f'<text x="{x:.1f}" y="{y:.1f}"{given}>{words}</text>'
+    attributes = "".join(f' {names.get(name, name)}="{value}"' for name, value in style.items())
+    return f'<text x="{x:.1f}" y="{y:.1f}"{attributes}>{content}</text>'

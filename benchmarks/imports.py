@@ -1,4 +1,4 @@
-"""What `import qkflow` adds to torch's own import, in fresh processes that take turns.
+"""Time that `import qkflow` adds to `import torch`, measured in alternating fresh processes.
 
 python benchmarks/imports.py [--quick] [--json FILE]
 """

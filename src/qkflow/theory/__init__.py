@@ -1,1 +1,1 @@
-"""Theory of query-key learning."""
+"""Theory of learning queries and keys: the reduced gradient flow."""
