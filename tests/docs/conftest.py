@@ -26,7 +26,7 @@ from torch.distributed.run import get_args_parser
 from qkflow import cli
 from qkflow.cli.compare import count, split_arms
 from qkflow.cli.options import parse_duration, parse_numbers
-from qkflow.data import NAMES, from_spec, is_task
+from qkflow.data import CORPUS_NAMES, is_recall_task, parse_recall_spec
 from qkflow.experiment.arm import parse_arm
 from qkflow.laws import LAWS
 from qkflow.mechanisms import mechanism, registry
@@ -145,7 +145,11 @@ def _script_accepts(script: Path, args: list[str], patch: pytest.MonkeyPatch) ->
 
 def _corpus(text: str) -> None:
     """A task with its options, a named corpus, or a path (without a colon)."""
-    assert from_spec(text) if is_task(text) else text in NAMES or text.startswith("hf:") or ":" not in text, text
+    assert (
+        parse_recall_spec(text)
+        if is_recall_task(text)
+        else text in CORPUS_NAMES or text.startswith("hf:") or ":" not in text
+    ), text
 
 
 def _factory(text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import tyro
 
-from qkflow.data import NAMES, CorpusConfig, is_task
+from qkflow.data import CORPUS_NAMES, CorpusConfig, is_recall_task
 from qkflow.errors import UsageError
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -76,7 +76,7 @@ def with_absolute_paths(config: CorpusConfig) -> CorpusConfig:
     """Make existing paths absolute, so that the run can be resumed from any directory."""
 
     def absolute(path: str | None) -> str | None:
-        is_name = path is None or path in NAMES or is_task(path)
+        is_name = path is None or path in CORPUS_NAMES or is_recall_task(path)
         return path if path is None or is_name or not Path(path).exists() else str(Path(path).absolute())
 
     return replace(

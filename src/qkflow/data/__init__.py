@@ -1,18 +1,18 @@
-"""Corpora: from text anywhere, or from a task's generator, to mapped tokens, training batches and held-out windows."""
+"""Data: text corpora and recall tasks as memory-mapped tokens, training batches and evaluation windows."""
 
-from qkflow.data.recall import MQAR, TASKS, Instances, Needle, from_spec, is_task, mqar, needles
+from qkflow.data.recall import MQAR, RECALL_TASKS, Instances, Needle, is_recall_task, mqar, needles, parse_recall_spec
 from qkflow.data.text.batches import Batch, Window, epoch_windows, get_batch, scored, windows
 from qkflow.data.text.config import CorpusConfig
 from qkflow.data.text.corpus import CELL_DTYPE, Corpus, Split
 from qkflow.data.text.prepare import open_corpus
-from qkflow.data.text.resolve import NAMES
+from qkflow.data.text.resolve import CORPUS_NAMES
 from qkflow.data.text.tokenizers import ByteTokenizer, Tokenizer, WordTokenizer, load_tokenizer, save_tokenizer
 
 __all__ = [
     "CELL_DTYPE",
+    "CORPUS_NAMES",
     "MQAR",
-    "NAMES",
-    "TASKS",
+    "RECALL_TASKS",
     "Batch",
     "ByteTokenizer",
     "Corpus",
@@ -24,13 +24,13 @@ __all__ = [
     "Window",
     "WordTokenizer",
     "epoch_windows",
-    "from_spec",
     "get_batch",
-    "is_task",
+    "is_recall_task",
     "load_tokenizer",
     "mqar",
     "needles",
     "open_corpus",
+    "parse_recall_spec",
     "save_tokenizer",
     "scored",
     "windows",

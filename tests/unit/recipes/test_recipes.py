@@ -7,8 +7,8 @@ from typing import Literal
 import pytest
 import torch
 
-from qkflow.data import CorpusConfig, is_task
-from qkflow.data.recall import from_spec
+from qkflow.data import CorpusConfig, is_recall_task
+from qkflow.data.recall import parse_recall_spec
 from qkflow.errors import UsageError
 from qkflow.experiment.matching import shape
 from qkflow.experiment.stats.verdict import Verdict
@@ -57,7 +57,7 @@ def test_a_recipe_asks_for_the_arms_of_its_table_with_the_same_baseline(
 def test_at_laptop_scale_a_recipe_needs_no_data_but_what_is_built_in(name: str) -> None:
     request = recipe(name).request("laptop")
     assert request.corpus.tokens == "bytes"
-    assert request.corpus.source == "python-stdlib" or is_task(request.corpus.source)
+    assert request.corpus.source == "python-stdlib" or is_recall_task(request.corpus.source)
     assert shape(request, "100k", 257).parameters > 0  # every arm can be matched at the smallest size
 
 
@@ -70,7 +70,7 @@ def test_at_the_papers_scale_the_text_is_the_papers_or_the_users(name: str) -> N
         assert found.corpus("paper", "mine.txt") == replace(CorpusConfig(source="mine.txt"), tokens=BROUGHT[name])
     elif "needles" in name:
         request = found.request("paper")
-        assert from_spec(request.corpus.source).length == request.context
+        assert parse_recall_spec(request.corpus.source).length == request.context
         assert request.model == recipe("qdelta-1.3b").request("paper").model
     elif name.startswith("qdelta-"):
         assert found.request("paper").corpus == CorpusConfig(source="wikitext-103", tokens="bpe", vocabulary=32000)

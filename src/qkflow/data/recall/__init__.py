@@ -1,20 +1,20 @@
 """Recall tasks: generated texts with questions that have one right answer."""
 
-from qkflow.data.recall.base import GridCell, Instances
+from qkflow.data.recall.base import Instances, RecallCell
 from qkflow.data.recall.mqar import MQAR, mqar
 from qkflow.data.recall.needle import Needle, needles
-from qkflow.data.recall.spec import TASKS, RecallTask, from_spec, is_task, to_spec
+from qkflow.data.recall.spec import RECALL_TASKS, RecallTask, format_recall_spec, is_recall_task, parse_recall_spec
 
 __all__ = [
     "MQAR",
-    "TASKS",
-    "GridCell",
+    "RECALL_TASKS",
     "Instances",
     "Needle",
+    "RecallCell",
     "RecallTask",
-    "from_spec",
-    "is_task",
+    "format_recall_spec",
+    "is_recall_task",
     "mqar",
     "needles",
-    "to_spec",
+    "parse_recall_spec",
 ]

@@ -9,7 +9,7 @@ import numpy as np
 from qkflow.errors import UsageError
 
 
-class GridCell(NamedTuple):
+class RecallCell(NamedTuple):
     """A cell of a test grid; None where an axis does not apply."""
 
     pairs: int | None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qkflow.data.recall.base import GridCell, Instances, check_minimum
+from qkflow.data.recall.base import Instances, RecallCell, check_minimum
 from qkflow.data.splitmix import Seed, randint, random_uint64
 from qkflow.data.text.corpus import CELL_DTYPE
 from qkflow.errors import UsageError
@@ -79,11 +79,11 @@ class MQAR:
         """Axes of the test grid."""
         return ("pairs",)
 
-    def grid(self) -> tuple[GridCell, ...]:
+    def grid(self) -> tuple[RecallCell, ...]:
         """Return one cell per number of pairs."""
-        return tuple(GridCell(pairs, self.length, None) for pairs in self.pairs)
+        return tuple(RecallCell(pairs, self.length, None) for pairs in self.pairs)
 
-    def draw(self, cell: GridCell | None, *, seed: Seed, first: int, count: int) -> Instances:
+    def draw(self, cell: RecallCell | None, *, seed: Seed, first: int, count: int) -> Instances:
         """Generate instances of a test cell, or training instances if `cell` is None."""
         config = self if cell is None or cell.pairs is None else replace(self, pairs=(cell.pairs,))
         return mqar(config, seed=seed, count=count, first=first)

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from qkflow.data.recall import needle_words as words
-from qkflow.data.recall.base import GridCell, Instances, check_minimum
+from qkflow.data.recall.base import Instances, RecallCell, check_minimum
 from qkflow.data.splitmix import Seed, randint, random_uint64
 from qkflow.data.text.corpus import CELL_DTYPE
 from qkflow.errors import UsageError, unknown
@@ -110,11 +110,11 @@ class Needle:
         """Axes of the test grid."""
         return ("length", "depth")
 
-    def grid(self) -> tuple[GridCell, ...]:
+    def grid(self) -> tuple[RecallCell, ...]:
         """Return one cell per length and depth."""
-        return tuple(GridCell(None, length, depth) for length in self.test_lengths for depth in self.depths)
+        return tuple(RecallCell(None, length, depth) for length in self.test_lengths for depth in self.depths)
 
-    def draw(self, cell: GridCell | None, *, seed: Seed, first: int, count: int) -> Instances:
+    def draw(self, cell: RecallCell | None, *, seed: Seed, first: int, count: int) -> Instances:
         """Generate instances of a test cell, or training instances if `cell` is None."""
         length, depth = (self.length, None) if cell is None else (cell.length, cell.depth)
         return needles(self, seed=seed, count=count, length=length, depth=depth, first=first)

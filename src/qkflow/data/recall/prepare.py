@@ -16,8 +16,8 @@ import numpy as np
 
 from qkflow import io
 from qkflow.config import to_dict
-from qkflow.data.recall.base import GridCell, Instances
-from qkflow.data.recall.spec import RecallTask, to_spec
+from qkflow.data.recall.base import Instances, RecallCell
+from qkflow.data.recall.spec import RecallTask, format_recall_spec
 from qkflow.data.text.corpus import CELL_DTYPE, FORMAT, RECORD_FILE, token_dtype
 from qkflow.data.text.tokenizers import TOKENIZER_FILE, Tokenizer, WordTokenizer, save_tokenizer
 from qkflow.errors import UsageError
@@ -49,7 +49,7 @@ def write_task(folder: Path, task: RecallTask) -> None:
     save_tokenizer(tokenizer, folder / TOKENIZER_FILE)
     record: dict[str, Any] = {
         "format": FORMAT,
-        "name": to_spec(task),
+        "name": format_recall_spec(task),
         "digest": digest.hexdigest(),
         "tokens": tokenizer.kind,
         "vocabulary": tokenizer.vocabulary,
@@ -57,7 +57,7 @@ def write_task(folder: Path, task: RecallTask) -> None:
         "dtype": token_dtype(tokenizer),
         "task": {
             "name": task.name,
-            "spec": to_spec(task),
+            "spec": format_recall_spec(task),
             "context": task.length,
             "chance": task.chance,
             "axes": list(task.axes),
@@ -71,7 +71,7 @@ def write_task(folder: Path, task: RecallTask) -> None:
 
 
 def _new_instances(
-    task: RecallTask, split: str, cells: tuple[GridCell | None, ...], count: int, seen: set[bytes]
+    task: RecallTask, split: str, cells: tuple[RecallCell | None, ...], count: int, seen: set[bytes]
 ) -> Iterator[Instances]:
     """Yield `count` instances per cell that are in no earlier split, in blocks; add their hashes to `seen`."""
     earlier = frozenset(seen)
@@ -82,7 +82,7 @@ def _new_instances(
         while n_kept < count:
             if n_drawn > MAX_TRIES * (count + 1):
                 raise UsageError(
-                    f"{to_spec(task)} has too few different instances for {count} new ones in {split}: "
+                    f"{format_recall_spec(task)} has too few different instances for {count} new ones in {split}: "
                     "request fewer instances, or use longer texts or answers"
                 )
             block = max(1, min(BLOCK_TOKENS // length, count - n_kept))

@@ -24,23 +24,23 @@ _TASKS: dict[str, tuple[type[RecallTask], Callable[..., RecallTask]]] = {
     "s-niah-3": (Needle, partial(Needle, kind=3)),
 }
 
-TASKS = tuple(_TASKS)
+RECALL_TASKS = tuple(_TASKS)
 """Names of the recall tasks."""
 
 
-def is_task(source: str) -> bool:
+def is_recall_task(source: str) -> bool:
     """Return whether a corpus source is a recall task, with or without options.
 
-    >>> is_task("mqar:pairs=4"), is_task("mqar.txt")
+    >>> is_recall_task("mqar:pairs=4"), is_recall_task("mqar.txt")
     (True, False)
     """
     return source.partition(":")[0] in _TASKS
 
 
-def from_spec(spec: str) -> RecallTask:
+def parse_recall_spec(spec: str) -> RecallTask:
     """Parse a spec; unknown names and invalid values raise a `UsageError`.
 
-    >>> from_spec("mqar:pairs=2+4,length=32").pairs
+    >>> parse_recall_spec("mqar:pairs=2+4,length=32").pairs
     (2, 4)
     """
     name, _, options = spec.partition(":")
@@ -62,10 +62,10 @@ def from_spec(spec: str) -> RecallTask:
     return create(**values)
 
 
-def to_spec(task: RecallTask) -> str:
+def format_recall_spec(task: RecallTask) -> str:
     """Return the shortest spec of a task: its name and the options that differ from the defaults.
 
-    >>> to_spec(from_spec("mqar:length=64,pairs=2+4"))
+    >>> format_recall_spec(parse_recall_spec("mqar:length=64,pairs=2+4"))
     'mqar:pairs=2+4'
     """
     options = []

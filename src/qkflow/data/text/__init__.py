@@ -1,1 +1,1 @@
-"""Text corpora: reading, tokenizing, splitting, batching."""
+"""Text corpora: reading, splitting, tokenizing, caching and batching."""

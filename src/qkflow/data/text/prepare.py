@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from qkflow import io
-from qkflow.data.recall import from_spec, is_task
+from qkflow.data.recall import is_recall_task, parse_recall_spec
 from qkflow.data.recall import prepare as recall
 from qkflow.data.text.config import CorpusConfig
 from qkflow.data.text.corpus import FORMAT, RECORD_FILE, Corpus, DamagedCorpusError, token_dtype
@@ -74,7 +74,7 @@ def open_corpus(config: CorpusConfig, *, tokenizer: Tokenizer | None = None) -> 
     """
     if tokenizer is None and config.tokens == "saved":
         tokenizer = saved_tokenizer(config.vocabulary_files)
-    if is_task(config.source):
+    if is_recall_task(config.source):
         return _open_task(config, tokenizer)
     source = find_source(config)
     vocabulary_digest = None
@@ -101,7 +101,7 @@ def open_corpus(config: CorpusConfig, *, tokenizer: Tokenizer | None = None) -> 
 
 def _open_task(config: CorpusConfig, tokenizer: Tokenizer | None) -> Corpus:
     """Return a recall task, which is generated instead of read."""
-    task = from_spec(config.source)
+    task = parse_recall_spec(config.source)
     own = WordTokenizer(task.words)
     if tokenizer is None and config.tokens != CorpusConfig.tokens:
         raise UsageError(f"{task.name} has its own word tokenizer, got --tokens {config.tokens}: omit --tokens")

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from qkflow.data.recall.spec import TASKS
+from qkflow.data.recall.spec import RECALL_TASKS
 from qkflow.data.text import reading
 from qkflow.data.text.config import CorpusConfig
 from qkflow.data.text.reading import TextFile
@@ -35,7 +35,7 @@ WIKITEXT_SPLITS = {"train": "train", "valid": "validation", "test": "test"}
 WIKITEXT_FILE = re.compile(r"(?:.*/)?wiki\.(train|valid|test)\.(tokens|raw)")
 WIKITEXT_TITLE = re.compile(rb" = (?!= )[^\n]+ = \s*")
 
-NAMES = (STDLIB, *HUB_DATASETS, *TASKS)
+CORPUS_NAMES = (STDLIB, *HUB_DATASETS, *RECALL_TASKS)
 """Corpora with a name; recall tasks also take options, as in `mqar:pairs=4+8`."""
 
 Dataset = Mapping[str, Iterable[Any]]
@@ -62,11 +62,15 @@ def find_source(config: CorpusConfig) -> Source:
 def _not_found(source: str, path: Path) -> UsageError:
     if not path.suffix and len(path.parts) <= 1:
         name, _, options = source.partition(":")
-        error = unknown("corpus", name if "=" in options else source, NAMES)
+        error = unknown("corpus", name if "=" in options else source, CORPUS_NAMES)
         return UsageError(f"{error}, hf:NAME; no file or folder has that name either")
     siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
     similar = get_close_matches(path.name, siblings, n=1)
-    hint = f"did you mean {str(path.parent / similar[0])!r}?" if similar else f"use a path or one of {', '.join(NAMES)}"
+    hint = (
+        f"did you mean {str(path.parent / similar[0])!r}?"
+        if similar
+        else f"use a path or one of {', '.join(CORPUS_NAMES)}"
+    )
     return UsageError(f"no file or folder {source!r}: {hint}")
 
 

@@ -6,38 +6,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkflow.data import NAMES, TASKS, CorpusConfig, open_corpus
-from qkflow.data.recall import MQAR, Needle, from_spec, is_task, to_spec
+from qkflow.data import CORPUS_NAMES, RECALL_TASKS, CorpusConfig, open_corpus
+from qkflow.data.recall import MQAR, Needle, format_recall_spec, is_recall_task, parse_recall_spec
 from qkflow.errors import UsageError
 
 
 def test_spec_sets_options_that_differ_from_the_defaults() -> None:
-    assert from_spec("mqar") == MQAR()
-    assert from_spec("mqar:") == MQAR()
-    assert from_spec("mqar:pairs=4, length=32 ,train=1_000") == MQAR(pairs=(4,), length=32, train=1000)
-    assert from_spec("s-niah-3") == Needle(kind=3)
+    assert parse_recall_spec("mqar") == MQAR()
+    assert parse_recall_spec("mqar:") == MQAR()
+    assert parse_recall_spec("mqar:pairs=4, length=32 ,train=1_000") == MQAR(pairs=(4,), length=32, train=1000)
+    assert parse_recall_spec("s-niah-3") == Needle(kind=3)
     spec = "s-niah-2:length=64,lengths=64+128,depths=0+100,answer=word"
-    assert from_spec(spec) == Needle(kind=2, length=64, lengths=(64, 128), depths=(0, 100), answer="word")
+    assert parse_recall_spec(spec) == Needle(kind=2, length=64, lengths=(64, 128), depths=(0, 100), answer="word")
 
 
 @settings(deadline=None, max_examples=25)
 @given(
-    name=st.sampled_from([name for name in TASKS if name != "mqar"]),
+    name=st.sampled_from([name for name in RECALL_TASKS if name != "mqar"]),
     lengths=st.none() | st.lists(st.integers(50, 99), min_size=1, unique=True).map(tuple),
     answer=st.sampled_from([None, "number", "id", "word"]),
     seed=st.integers(),
 )
 def test_spec_round_trip(name: str, lengths: tuple[int, ...] | None, answer: str | None, seed: int) -> None:
     task = Needle(kind=int(name[-1]), lengths=lengths, answer=answer, seed=seed)  # type: ignore[arg-type]
-    assert to_spec(task).partition(":")[0] == name
-    assert from_spec(to_spec(task)) == task
-    assert to_spec(from_spec(name)) == name
+    assert format_recall_spec(task).partition(":")[0] == name
+    assert parse_recall_spec(format_recall_spec(task)) == task
+    assert format_recall_spec(parse_recall_spec(name)) == name
 
 
 def test_is_task() -> None:
-    assert [is_task(source) for source in ("mqar", "mqar:pairs=4", "s-niah-1:")] == [True] * 3
-    assert [is_task(source) for source in ("", "mqar.txt", "folder/mqar", "hf:mqar", "s-niah")] == [False] * 5
-    assert set(TASKS) <= set(NAMES)
+    assert [is_recall_task(source) for source in ("mqar", "mqar:pairs=4", "s-niah-1:")] == [True] * 3
+    assert [is_recall_task(source) for source in ("", "mqar.txt", "folder/mqar", "hf:mqar", "s-niah")] == [False] * 5
+    assert set(RECALL_TASKS) <= set(CORPUS_NAMES)
 
 
 @pytest.mark.parametrize(
@@ -67,4 +67,4 @@ def test_invalid_spec_raises_one_line_error(source: str, message: str) -> None:
 
 def test_unknown_task_raises() -> None:
     with pytest.raises(UsageError, match="unknown task 'mqr': did you mean 'mqar'"):
-        from_spec("mqr")
+        parse_recall_spec("mqr")
