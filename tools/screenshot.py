@@ -13,6 +13,7 @@ from playwright.sync_api import sync_playwright
 
 
 def main() -> None:
+    """Take the screenshot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("page", type=Path)
     parser.add_argument("out", type=Path)

@@ -144,7 +144,7 @@ def hover(page: Any, figure: str, x: float, y: float) -> None:
 def test_every_figure_is_drawn_with_every_trace(page: Any, study: Study) -> None:
     result = study.result
     figures = {"forest": forest(result), "strips": loss_strips(result), "reach": reach(result)}
-    figures["curves"] = learning_curves(result)[0][1]
+    figures["curves"] = learning_curves(result)["loss by tokens"]
     for name, figure in figures.items():
         assert len(drawn(page, name)) == len(figure["data"])
         assert page.locator(f"#plot-{name} .scatterlayer .trace").count() == len(figure["data"])

@@ -1,6 +1,6 @@
 """Reports: the results of a study as an HTML page, in the terminal, and as CSV and JSON files.
 
-result ─► build_report ─► Report: sections of tables, figures and notes ─► page, terminal, CSV
+result ─► build_report ─► ReportContent: sections of tables, figures and notes ─► page, terminal, CSV
 """
 
 from qkflow.report.export import export_csv, export_json

@@ -11,7 +11,7 @@ from qkflow.formatting import format_number
 from qkflow.probes.diagnostics import Diagnostic
 from qkflow.report.figures import PlotlyFigure, label
 from qkflow.report.palette import arm_color, arm_dash, arm_marker, ink
-from qkflow.report.sections import Block, Figure, Subheading, Table, number_column, text_column
+from qkflow.report.sections import Block, Figure, Note, Table, number_column, text_column
 
 MAX_ROWS = 400
 """Rows of the table of a heat map; beyond that it lists the largest values of each layer."""
@@ -41,12 +41,11 @@ def diagnostic_blocks(
         names = dict.fromkeys(arm for arm, _, _ in entries)
         figure = Figure(
             name=f"diagnostic-{n}",
-            alt=f"{first.title}. The table below has the numbers.",
             caption=f"{', '.join(names)}. {first.note}".strip(),
-            variants=_layer_charts(entries, arms) if key[2] else (("", _chart_over_layers(entries, arms)),),
+            charts=_layer_charts(entries, arms) if key[2] else {"": _chart_over_layers(entries, arms)},
             choice="Layer",
         )
-        blocks += [Subheading(text=first.title), figure, diagnostic_table(entries)]
+        blocks += [Note(text=first.title, style="heading"), figure, diagnostic_table(entries)]
     return blocks
 
 
@@ -105,16 +104,17 @@ def _chart_over_layers(entries: Sequence[Entry], arms: Sequence[str]) -> PlotlyF
     return {"data": traces, "layout": layout}
 
 
-def _layer_charts(entries: Sequence[Entry], arms: Sequence[str]) -> tuple[tuple[str, PlotlyFigure], ...]:
+def _layer_charts(entries: Sequence[Entry], arms: Sequence[str]) -> dict[str, PlotlyFigure]:
     scale = _largest(item for _, _, item in entries)  # one scale for all layers
-    charts = []
+    charts = {}
     for arm, layer, item in entries:
         n = arms.index(arm)
         chart = (
             _heat(item, scale) if item.kind == "heat" else _wheels(item, n) if item.kind == "wheel" else _lines(item, n)
         )
-        charts.append((f"{layer}", chart))
-    return tuple(charts)
+        name = f"{layer}" if f"{layer}" not in charts else f"{layer} ({len(charts)})"  # titles may repeat in a layer
+        charts[name] = chart
+    return charts
 
 
 def _lines(item: Diagnostic, arm: int) -> PlotlyFigure:

@@ -327,19 +327,20 @@ def _round(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def learning_curves(result: ExperimentResult) -> tuple[tuple[str, PlotlyFigure], ...]:
+def learning_curves(result: ExperimentResult) -> dict[str, PlotlyFigure]:
     """Learning curves by tokens and by seconds, as losses and as differences to the baseline."""
-    variants = []
-    for x, x_title in (("tokens", "training tokens"), ("seconds", "seconds of training")):
-        losses = [mean_curve(arm.curves, x) for arm in result.arms]
-        variants.append((f"loss by {x}", _curve_chart(result, losses, x_title, f"held-out {result.bits}")))
-    for x, x_title in (("tokens", "training tokens"), ("seconds", "seconds of training")):
-        differences = [difference_curve(arm.curves, result.arms[0].curves, x) for arm in result.arms[1:]]
+    units = (("tokens", "training tokens"), ("seconds", "seconds of training"))
+    charts = {}
+    for unit, title in units:
+        losses = [mean_curve(arm.curves, unit) for arm in result.arms]
+        charts[f"loss by {unit}"] = _curve_chart(result, losses, title, f"held-out {result.bits}")
+    for unit, title in units:
+        differences = [difference_curve(arm.curves, result.arms[0].curves, unit) for arm in result.arms[1:]]
         y_title = f"{result.bits}, minus the baseline's"
-        figure = _curve_chart(result, [MeanCurve(), *differences], x_title, y_title, is_difference=True)
-        figure["layout"]["shapes"] = [_margin(result, "y"), rule("y")]
-        variants.append((f"difference by {x}", figure))
-    return tuple(variants)
+        chart = _curve_chart(result, [MeanCurve(), *differences], title, y_title, is_difference=True)
+        chart["layout"]["shapes"] = [_margin(result, "y"), rule("y")]
+        charts[f"difference by {unit}"] = chart
+    return charts
 
 
 def _curve_chart(

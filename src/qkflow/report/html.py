@@ -24,7 +24,7 @@ from qkflow.io import write_file
 from qkflow.report import palette
 from qkflow.report.attention_maps import load_maps
 from qkflow.report.export import finite
-from qkflow.report.sections import Figure, FigureGrid, MapViewer, Report, Table
+from qkflow.report.sections import Figure, FigureGrid, MapViewer, ReportContent, Table
 from qkflow.report.study import build_report
 
 ICONS = {
@@ -54,7 +54,7 @@ def write_report(
     return path
 
 
-def render(report: Report) -> str:
+def render(report: ReportContent) -> str:
     """The page of a report."""
     import jinja2
     from markupsafe import Markup
@@ -111,13 +111,13 @@ def minus_signs(text: str) -> str:
     return re.sub(r"(?<![\w.])-(?=[\d.])", "\N{MINUS SIGN}", text)
 
 
-def _script_data(report: Report) -> dict[str, Any]:
+def _script_data(report: ReportContent) -> dict[str, Any]:
     """What the script draws: the variants of every figure, and the attention maps."""
     blocks = list(report.blocks())
     figures = [block for block in blocks if isinstance(block, Figure)]
     figures += [figure for block in blocks if isinstance(block, FigureGrid) for figure in block.figures]
     data: dict[str, Any] = {
-        "figures": {figure.name: [chart for _, chart in figure.variants] for figure in figures},
+        "figures": {figure.name: list(figure.charts.values()) for figure in figures if figure.has_data},
         "maps": [],
         "excerpts": [],
     }

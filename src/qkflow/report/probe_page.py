@@ -28,7 +28,7 @@ from qkflow.report.sections import (
     MapViewer,
     Note,
     Record,
-    Report,
+    ReportContent,
     Section,
     Table,
     text_table,
@@ -91,7 +91,7 @@ def write_probe_page(result: ProbeResult, path: Path) -> Path:
     return path
 
 
-def probe_report(result: ProbeResult) -> Report:
+def probe_report(result: ProbeResult) -> ReportContent:
     """The report of a probe."""
     text, layers, *parts = [_text_section(result), *(_part_section(part) for part in result.parts)]
     sections = [text, replace(layers, name="layers", nav="Layers"), _map_section(result), *parts]
@@ -104,7 +104,7 @@ def probe_report(result: ProbeResult) -> Report:
     command = Definitions(items=(("command", f"`{shlex.join(result.command)}`", ""),))
     record = (command, Record(title="Config (config.json)", content=result.config))
     sections.append(Section(name="record", title="How to reproduce", nav="Reproduce", blocks=record))
-    return Report(
+    return ReportContent(
         kind="probe",
         title=f"{result.name} on {shorten(result.source, 80)}",
         answer=result.parts[0].verdict,
@@ -161,7 +161,7 @@ def _is_utf8(piece: bytes) -> bool:
 def _part_section(part: ProbePart) -> Section:
     blocks: list[Block] = [part.table, Note(text=part.note)]
     if part.name != "maps":  # its verdict is the answer of the page
-        blocks.insert(0, Note(text=part.verdict, is_plain=True))
+        blocks.insert(0, Note(text=part.verdict, style="plain"))
     return Section(name=part.name, title=part.title, nav=part.title, blocks=tuple(blocks))
 
 

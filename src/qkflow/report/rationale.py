@@ -34,7 +34,6 @@ from qkflow.report.sections import (
     Figure,
     Note,
     Section,
-    Subheading,
     Table,
     Value,
     number_column,
@@ -298,72 +297,51 @@ def _metric_section(result: RationaleSummary) -> Section:
 def _path_section(result: RationaleSummary) -> Section:
     figure = Figure(
         name="path",
-        alt="Attention on the rationale against the validation loss for every arm. The table below has the numbers.",
         caption=(
             "On validation instances. Thin lines: seeds. Bold lines: their mean. At the same loss, an arm that is"
             " higher puts more attention on the rationale."
         ),
-        variants=(("", path_chart(result)),),
+        charts={"": path_chart(result)},
         has_arm_buttons=True,
+        empty="No run has been evaluated yet.",
     )
-    if figure.is_empty:
-        blocks: tuple[Block, ...] = (Note(text="No run has been evaluated yet.", is_plain=True),)
-    else:
-        equal = equal_loss_table(result) or Note(text="There is no loss that every finished run has passed.")
-        blocks = (figure, equal, path_table(result))
+    equal = equal_loss_table(result) or Note(text="There is no loss that every finished run has passed.")
+    blocks = (figure, equal, path_table(result))
     return Section(name="training", title="Attention during training", nav="Training", blocks=blocks)
 
 
 def _confidence_section(result: RationaleSummary) -> Section:
     figure = Figure(
         name="curve",
-        alt="AC of each arm at every tau. The table below has the numbers.",
         caption=(
             "The fraction of test instances with at least tau of their attention on the rationale. The area under a"
             " curve is the mean mass."
         ),
-        variants=(("", confidence_chart(result)),),
+        charts={"": confidence_chart(result)},
         has_arm_buttons=True,
+        empty="No finished run has instances with a rationale.",
     )
     curves = [dict(arm.curve) for arm in result.arms]
+    arms = [number_column(arm.name, f"arm {n}", _format_percent) for n, arm in enumerate(result.arms)]
+    taus = sorted({tau for curve in curves for tau in curve})
     table = Table(
         caption="AC(tau): test instances with at least tau of their attention on the rationale, %",
-        columns=(
-            number_column("tau", "tau", "{:.3g}".format),
-            *(
-                number_column(arm.name, f"arm {n}", lambda value: format_number(_percent(value), 2))
-                for n, arm in enumerate(result.arms)
-            ),
-        ),
-        rows=tuple(
-            (tau, *(curve.get(tau) for curve in curves)) for tau in sorted({tau for one in curves for tau in one})
-        ),
+        columns=(number_column("tau", "tau", "{:.3g}".format), *arms),
+        rows=tuple((tau, *(curve.get(tau) for curve in curves)) for tau in taus),
         summary="AC as a table",
     )
-    blocks: tuple[Block, ...] = (figure, table)
-    if figure.is_empty:
-        blocks = (Note(text="No finished run has instances with a rationale.", is_plain=True),)
-    return Section(name="confidence", title="Attention confidence", nav="Confidence", blocks=blocks)
+    return Section(name="confidence", title="Attention confidence", nav="Confidence", blocks=(figure, table))
 
 
 def _seed_section(result: RationaleSummary) -> Section:
-    captions = {
-        "mass": "Every run; lines connect the runs of a seed, and the tall mark is the mean.",
-        "performance": "The performance of the same runs.",
-    }
-    names: tuple[MetricName, ...] = ("mass", "performance")
-    figures = [
-        Figure(
-            name=f"strips-{name}",
-            alt=f"{_title(_metric(result, name))} of every run by arm. The table below has the numbers.",
-            caption=captions[name],
-            variants=(("", metric_strips(result, name)),),
-        )
-        for name in names
-    ]
-    shown: list[Block] = [figure for figure in figures if not figure.is_empty]
-    blocks = [*(shown or [Note(text="No run is finished yet.", is_plain=True)]), run_table(result)]
-    return Section(name="seeds", title="Variation between seeds", nav="Seeds", blocks=tuple(blocks))
+    caption = "Every run; lines connect the runs of a seed, and the tall mark is the mean."
+    mass, performance = metric_strips(result, "mass"), metric_strips(result, "performance")
+    blocks = (
+        Figure(name="strips-mass", caption=caption, charts={"": mass}, empty="No run is finished yet."),
+        Figure(name="strips-performance", caption="The performance of the same runs.", charts={"": performance}),
+        run_table(result),
+    )
+    return Section(name="seeds", title="Variation between seeds", nav="Seeds", blocks=blocks)
 
 
 def _example_section(result: RationaleSummary) -> Section:
@@ -383,13 +361,17 @@ def _example_section(result: RationaleSummary) -> Section:
         }
         lines = color_lines(example.words, shares, example.predicted, marked=example.rationale)
         colored = ColoredText(caption=f"Example {n}", name_title="model", end_title="prediction", lines=tuple(lines))
-        blocks += [Subheading(text=f"Example {n}"), Note(text=f"Correct answer: {example.answer}{because}."), colored]
+        blocks += [
+            Note(text=f"Example {n}", style="heading"),
+            Note(text=f"Correct answer: {example.answer}{because}."),
+            colored,
+        ]
         blocks.append(example_table(result, n))
     if not result.examples:
         reason = "No run is finished yet."
         if result.finished:
             reason = "No examples: the texts of this task may not be shown, or no seed has finished in every arm."
-        blocks = [Note(text=reason, is_plain=True)]
+        blocks = [Note(text=reason, style="plain")]
     return Section(name="examples", title="Examples", nav="Examples", blocks=tuple(blocks))
 
 
@@ -436,8 +418,8 @@ def _published_section(result: RationaleSummary) -> Section | None:
     columns = (
         text_column("source"),
         text_column("arm"),
-        number_column("performance (%)", "performance", lambda value: format_number(_percent(value), 2)),
-        number_column(f"AC({result.tau:g}) (%)", "confident", lambda value: format_number(_percent(value), 2)),
+        number_column("performance (%)", "performance", _format_percent),
+        number_column(f"AC({result.tau:g}) (%)", "confident", _format_percent),
         number_column("comprehensiveness", "comprehensiveness", lambda value: format_number(value, 3)),
     )
     keys = ("source", "arm", "performance", "confident", "comprehensiveness")
@@ -526,8 +508,8 @@ def _is_drawable(point: TrainingPoint) -> bool:
     return math.isfinite(point.loss) and point.loss > 0 and math.isfinite(point.mass)
 
 
-def _percent(value: float | None) -> float | None:
-    return None if value is None else 100 * value
+def _format_percent(value: float | None) -> str:
+    return format_number(None if value is None else 100 * value, 2)
 
 
 def _average(values: Sequence[float]) -> float:

@@ -12,7 +12,6 @@ from qkflow.report.sections import (
     FigureGrid,
     Note,
     Section,
-    Subheading,
     Table,
     Value,
     number_column,
@@ -46,9 +45,8 @@ def section(recall: RecallSummary) -> Section:
         Note(text=text),
         Figure(
             name="recall",
-            alt="Accuracy of every arm. The table below has the numbers.",
             caption=caption,
-            variants=(("", accuracy_chart(recall)),),
+            charts={"": accuracy_chart(recall)},
             has_arm_buttons=True,
         ),
         accuracy_table(recall),
@@ -57,7 +55,7 @@ def section(recall: RecallSummary) -> Section:
     ]
     if len(recall.axes) == 2:
         blocks += [
-            Subheading(text="By length and depth"),
+            Note(text="By length and depth", style="heading"),
             Note(text="Accuracy in percent, mean over seeds. Depth 0 is the beginning of the text."),
             FigureGrid(figures=tuple(_cell_maps(recall))),
         ]
@@ -232,7 +230,7 @@ def _cell_maps(recall: RecallSummary) -> list[Figure]:
         titles = (AXES[recall.axes[0]], AXES[recall.axes[1]])
         labels = {"x": [f"{x:,}" for x in across], "y": [f"{y:,}" for y in down]}
         chart = percent_map(z, texts, **labels, titles=titles)
-        figures.append(Figure(name=f"recall-{n}", alt=arm.arm, caption=arm.arm, variants=(("", chart),)))
+        figures.append(Figure(name=f"recall-{n}", caption=arm.arm, charts={"": chart}))
     return figures
 
 

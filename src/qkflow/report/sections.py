@@ -6,7 +6,7 @@ A report is built once and rendered three times: as an HTML page (`html`), in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -130,19 +130,20 @@ class Figure:
 
     kind: ClassVar = "figure"
     name: str
-    alt: str
     caption: str
-    variants: tuple[tuple[str, dict[str, Any]], ...]
-    """(label, plotly figure): the reader chooses one; a single one has no choice."""
+    charts: Mapping[str, dict[str, Any]]
+    """Plotly figures by label: the reader chooses one; a single one needs no label."""
     choice: str = "Show"
-    """The label of the choice."""
+    """The title of the choice."""
     has_arm_buttons: bool = False
     """Whether buttons above the figure show and hide its arms."""
+    empty: str = ""
+    """Shown instead of a figure without data."""
 
     @property
-    def is_empty(self) -> bool:
-        """Whether the first variant has nothing to draw."""
-        return not self.variants or not self.variants[0][1]["data"]
+    def has_data(self) -> bool:
+        """Whether there is anything to draw."""
+        return any(chart["data"] for chart in self.charts.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,21 +156,12 @@ class FigureGrid:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """A paragraph."""
+    """A paragraph or a heading within a section."""
 
     kind: ClassVar = "note"
     text: str
+    style: Literal["small", "plain", "heading"] = "small"
     in_terminal: bool = False
-    is_plain: bool = False
-    """Whether it is part of the text, not small print."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subheading:
-    """A heading within a section."""
-
-    kind: ClassVar = "subheading"
-    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,19 +227,7 @@ class MapViewer:
     """The token selected first; None: one in the middle."""
 
 
-Block = (
-    Table
-    | Figure
-    | FigureGrid
-    | Note
-    | Subheading
-    | Statement
-    | BulletList
-    | Definitions
-    | Record
-    | ColoredText
-    | MapViewer
-)
+Block = Table | Figure | FigureGrid | Note | Statement | BulletList | Definitions | Record | ColoredText | MapViewer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +243,7 @@ class Section:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class ReportContent:
     """Everything that a page shows."""
 
     kind: str

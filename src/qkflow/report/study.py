@@ -34,7 +34,7 @@ from qkflow.report.sections import (
     MapViewer,
     Note,
     Record,
-    Report,
+    ReportContent,
     Section,
     Statement,
     Table,
@@ -46,7 +46,7 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 _CHANCE_OF_DETECTION = "80%"
 
 
-def build_report(result: ExperimentResult | RationaleSummary, maps: AttentionMaps | None = None) -> Report:
+def build_report(result: ExperimentResult | RationaleSummary, maps: AttentionMaps | None = None) -> ReportContent:
     """The report of a study, finished or not; `maps` are the attention maps of its models."""
     maps = maps or AttentionMaps()
     names = [arm.name for arm in result.arms]
@@ -65,7 +65,7 @@ def build_report(result: ExperimentResult | RationaleSummary, maps: AttentionMap
         tried = {arm.name: (arm.learning_rate, dict(arm.tuning)) for arm in result.arms}
         last, loss = _corpus_section(result), f"held-out {result.bits}"
     shown = names[1] if len(names) == 2 else f"{max(0, len(names) - 1)} arms"
-    return Report(
+    return ReportContent(
         kind="study",
         title=f"{shown} vs. {names[0] if names else MISSING} on {subject}",
         answer=answer or "No verdict yet.",
@@ -311,25 +311,18 @@ def _verdict_section(result: ExperimentResult, table: Table) -> Section:
             " on the test instances and does not affect the verdict."
         )
     if not statements:
-        statements = [Note(text="The study has one arm: there is nothing to compare.", is_plain=True)]
+        statements = [Note(text="The study has one arm: there is nothing to compare.", style="plain")]
     return Section(name="verdicts", title="Verdicts", nav="Verdicts", blocks=(table, *statements, Note(text=text)))
 
 
 def _learning_section(result: ExperimentResult) -> Section:
-    figure = Figure(
-        name="curves",
-        alt="Learning curves of every arm. The table below has the numbers.",
-        caption=(
-            "Mean over seeds; the band is the range from the lowest to the highest seed. The first evaluations are"
-            " outside the frame: double-click to see them. Seconds count training only, on the machine of the study."
-        ),
-        variants=figures.learning_curves(result),
-        has_arm_buttons=True,
+    caption = (
+        "Mean over seeds; the band is the range from the lowest to the highest seed. The first evaluations are outside"
+        " the frame: double-click to see them. Seconds count training only, on the machine of the study."
     )
-    blocks: tuple[Block, ...] = (figure, learning_table(result))
-    if figure.is_empty:
-        blocks = (Note(text="No run has been evaluated yet.", is_plain=True),)
-    return Section(name="learning", title="Learning curves", nav="Learning", blocks=blocks)
+    charts, empty = figures.learning_curves(result), "No run has been evaluated yet."
+    figure = Figure(name="curves", caption=caption, charts=charts, has_arm_buttons=True, empty=empty)
+    return Section(name="learning", title="Learning curves", nav="Learning", blocks=(figure, learning_table(result)))
 
 
 def learning_table(result: ExperimentResult) -> Table:
@@ -358,70 +351,57 @@ def _format_range(mean: float | None, low: float | None, high: float | None) -> 
 def _difference_section(result: ExperimentResult, table: Table) -> Section:
     figure = Figure(
         name="forest",
-        alt="Difference of each arm to the baseline with its interval. The table below has the numbers.",
-        caption=(
-            "Large markers: mean and interval. Small ticks: the pair of runs of each seed. Shaded: the equivalence"
-            " margin."
-        ),
-        variants=(("", figures.forest(result)),),
+        caption="Large markers: mean and interval. Small ticks: pairs of runs. Shaded: the equivalence margin.",
+        charts={"": figures.forest(result)},
+        empty="No seed has a finished run of an arm and of the baseline yet.",
     )
     keys = ("arm", "difference", "relative", "level", "pairs", "p", "p_signs", "by_seed")
     caption = f"Differences to the baseline in {result.bits}"
-    blocks: tuple[Block, ...] = (
-        figure,
-        _without_baseline(table).show(*keys, caption=caption, summary="Differences as a table"),
-    )
-    if figure.is_empty:
-        blocks = (Note(text="No seed has a finished run of an arm and of the baseline yet.", is_plain=True),)
-    return Section(name="differences", title="Differences", nav="Differences", blocks=blocks)
+    differences = _without_baseline(table).show(*keys, caption=caption, summary="Differences as a table")
+    return Section(name="differences", title="Differences", nav="Differences", blocks=(figure, differences))
 
 
 def _seed_section(result: ExperimentResult, table: Table) -> Section:
     figure = Figure(
         name="strips",
-        alt="Held-out loss of every run by arm. The table below has the numbers.",
         caption="Every run; lines connect the runs of a seed, and the tall mark is the mean.",
-        variants=(("", figures.loss_strips(result)),),
+        charts={"": figures.loss_strips(result)},
+        empty="No run is finished yet.",
     )
+    keys = ("arm", "std_arm", "std_baseline", "std_ratio", "std_ratio_p")
+    spreads = _without_baseline(table).show(*keys, caption=f"Standard deviation over seeds, {result.bits}")
+    note = Note(text="A ratio below one: the loss of the arm varies less from seed to seed than the baseline's.")
+    blocks = (figure, spreads, note, run_table(result))
+    return Section(name="seeds", title="Variation between seeds", nav="Seeds", blocks=blocks)
+
+
+def run_table(result: ExperimentResult) -> Table:
+    """The loss of every finished run."""
+    columns = (
+        text_column("arm"),
+        number_column("seed", "seed"),
+        number_column(result.bits, "bits_per_byte", format_number),
+        number_column("parameters", "parameters", format_integer, is_setting=True),
+        number_column("feed-forward width", "hidden", format_integer, is_setting=True),
+        number_column("FLOPs per token", "flops_per_token", format_compact, is_setting=True),
+        number_column("steps", "steps", format_integer, is_setting=True),
+        number_column("tokens", "tokens", format_compact, is_setting=True),
+        number_column("learning rate", "learning_rate", _format_rate, is_setting=True),
+    )
+    settings = [column.keys[0] for column in columns[3:]]
     rows = [
-        (
-            arm.name,
-            seed,
-            loss,
-            *_fields(arm, "parameters", "hidden", "flops_per_token", "steps", "tokens", "learning_rate"),
-        )
+        (arm.name, seed, loss, *_fields(arm, *settings))
         for arm in result.arms
         for seed, loss in zip(arm.seeds, arm.bits_per_byte, strict=True)
     ]
-    runs = Table(
+    return Table(
         caption=f"Held-out {result.bits} of every run",
-        columns=(
-            text_column("arm"),
-            number_column("seed", "seed"),
-            number_column(result.bits, "bits_per_byte", format_number),
-            number_column("parameters", "parameters", format_integer, is_setting=True),
-            number_column("feed-forward width", "hidden", format_integer, is_setting=True),
-            number_column("FLOPs per token", "flops_per_token", format_compact, is_setting=True),
-            number_column("steps", "steps", format_integer, is_setting=True),
-            number_column("tokens", "tokens", format_compact, is_setting=True),
-            number_column("learning rate", "learning_rate", _format_rate, is_setting=True),
-        ),
+        columns=columns,
         rows=tuple(rows),
         name="runs",
         page=("arm", "seed", "bits_per_byte", "learning_rate"),
         summary="Every run as a table",
     )
-    keys = ("arm", "std_arm", "std_baseline", "std_ratio", "std_ratio_p")
-    caption = f"Standard deviation over seeds, {result.bits}"
-    blocks: tuple[Block, ...] = (
-        figure,
-        _without_baseline(table).show(*keys, caption=caption),
-        Note(text="A ratio below one: the loss of the arm varies less from seed to seed than the baseline's."),
-        runs,
-    )
-    if figure.is_empty:
-        blocks = (Note(text="No run is finished yet.", is_plain=True), replace(runs, page=()))
-    return Section(name="seeds", title="Variation between seeds", nav="Seeds", blocks=blocks)
 
 
 def _format_rate(rate: float | None) -> str:
@@ -429,33 +409,21 @@ def _format_rate(rate: float | None) -> str:
 
 
 def _speed_section(result: ExperimentResult, table: Table) -> Section:
-    note = Note(
-        text=(
-            "Tokens and seconds that an arm needs to reach a loss that both arms reached, divided by the baseline's."
-            " Below one, the arm is faster. The curves are compared before the learning rate decays."
-        )
+    text = (
+        "Tokens and seconds that an arm needs to reach a loss that both arms reached, divided by the baseline's. Below"
+        " one, the arm is faster. The curves are compared before the learning rate decays."
     )
-    keys = ("arm", "tokens", "seconds", "reached")
-    figure = Figure(
-        name="reach",
-        alt="Tokens and seconds to the same loss as ratios to the baseline. The table above has the numbers.",
-        caption="Filled circles: tokens. Open squares: seconds.",
-        variants=(("", figures.reach(result)),),
-    )
-    blocks: list[Block] = [
-        note,
-        _without_baseline(table).show(*keys, caption="Tokens and seconds to the same loss, divided by the baseline's"),
-    ]
-    if not figure.is_empty:
-        blocks.append(figure)
-    return Section(name="speed", title="Training speed", nav="Speed", blocks=tuple(blocks))
+    caption = "Tokens and seconds to the same loss, divided by the baseline's"
+    ratios = _without_baseline(table).show("arm", "tokens", "seconds", "reached", caption=caption)
+    marks = "Filled circles: tokens. Open squares: seconds."
+    figure = Figure(name="reach", caption=marks, charts={"": figures.reach(result)})
+    return Section(name="speed", title="Training speed", nav="Speed", blocks=(Note(text=text), ratios, figure))
 
 
 def cost_table(result: ExperimentResult) -> Table:
     """Parameters, compute and memory of each arm."""
-    names = ("parameters", "parameters_off", "hidden", "flops_per_token", "tokens", "tokens_per_second")
     columns = (
-        text_column("arm"),
+        text_column("arm", "name"),
         number_column("parameters", "parameters", format_integer),
         number_column("vs. baseline", "parameters_off", lambda value: format_percent(value, signed=True)),
         number_column("feed-forward width", "hidden", format_integer, is_setting=True),
@@ -465,20 +433,13 @@ def cost_table(result: ExperimentResult) -> Table:
         number_column("peak memory", "peak_bytes", format_bytes),
         number_column("state", "state_bytes", format_bytes),
     )
+    keys = [column.keys[0] for column in columns]
     return Table(
         caption="Parameters, compute and memory of each arm",
         columns=columns,
-        rows=tuple((arm.name, *_fields(arm, *names, "peak_bytes", "state_bytes")) for arm in result.arms),
+        rows=tuple(tuple(_fields(arm, *keys)) for arm in result.arms),
         name="cost",
-        terminal=(
-            "arm",
-            "parameters",
-            "parameters_off",
-            "flops_per_token",
-            "tokens_per_second",
-            "peak_bytes",
-            "state_bytes",
-        ),
+        terminal=tuple(key for key in keys if key not in ("hidden", "tokens")),
     )
 
 
@@ -495,7 +456,7 @@ def _cost_section(result: ExperimentResult) -> Section:
 
 
 def _attention_section(result: ExperimentResult, maps: AttentionMaps) -> Section:
-    blocks: list[Block] = [Note(text="There are no attention maps to show yet.", is_plain=True)]
+    blocks: list[Block] = [Note(text="There are no attention maps to show yet.", style="plain")]
     if maps.arms and maps.excerpts:
         text = (
             "Attention of each token (row) to itself and to earlier tokens (columns), in the first finished run of an"

@@ -13,7 +13,7 @@ from rich.text import Text
 from qkflow.experiment.metrics.rationale import RationaleSummary
 from qkflow.experiment.summary import ExperimentResult
 from qkflow.formatting import escape_unprintable, shorten
-from qkflow.report.sections import BulletList, Note, Report, Statement, Table
+from qkflow.report.sections import BulletList, Note, ReportContent, Statement, Table
 from qkflow.report.study import build_report
 
 WIDTH = 80
@@ -30,7 +30,7 @@ def terminal(result: ExperimentResult | RationaleSummary) -> RenderableType:
     return render_report(build_report(result))
 
 
-def render_report(report: Report) -> RenderableType:
+def render_report(report: ReportContent) -> RenderableType:
     """The parts of a report that are meant for a terminal."""
     parts: list[RenderableType] = []
     blocks = list(report.blocks())

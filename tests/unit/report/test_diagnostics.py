@@ -64,8 +64,8 @@ def groups_of(*args: Any) -> list[Group]:
         Group(
             title=blocks[n].text,
             caption=blocks[n + 1].caption,
-            layers=[label for label, _ in blocks[n + 1].variants if label],
-            figures=[figure for _, figure in blocks[n + 1].variants],
+            layers=[label for label in blocks[n + 1].charts if label],
+            figures=list(blocks[n + 1].charts.values()),
             table=blocks[n + 2],
         )
         for n in range(0, len(blocks), 3)

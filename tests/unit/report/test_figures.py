@@ -30,12 +30,16 @@ def inks(value: Any) -> list[dict[str, Any]]:
 
 
 def all_figures(result: ExperimentResult) -> list[dict[str, Any]]:
-    variants = [figure for _, figure in figures.learning_curves(result)]
-    return [*variants, figures.forest(result), figures.loss_strips(result), figures.reach(result)]
+    return [
+        *figures.learning_curves(result).values(),
+        figures.forest(result),
+        figures.loss_strips(result),
+        figures.reach(result),
+    ]
 
 
 def test_every_arm_has_a_line_and_a_band_except_the_baseline_in_differences(synthetic: ModuleType) -> None:
-    curves = dict(figures.learning_curves(synthetic.study(ARMS)))
+    curves = figures.learning_curves(synthetic.study(ARMS))
     assert list(curves) == ["loss by tokens", "loss by seconds", "difference by tokens", "difference by seconds"]
     lines = [trace for trace in curves["loss by tokens"]["data"] if trace["mode"] == "lines+markers"]
     bands = [trace for trace in curves["loss by tokens"]["data"] if trace.get("fill")]
@@ -45,7 +49,7 @@ def test_every_arm_has_a_line_and_a_band_except_the_baseline_in_differences(synt
 
 def test_curves_end_at_the_mean_of_the_runs(synthetic: ModuleType) -> None:
     result = synthetic.study(ARMS)
-    for trace, arm in zip(figures.learning_curves(result)[0][1]["data"][3:], result.arms, strict=True):
+    for trace, arm in zip(figures.learning_curves(result)["loss by tokens"]["data"][3:], result.arms, strict=True):
         ends = [curve.bits_per_byte[-1] for curve in arm.curves]
         assert trace["y"][-1] == pytest.approx(sum(ends) / len(ends), abs=1e-5)
         assert trace["x"][-1] == arm.tokens
@@ -76,7 +80,7 @@ def test_strips_show_every_run_once(synthetic: ModuleType) -> None:
 def test_one_seed_has_points_and_no_interval(synthetic: ModuleType) -> None:
     result = synthetic.study(ARMS, seeds=1)
     assert all(not trace["error_x"]["visible"] for trace in figures.forest(result)["data"] if "error_x" in trace)
-    assert not [trace for trace in figures.learning_curves(result)[0][1]["data"] if trace.get("fill")]
+    assert not [trace for trace in figures.learning_curves(result)["loss by tokens"]["data"] if trace.get("fill")]
 
 
 def test_a_study_without_runs_has_empty_figures(synthetic: ModuleType) -> None:

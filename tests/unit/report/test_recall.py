@@ -48,7 +48,7 @@ def recall_of(result: ExperimentResult) -> RecallSummary:
 
 def heat_maps(summary: RecallSummary) -> dict[str, Any]:
     grids = [block for block in section(summary).blocks if isinstance(block, FigureGrid)]
-    return {figure.name: figure.variants[0][1] for grid in grids for figure in grid.figures}
+    return {figure.name: figure.charts[""] for grid in grids for figure in grid.figures}
 
 
 def equal_answers(synthetic: ModuleType, *, correct: int) -> RecallSummary:

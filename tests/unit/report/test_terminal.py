@@ -40,7 +40,7 @@ def test_the_terminal_shows_the_rows_of_the_page(synthetic: ModuleType) -> None:
     result = synthetic.study(EIGHT, seeds=5)
     text = printed(result)
     table = comparison_table(result)
-    for row in (*table.select(table.terminal).texts(), *cost_table(result).select(["arm", "parameters"]).texts()):
+    for row in (*table.select(table.terminal).texts(), *cost_table(result).select(["name", "parameters"]).texts()):
         assert any(line.startswith(row[0][:12]) and all(c in line for c in row[1:]) for line in text.splitlines()), row
     for verdict in result.verdicts:
         assert verdict.sentence in " ".join(text.split())
