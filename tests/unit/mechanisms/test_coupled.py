@@ -105,7 +105,7 @@ def test_a_motion_is_the_operators(scheme: str, force: Any, sharing: Any) -> Non
 
 
 @given(alternations=st.integers(1, 3), seed=st.integers(0, 1000), sharing=st.sampled_from(["heads", "none"]))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 def test_an_affine_coupling_is_undone_either_way_round(alternations: int, seed: int, sharing: Any) -> None:
     torch.manual_seed(seed)
     made, at = make(dynamics="affine", alternations=alternations, sharing=sharing), points()
@@ -213,7 +213,7 @@ def test_a_network_a_head_costs_that_many_networks(dynamics: Any) -> None:
 
 def test_a_paper_sized_coupling_costs_next_to_nothing() -> None:
     base = parameters(size("60m"))
-    for spec, most in (("hamiltonian", 0.0012), ("euler", 0.0012), ("affine", 0.0035)):
+    for spec, most in (("hamiltonian", 0.0012), ("affine", 0.0035)):
         more = parameters(size("60m", mechanism=f"standard+{spec}")) - base
         assert 0 < more / base <= most, spec
 

@@ -49,7 +49,7 @@ def test_a_sequence_cut_anywhere_gives_the_scores_of_the_whole(mechanism: Any, m
     decoder, x = model(mechanism), tokens(2, 9)
     with mode():
         whole, _ = decoder(x)
-        for cut in range(1, 9):
+        for cut in (1, 4, 8):
             head, state = decoder(x[:, :cut])
             tail, state = decoder(x[:, cut:], state)
             close(torch.cat([head, tail], 1), whole)
@@ -59,7 +59,7 @@ def test_a_sequence_cut_anywhere_gives_the_scores_of_the_whole(mechanism: Any, m
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 def test_token_by_token_gives_the_scores_of_the_whole(mechanism: Any, mode: Callable[[], Any]) -> None:
-    decoder, x = model(mechanism), tokens(2, 20)
+    decoder, x = model(mechanism), tokens(2, 10)
     with mode():
         state, steps = None, []
         for token in x.split(1, 1):

@@ -47,7 +47,7 @@ def trained(mechanism: Any) -> Decoder:
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_what_is_trained_is_what_is_decoded(mechanism: Any, tmp_path: Path) -> None:
-    model, x = trained(mechanism), tokens(2, 20)
+    model, x = trained(mechanism), tokens(2, 12)
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
     loaded = Decoder(config(mechanism))
     loaded.load_state_dict(load_file(tmp_path / "weights.safetensors"))
@@ -56,7 +56,7 @@ def test_what_is_trained_is_what_is_decoded(mechanism: Any, tmp_path: Path) -> N
         with use_backend("chunked"):
             assert_close(model(x)[0], whole, rtol=0, atol=1e-5)
         assert float(whole.std()) > 0.1
-        for cut in (0, 2, 3, 17):
+        for cut in (0, 3):
             state, parts = None, []
             for part in ([x[:, :cut]] if cut else []) + [*x[:, cut:].split(1, 1)]:
                 logits, state = loaded(part, state)

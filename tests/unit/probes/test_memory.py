@@ -182,11 +182,11 @@ def test_gates_that_are_none_are_refused(given: tuple[float, ...], said: str) ->
         worst_case(*given)  # pyright: ignore[reportArgumentType]
 
 
-def test_memories_stay_bounded_over_100_000_random_tokens() -> None:
+def test_memory_stays_bounded_over_30_000_random_tokens() -> None:
     rows, block, width = 3, 1000, 4
     random = torch.Generator().manual_seed(0)
     state, sizes, read = None, [], []
-    for _ in range(100):
+    for _ in range(30):
         q, k, v = torch.randn(3, rows, block, 1, width, generator=random, dtype=torch.float64)
         beta, lam = torch.rand(2, rows, block, 1, generator=random, dtype=torch.float64)
         q, k, v = (normalize(x, dim=-1) for x in (q, k, v))
@@ -195,7 +195,7 @@ def test_memories_stay_bounded_over_100_000_random_tokens() -> None:
         read.append(float(o.norm(dim=-1).max()))
     assert max(sizes) < 10
     assert max(read) < 10
-    assert max(sizes[50:]) < 2 * max(sizes[:50])
+    assert max(sizes[15:]) < 2 * max(sizes[:15])
 
 
 HYBRID = ("standard", "deltanet", "gated-deltanet", "qdelta+hamiltonian:dt=0.2")
