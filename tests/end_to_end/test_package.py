@@ -1,4 +1,4 @@
-"""What others install and import: the wheel, the public names, and the README's code."""
+"""The wheel, the public names, the imports and the code of the README."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ import qkflow
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_wheel_builds_and_installs_alone(tmp_path: Path) -> None:
+def test_the_wheel_builds_and_installs(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
         cwd=ROOT,
@@ -26,11 +26,11 @@ def test_the_wheel_builds_and_installs_alone(tmp_path: Path) -> None:
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet"]
     subprocess.run([*install, "--target", str(target), str(wheel)], check=True, capture_output=True)
     program = "import qkflow, sys; sys.exit(not qkflow.__file__.startswith(sys.argv[1]))"
-    alone = {"PYTHONPATH": str(target), "PATH": ""}
-    subprocess.run([sys.executable, "-c", program, str(target)], check=True, cwd=tmp_path, env=alone)
+    environment = {"PYTHONPATH": str(target), "PATH": ""}
+    subprocess.run([sys.executable, "-c", program, str(target)], check=True, cwd=tmp_path, env=environment)
 
 
-def test_every_public_name_exists_and_is_explained() -> None:
+def test_every_public_name_exists_and_has_a_docstring() -> None:
     assert len(qkflow.__all__) == len(set(qkflow.__all__))
     for name in qkflow.__all__:
         value = getattr(qkflow, name)
@@ -38,19 +38,29 @@ def test_every_public_name_exists_and_is_explained() -> None:
             assert value.__doc__, name
 
 
-def test_importing_qkflow_leaves_the_heavy_libraries_alone() -> None:
-    heavy = {"tyro", "rich", "tokenizers", "transformers", "datasets", "torch._inductor.cpp_builder"}
-    program = f"import qkflow, sys; sys.exit(bool({heavy} & set(sys.modules)))"
-    subprocess.run([sys.executable, "-c", program], check=True)
+def test_imports_load_no_optional_library() -> None:
+    """`import qkflow` loads no heavy library, and only `qkflow.hf` needs transformers."""
+    program = (
+        "import sys, qkflow\n"
+        "heavy = {'tyro', 'rich', 'tokenizers', 'transformers', 'datasets', 'torch._inductor.cpp_builder'}\n"
+        "assert not heavy & set(sys.modules)\n"
+        "import qkflow.hub, qkflow.cli\n"
+        "assert 'transformers' not in sys.modules\n"
+        "sys.modules['transformers'] = None  # as if it were not installed\n"
+        "try: import qkflow.hf\n"
+        "except ImportError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "qkflow.hf needs transformers: pip install 'qkflow[hf]'"
 
 
 def test_the_code_in_the_readme_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 2
+    assert blocks
     exec("\n".join(blocks), {})
 
 
-def test_nothing_in_the_package_can_unpickle() -> None:
+def test_the_package_contains_no_unpickling() -> None:
     unsafe = r"(import|from) +(pickle|cloudpickle|dill|joblib|shelve|marshal)\b|torch\.load\(|allow_pickle=True"
     pattern = re.compile(unsafe)
     for file in (ROOT / "src").rglob("*.py"):

@@ -1,4 +1,4 @@
-"""Tiny models of every mechanism, away from their start."""
+"""Tiny models of every mechanism, with random parameters."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from qkflow.hf import QKFlowForCausalLM
 from qkflow.models import Decoder, DecoderConfig
 
-Make = Callable[..., QKFlowForCausalLM]
+MakeModel = Callable[..., QKFlowForCausalLM]
 
 
 @pytest.fixture
 def shape() -> Callable[..., DecoderConfig]:
-    """The shape of a tiny decoder over a mechanism."""
+    """The config of a tiny decoder over a mechanism."""
 
     def tiny(mechanism: str | tuple[str, ...] = "standard", **options: Any) -> DecoderConfig:
         layers = 2 if isinstance(mechanism, str) else len(mechanism)
@@ -28,7 +28,7 @@ def shape() -> Callable[..., DecoderConfig]:
 
 @pytest.fixture
 def decoder(shape: Callable[..., DecoderConfig]) -> Callable[..., Decoder]:
-    """A decoder whose parameters are away from zero and one, which would hide mistakes behind them."""
+    """A decoder with random parameters: initial zeros and ones could hide mistakes."""
 
     def make(mechanism: str | tuple[str, ...] = "standard", **options: Any) -> Decoder:
         model = Decoder(shape(mechanism, **options)).eval()
@@ -41,8 +41,8 @@ def decoder(shape: Callable[..., DecoderConfig]) -> Callable[..., Decoder]:
 
 
 @pytest.fixture
-def causal(decoder: Callable[..., Decoder]) -> Make:
-    """The same for transformers, in double precision: a cache may then change nothing that is seen."""
+def causal(decoder: Callable[..., Decoder]) -> MakeModel:
+    """The same for transformers, in float64, so that a cache changes no visible digit."""
 
     def make(mechanism: str | tuple[str, ...] = "standard", **options: Any) -> QKFlowForCausalLM:
         return QKFlowForCausalLM.from_decoder(decoder(mechanism, **options).double(), end=256)

@@ -1,4 +1,4 @@
-"""The config in transformers: ours under its names, whole, and nothing else."""
+"""`QKFlowConfig`: saving, loading, and refusing unknown keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qkflow.models import ClassifierConfig, DecoderConfig
 HYBRID = DecoderConfig(width=32, layers=2, heads=2, hidden=8, mechanism=("standard", "qdelta"), tied=False, dropout=0.1)
 
 
-def test_a_config_goes_to_a_folder_and_comes_back(tmp_path: Path) -> None:
+def test_a_saved_config_is_loaded(tmp_path: Path) -> None:
     config = QKFlowConfig.from_model_config(HYBRID, end=256)
     config.save_pretrained(tmp_path)
     again = AutoConfig.from_pretrained(tmp_path)
@@ -29,15 +29,15 @@ def test_a_config_goes_to_a_folder_and_comes_back(tmp_path: Path) -> None:
     assert {name: getattr(again, name) for name in named} == named
 
 
-def test_a_classifiers_config_keeps_its_labels() -> None:
+def test_a_classifier_config_keeps_its_labels() -> None:
     config = ClassifierConfig(width=16, layers=1, heads=2, classes=5, vocabulary=40, spread=0.5, qk_start=0.1)
-    made = QKFlowConfig.from_model_config(config)
-    assert made.num_labels == 5
-    assert made.classifier_config(5) == config
+    wrapped = QKFlowConfig.from_model_config(config)
+    assert wrapped.num_labels == 5
+    assert wrapped.classifier_config(5) == config
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "fragment"),
     [
         ({"hiden_size": 3}, "did you mean 'hidden_size'"),
         ({"auto_map": {}}, "names code to run"),
@@ -45,9 +45,9 @@ def test_a_classifiers_config_keeps_its_labels() -> None:
         ({"mechanism": ["standard"]}, "one a layer"),
     ],
 )
-def test_a_config_that_makes_no_model_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        QKFlowForCausalLM(QKFlowConfig(**given))
+def test_an_invalid_config_is_refused(options: dict[str, Any], fragment: str) -> None:
+    with pytest.raises(UsageError, match=fragment):
+        QKFlowForCausalLM(QKFlowConfig(**options))
 
 
 def test_a_classifier_needs_a_label() -> None:
@@ -55,7 +55,7 @@ def test_a_classifier_needs_a_label() -> None:
         QKFlowConfig().classifier_config(0)
 
 
-def test_options_given_on_loading_change_the_config_but_not_the_weights(tmp_path: Path) -> None:
+def test_overrides_of_from_pretrained_change_the_config_but_not_the_weights(tmp_path: Path) -> None:
     model = QKFlowForCausalLM(QKFlowConfig.from_model_config(HYBRID))
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dropout=0.3, dtype=torch.bfloat16)

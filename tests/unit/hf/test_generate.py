@@ -1,4 +1,4 @@
-"""`generate` with our state for a cache is `generate` without, for every mechanism."""
+"""`generate` gives the same tokens with and without the cache, for every mechanism."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qkflow.hf import QKFlowCache, QKFlowForCausalLM
 from qkflow.mechanisms import mechanisms
 from qkflow.models import Sampling
 
-Make = Callable[..., QKFlowForCausalLM]
+MakeModel = Callable[..., QKFlowForCausalLM]
 
 MECHANISMS: list[Any] = [
     *sorted(name for name in mechanisms() if name != "standard"),
@@ -30,14 +30,16 @@ MECHANISMS: list[Any] = [
 PROMPT = torch.tensor([[256, 256, 256, 104, 105], [72, 101, 108, 108, 111], [256, 1, 2, 3, 4]])
 MASK = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
 NEW = 3
-WAYS: dict[str, dict[str, Any]] = {
+STRATEGIES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "top_k": 50},
     "beams": {"num_beams": 2, "num_return_sequences": 2, "do_sample": False},
 }
 
 
-def written(model: QKFlowForCausalLM, prompt: Tensor = PROMPT, mask: Tensor | None = MASK, **options: Any) -> Tensor:
+def generate_ids(
+    model: QKFlowForCausalLM, prompt: Tensor = PROMPT, mask: Tensor | None = MASK, **options: Any
+) -> Tensor:
     torch.manual_seed(3)
     return model.generate(
         prompt, attention_mask=mask, max_new_tokens=NEW, eos_token_id=None, pad_token_id=256, **options
@@ -45,73 +47,73 @@ def written(model: QKFlowForCausalLM, prompt: Tensor = PROMPT, mask: Tensor | No
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
-def test_a_cache_changes_nothing_that_is_written_and_padding_neither(causal: Make, mechanism: Any) -> None:
+def test_neither_the_cache_nor_padding_changes_generated_tokens(causal: MakeModel, mechanism: Any) -> None:
     model = causal(mechanism)
-    found = {name: written(model, **way) for name, way in WAYS.items()}
-    for name, way in WAYS.items():
-        assert torch.equal(found[name], written(model, **way, use_cache=False)), name
+    generated = {name: generate_ids(model, **options) for name, options in STRATEGIES.items()}
+    for name, options in STRATEGIES.items():
+        assert torch.equal(generated[name], generate_ids(model, **options, use_cache=False)), name
     prompts = [row[keep.bool()].tolist() for row, keep in zip(PROMPT, MASK, strict=True)]
-    ours = generate(model.model, prompts, tokens=NEW, sampling=Sampling(temperature=0.0))
-    assert found["greedy"][:, PROMPT.shape[1] :].tolist() == ours
+    expected = generate(model.model, prompts, tokens=NEW, sampling=Sampling(temperature=0.0))
+    assert generated["greedy"][:, PROMPT.shape[1] :].tolist() == expected
 
 
-def test_beams_that_are_sampled_need_no_cache_either(causal: Make) -> None:
-    model, way = causal(("qdelta", "standard:window=3")), {"num_beams": 2, "do_sample": True}
-    assert torch.equal(written(model, **way), written(model, **way, use_cache=False))
+def test_sampled_beams_do_not_depend_on_the_cache(causal: MakeModel) -> None:
+    model, options = causal(("qdelta", "standard:window=3")), {"num_beams": 2, "do_sample": True}
+    assert torch.equal(generate_ids(model, **options), generate_ids(model, **options, use_cache=False))
 
 
-def test_beams_and_samples_differ_from_greedy_and_from_row_to_row(causal: Make) -> None:
-    greedy, sampled = (written(causal("standard"), **WAYS[way]) for way in ("greedy", "sampling"))
+def test_samples_differ_from_greedy_decoding_and_rows_from_each_other(causal: MakeModel) -> None:
+    greedy, sampled = (generate_ids(causal("standard"), **STRATEGIES[options]) for options in ("greedy", "sampling"))
     assert not torch.equal(greedy, sampled)
     assert len({tuple(row) for row in greedy[:, -NEW:].tolist()}) > 1
 
 
-def test_a_text_ends_at_the_end_token_and_is_padded(causal: Make) -> None:
+def test_generation_stops_at_the_end_token_and_pads(causal: MakeModel) -> None:
     model = causal("standard")
-    first = int(written(model, do_sample=False)[1, 5])
-    found = model.generate(PROMPT, attention_mask=MASK, max_new_tokens=NEW, do_sample=False, eos_token_id=first)
-    assert found[1, 5] == first
-    assert (found[1, 6:] == 256).all()
+    first = int(generate_ids(model, do_sample=False)[1, 5])
+    generated = model.generate(PROMPT, attention_mask=MASK, max_new_tokens=NEW, do_sample=False, eos_token_id=first)
+    assert generated[1, 5] == first
+    assert (generated[1, 6:] == 256).all()
 
 
 @pytest.mark.parametrize("mechanism", ["standard:window=3", "gated-deltanet"])
-def test_a_prompt_may_be_read_in_chunks_and_a_cache_used_again(causal: Make, mechanism: str) -> None:
+def test_chunked_prefill_and_a_reused_cache_change_nothing(causal: MakeModel, mechanism: str) -> None:
     model = causal(mechanism)
-    whole = written(model, do_sample=False)
-    assert torch.equal(written(model, do_sample=False, prefill_chunk_size=2), whole)
+    whole = generate_ids(model, do_sample=False)
+    assert torch.equal(generate_ids(model, do_sample=False, prefill_chunk_size=2), whole)
     cache = QKFlowCache()
     with torch.no_grad():
         model(PROMPT[1:2, :3], past_key_values=cache)
-    for _ in range(2):  # a copy goes on, the original stays
-        again = written(model, PROMPT[1:2], MASK[1:2], do_sample=False, past_key_values=copy.deepcopy(cache))
+    for _ in range(2):  # a copy is updated, the original is not
+        again = generate_ids(model, PROMPT[1:2], MASK[1:2], do_sample=False, past_key_values=copy.deepcopy(cache))
         assert torch.equal(again, whole[1:2])
     assert cache.get_seq_length() == 3
 
 
-def test_what_is_asked_for_comes_for_every_new_token(causal: Make) -> None:
+def test_optional_outputs_are_returned_for_every_new_token(causal: MakeModel) -> None:
     options = {"return_dict_in_generate": True, "output_attentions": True, "output_hidden_states": True}
-    found: Any = written(causal("standard:window=3"), do_sample=False, output_logits=True, **options)
-    assert len(found.attentions) == len(found.hidden_states) == len(found.logits) == NEW
-    assert [maps[0].shape[-1] for maps in found.attentions] == [5 + step for step in range(NEW)]
-    assert isinstance(found.past_key_values, QKFlowCache)
-    assert found.past_key_values.get_seq_length() == PROMPT.shape[1] + NEW - 1
+    generated: Any = generate_ids(causal("standard:window=3"), do_sample=False, output_logits=True, **options)
+    assert len(generated.attentions) == len(generated.hidden_states) == len(generated.logits) == NEW
+    assert [maps[0].shape[-1] for maps in generated.attentions] == [5 + step for step in range(NEW)]
+    assert isinstance(generated.past_key_values, QKFlowCache)
+    assert generated.past_key_values.get_seq_length() == PROMPT.shape[1] + NEW - 1
 
 
-def test_what_a_state_cannot_do_is_refused_with_a_reason(causal: Make) -> None:
+def test_unsupported_caches_and_assisted_generation_are_refused(causal: MakeModel) -> None:
     model = causal("standard")
     with pytest.raises(UsageError, match="removes tokens from the cache"):
-        written(model, PROMPT[1:2], MASK[1:2], assistant_model=causal("standard"), do_sample=False)
+        generate_ids(model, PROMPT[1:2], MASK[1:2], assistant_model=causal("standard"), do_sample=False)
     with pytest.raises(UsageError, match="removes tokens from the cache"):
-        written(model, PROMPT[1:2], MASK[1:2], prompt_lookup_num_tokens=2, do_sample=False)
+        generate_ids(model, PROMPT[1:2], MASK[1:2], prompt_lookup_num_tokens=2, do_sample=False)
     with pytest.raises(UsageError, match="only one cache"):
-        written(model, cache_implementation="static")
+        generate_ids(model, cache_implementation="static")
     with pytest.raises(UsageError, match="got DynamicCache"):
         model(PROMPT, past_key_values=DynamicCache())
     with pytest.raises(UsageError, match="cannot be used with other models"):
         QKFlowCache().update(PROMPT, PROMPT, 0)
 
 
-def test_rows_of_a_cache_are_repeated_and_kept(causal: Make) -> None:
+def test_rows_of_a_cache_can_be_repeated_and_selected(causal: MakeModel) -> None:
     model = causal("qdelta")
     cache: QKFlowCache = model(PROMPT, attention_mask=MASK).past_key_values
     assert (len(cache), cache.batch_size, cache.is_initialized) == (2, 3, True)

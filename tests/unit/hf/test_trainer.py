@@ -1,4 +1,4 @@
-"""`Trainer` trains our models, counts tokens over micro-batches, saves, and goes on."""
+"""`Trainer` trains, saves and resumes qkflow models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Lines(Dataset[dict[str, torch.Tensor]]):
 
 
 def trainer(model: QKFlowForCausalLM, out: Path, **options: Any) -> Trainer:
-    usual = {"max_steps": 3, "per_device_train_batch_size": 4, "save_steps": 2, "logging_steps": 1}
+    defaults = {"max_steps": 3, "per_device_train_batch_size": 4, "save_steps": 2, "logging_steps": 1}
     quiet = {
         "report_to": [],
         "use_cpu": True,
@@ -36,12 +36,12 @@ def trainer(model: QKFlowForCausalLM, out: Path, **options: Any) -> Trainer:
         "lr_scheduler_type": "constant",
     }
     return Trainer(
-        model=model, args=TrainingArguments(str(out), **{**usual, **quiet, **options}), train_dataset=Lines()
+        model=model, args=TrainingArguments(str(out), **{**defaults, **quiet, **options}), train_dataset=Lines()
     )
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's loader and transformers warn of themselves
-def test_a_trainer_lowers_the_loss_saves_what_we_read_and_goes_on_to_the_same_weights(
+@pytest.mark.filterwarnings("ignore")  # the data loader and transformers emit warnings
+def test_a_resumed_trainer_reaches_the_same_weights_and_its_checkpoints_are_readable(
     causal: Callable[..., QKFlowForCausalLM], tmp_path: Path
 ) -> None:
     start = causal("standard+affine:sharing=layers").float()
@@ -62,14 +62,14 @@ def test_a_trainer_lowers_the_loss_saves_what_we_read_and_goes_on_to_the_same_we
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_micro_batches_of_unequal_length_count_every_token_once(
+def test_gradient_accumulation_weights_every_token_equally(
     causal: Callable[..., QKFlowForCausalLM], tmp_path: Path
 ) -> None:
-    found = []
+    embeddings = []
     for size, parts in ((4, 1), (1, 4)):
         torch.manual_seed(0)
         model = causal("standard")
         options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": parts, "max_steps": 1}
         trainer(model, tmp_path / str(parts), save_strategy="no", optim="sgd", max_grad_norm=0.0, **options).train()
-        found.append(model.model.embedding.weight.detach())
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-7)
+        embeddings.append(model.model.embedding.weight.detach())
+    torch.testing.assert_close(embeddings[0], embeddings[1], rtol=0, atol=1e-7)

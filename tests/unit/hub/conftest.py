@@ -1,4 +1,4 @@
-"""Runs that were never trained, and folders exported from them."""
+"""Run folders with random weights, and folders exported from them."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ Run = Callable[..., Path]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """The folder of a finished run, without the training."""
+    """Write the folder of a finished run with random weights."""
     return lambda mechanism="standard", tokenizer=None: _run(tmp_path / "run", mechanism, tokenizer or ByteTokenizer())
 
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in three shards; not to be changed."""
-    place = tmp_path_factory.mktemp("exported")
-    return export_run(_run(place / "run", "standard", ByteTokenizer()), place / "folder", shard_size="6KB")
+    """An exported folder with three shards. Do not write to it."""
+    root = tmp_path_factory.mktemp("exported")
+    return export_run(_run(root / "run", "standard", ByteTokenizer()), root / "folder", shard_size="6KB")
 
 
 @pytest.fixture
 def folder(exported: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of the exported folder."""
     return Path(shutil.copytree(exported, tmp_path / "exported"))
 
 
-def _run(folder: Path, mechanism: str | tuple[str, ...], tokens: Tokenizer) -> Path:
+def _run(folder: Path, mechanism: str | tuple[str, ...], tokenizer: Tokenizer) -> Path:
     folder.mkdir()
-    shape = DecoderConfig(width=16, layers=2, heads=2, hidden=8, vocabulary=tokens.vocabulary, mechanism=mechanism)
+    shape = DecoderConfig(width=16, layers=2, heads=2, hidden=8, vocabulary=tokenizer.vocabulary, mechanism=mechanism)
     model = Decoder(shape)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -52,6 +52,6 @@ def _run(folder: Path, mechanism: str | tuple[str, ...], tokens: Tokenizer) -> P
     (folder / "config.json").write_text(json.dumps(to_dict(config)))
     (folder / "environment.json").write_text(json.dumps(record))
     (folder / "metrics.jsonl").write_text(json.dumps(evaluated) + "\n")
-    save_tokenizer(tokens, folder / "tokenizer.json")
+    save_tokenizer(tokenizer, folder / "tokenizer.json")
     save_tensors(folder / "weights.safetensors", model_tensors(model))
     return folder

@@ -1,4 +1,4 @@
-"""A folder that someone else made is refused unless it is whole and ours, by both readers, and nothing in it runs."""
+"""Both readers refuse a folder unless it is a complete qkflow model, and run no code in it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ INDEX = "model.safetensors.index.json"
 FIRST = "model-00001-of-00003.safetensors"
 
 
-class Bomb:
-    """A pickle that writes a file when it is opened."""
+class TouchOnLoad:
+    """Its pickle creates a file when it is loaded."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.place,))
+        return (Path.touch, (self.path,))
 
 
 def edit(folder: Path, name: str, change: Callable[[dict[str, Any]], object]) -> None:
@@ -42,25 +42,25 @@ def edit(folder: Path, name: str, change: Callable[[dict[str, Any]], object]) ->
     (folder / name).write_text(json.dumps(data))
 
 
-def refused(folder: Path, *said: str) -> None:
-    """Both readers say no, on one line, and say why."""
+def assert_refused(folder: Path, *fragments: str) -> None:
+    """Both readers raise a `UsageError` with one line that contains the fragments."""
     for read in (read_folder, AutoModelForCausalLM.from_pretrained):
         with pytest.raises((UsageError, TypeCheckError)) as caught:
             read(folder)
-        if isinstance(caught.value, TypeCheckError):  # types are checked at run time in tests, before we do
+        if isinstance(caught.value, TypeCheckError):  # the tests check types at run time
             assert read is not read_folder
             continue
         assert "\n" not in str(caught.value)
-        for words in said:
-            assert words in str(caught.value)
+        for fragment in fragments:
+            assert fragment in str(caught.value)
 
 
-def without_shards(folder: Path) -> None:
+def remove_weights(folder: Path) -> None:
     for path in [*folder.glob("*.safetensors"), folder / INDEX]:
         path.unlink()
 
 
-def test_the_folder_itself_is_read(folder: Path) -> None:
+def test_an_unchanged_folder_is_read(folder: Path) -> None:
     assert len(list(folder.glob("*.safetensors"))) == 3
     assert read_folder(folder).weights
     assert AutoModelForCausalLM.from_pretrained(folder)
@@ -71,29 +71,29 @@ def test_the_folder_itself_is_read(folder: Path) -> None:
 )
 @pytest.mark.parametrize("zipped", [False, True])
 def test_a_pickle_is_refused_and_not_opened(folder: Path, tmp_path: Path, name: str, zipped: bool) -> None:
-    without_shards(folder)
-    bomb = pickle.dumps(Bomb(tmp_path / "executed"))
+    remove_weights(folder)
+    payload = pickle.dumps(TouchOnLoad(tmp_path / "executed"))
     if zipped:
         with zipfile.ZipFile(folder / name, "w") as archive:
-            archive.writestr("archive/data.pkl", bomb)
+            archive.writestr("archive/data.pkl", payload)
     else:
-        (folder / name).write_bytes(bomb)
-    refused(folder, "which can run code when it is opened", "safetensors only")
+        (folder / name).write_bytes(payload)
+    assert_refused(folder, "which can run code when it is opened", "safetensors only")
     assert not (tmp_path / "executed").exists()
-    pickle.loads(bomb)  # it would have
+    pickle.loads(payload)  # the payload works
     assert (tmp_path / "executed").exists()
 
 
 def test_a_pickle_beside_the_weights_is_not_opened(folder: Path, tmp_path: Path) -> None:
-    bomb = pickle.dumps(Bomb(tmp_path / "executed"))
+    payload = pickle.dumps(TouchOnLoad(tmp_path / "executed"))
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt"):
-        (folder / name).write_bytes(bomb)
+        (folder / name).write_bytes(payload)
     assert read_folder(folder).weights
     assert AutoModelForCausalLM.from_pretrained(folder)
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_pickle_is_not_loaded_on_request_either(folder: Path) -> None:
+def test_options_that_would_load_other_files_are_refused(folder: Path) -> None:
     with pytest.raises(UsageError, match="safetensors only"):
         AutoModelForCausalLM.from_pretrained(folder, use_safetensors=False)
     with pytest.raises(UsageError, match="ignored silently"):
@@ -106,13 +106,13 @@ def test_a_pickle_is_not_loaded_on_request_either(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "shard-00001-model-00001-of-00001.safetensors"])
-def test_files_that_would_be_loaded_instead_are_refused(folder: Path, name: str) -> None:
+def test_files_that_would_replace_the_weights_are_refused(folder: Path, name: str) -> None:
     shutil.copy(folder / FIRST, folder / name)
     with pytest.raises(UsageError, match="instead of its weights"):
         QKFlowForCausalLM.from_pretrained(folder)
 
 
-def test_code_in_the_folder_is_refused_even_where_it_is_trusted(folder: Path, tmp_path: Path) -> None:
+def test_code_in_the_folder_is_refused_with_trust_remote_code(folder: Path, tmp_path: Path) -> None:
     (folder / "custom_generate").mkdir()
     touch = f"import pathlib; pathlib.Path({str(tmp_path / 'executed')!r}).touch()\n"
     (folder / "custom_generate" / "generate.py").write_text(touch)
@@ -122,28 +122,30 @@ def test_code_in_the_folder_is_refused_even_where_it_is_trusted(folder: Path, tm
 
 
 @pytest.mark.parametrize("changes", [{"mechanism": "qdelta"}, {"hidden_size": 32}, {"tie_word_embeddings": False}])
-def test_a_shape_asked_for_that_the_weights_do_not_have_is_refused(folder: Path, changes: dict[str, Any]) -> None:
+def test_overrides_that_do_not_match_the_weights_are_refused(folder: Path, changes: dict[str, Any]) -> None:
     for load in (AutoModelForCausalLM.from_pretrained, QKFlowForCausalLM.from_pretrained):
         with pytest.raises(UsageError, match=r"its config requires|do not match the config"):
             load(folder, **changes)
 
 
-@pytest.mark.parametrize("where", ["../stolen.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "a\\b", "\0"])
-def test_a_shard_outside_of_the_folder_is_refused(folder: Path, where: str) -> None:
-    shutil.copy(folder / FIRST, folder.parent / "stolen.safetensors")
+@pytest.mark.parametrize(
+    "where", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "a\\b", "\0"]
+)
+def test_a_shard_outside_the_folder_is_refused(folder: Path, where: str) -> None:
+    shutil.copy(folder / FIRST, folder.parent / "outside.safetensors")
     edit(folder, INDEX, lambda index: index["weight_map"].update({"model.embedding.weight": where}))
-    refused(folder, "outside the folder")
+    assert_refused(folder, "outside the folder")
 
 
-def test_a_link_out_of_the_folder_is_refused_but_not_one_to_the_blobs_of_the_cache(folder: Path) -> None:
-    stolen = folder.parent / "stolen.safetensors"
-    shutil.move(folder / FIRST, stolen)
-    (folder / FIRST).symlink_to(stolen)
-    refused(folder, "leads out of its folder")
+def test_links_out_of_the_folder_are_refused_except_to_the_blobs_of_the_hub_cache(folder: Path) -> None:
+    outside = folder.parent / "outside.safetensors"
+    shutil.move(folder / FIRST, outside)
+    (folder / FIRST).symlink_to(outside)
+    assert_refused(folder, "leads out of its folder")
     hub = folder.parent / "models--me--mine"
     (hub / "snapshots").mkdir(parents=True)
     (hub / "blobs").mkdir()
-    shutil.move(stolen, hub / "blobs" / "abc")
+    shutil.move(outside, hub / "blobs" / "abc")
     (folder / FIRST).unlink()
     (folder / FIRST).symlink_to(Path("../../blobs/abc"))
     shutil.move(folder, hub / "snapshots" / "1")
@@ -151,7 +153,7 @@ def test_a_link_out_of_the_folder_is_refused_but_not_one_to_the_blobs_of_the_cac
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "fragment"),
     [
         (lambda index: index["weight_map"].pop("model.norm.weight"), "do not match their index"),
         (lambda index: index["weight_map"].update({"model.more": FIRST}), "do not match their index"),
@@ -162,13 +164,15 @@ def test_a_link_out_of_the_folder_is_refused_but_not_one_to_the_blobs_of_the_cac
         (lambda index: index.update(weight_map=[]), "weight_map"),
     ],
 )
-def test_an_index_that_lies_is_refused(folder: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
+def test_an_index_that_does_not_match_the_shards_is_refused(
+    folder: Path, change: Callable[[dict[str, Any]], object], fragment: str
+) -> None:
     edit(folder, INDEX, change)
-    refused(folder, said)
+    assert_refused(folder, fragment)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "fragment"),
     [
         ({"auto_map": {"AutoConfig": "evil.py"}}, "names code to run"),
         ({"custom_pipelines": {}}, "names code to run"),
@@ -210,16 +214,16 @@ def test_an_index_that_lies_is_refused(folder: Path, change: Callable[[dict[str,
     ],
     ids=str,
 )
-def test_a_config_that_is_not_the_models_is_refused_and_nothing_is_allocated(
-    folder: Path, change: dict[str, Any], said: str
+def test_a_config_that_does_not_match_the_weights_is_refused_without_allocating(
+    folder: Path, change: dict[str, Any], fragment: str
 ) -> None:
     edit(folder, "config.json", lambda config: config.update(change))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    refused(folder, said)
+    assert_refused(folder, fragment)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
 
 
-def test_another_model_is_told_from_ours(folder: Path) -> None:
+def test_a_model_of_another_type_is_refused(folder: Path) -> None:
     edit(folder, "config.json", lambda config: config.update(model_type="llama"))
     with pytest.raises(UsageError, match="a model of type 'llama'"):
         read_folder(folder)
@@ -228,7 +232,7 @@ def test_another_model_is_told_from_ours(folder: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"model_type": "qkflow", "dtype": 1, "dtype": 2}']
 )
-def test_a_config_that_is_no_table_is_refused(folder: Path, content: bytes) -> None:
+def test_a_config_that_is_not_a_json_object_is_refused(folder: Path, content: bytes) -> None:
     (folder / "config.json").write_bytes(content)
     with pytest.raises(UsageError, match=r"config\.json"):
         read_folder(folder)
@@ -240,11 +244,13 @@ def header(path: Path, content: bytes, length: int | None = None, rest: bytes = 
     path.write_bytes(struct.pack("<Q", len(content) if length is None else length) + content + rest)
 
 
-TWICE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+REPEATED_NAME = (
+    b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("damage", "fragment"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-7]), "truncated"),
         (lambda path: path.write_bytes(path.read_bytes()[:20]), "truncated"),
@@ -252,7 +258,7 @@ TWICE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F3
         (lambda path: path.write_bytes(b"\1\2\3"), ""),
         (lambda path: header(path, b"{}", length=2**62), "a header of"),
         (lambda path: header(path, b"[]"), ""),
-        (lambda path: header(path, TWICE, rest=bytes(4)), "twice"),
+        (lambda path: header(path, REPEATED_NAME, rest=bytes(4)), "twice"),
         (
             lambda path: header(
                 path, b'{"a":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4]}}', rest=bytes(4)
@@ -263,40 +269,38 @@ TWICE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F3
     ],
     ids=range(9),
 )
-def test_weights_that_are_torn_or_lie_about_themselves_are_refused(
-    folder: Path, spoil: Callable[[Path], object], said: str
-) -> None:
-    spoil(folder / FIRST)
-    refused(folder, said)
+def test_truncated_or_forged_weights_are_refused(folder: Path, damage: Callable[[Path], object], fragment: str) -> None:
+    damage(folder / FIRST)
+    assert_refused(folder, fragment)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "fragment"),
     [
         (lambda name, tensor: tensor.T.contiguous() if name.endswith("gate.weight") else tensor, "has shape [16, 8]"),
         (lambda name, tensor: tensor.int(), "I32"),
         (lambda name, tensor: tensor[:0], "model.embedding.weight"),
     ],
 )
-def test_weights_of_another_shape_or_kind_are_refused(
-    folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor], said: str
+def test_weights_of_another_shape_or_dtype_are_refused(
+    folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor], fragment: str
 ) -> None:
     for path in folder.glob("*.safetensors"):
         tensors = {name: change(name, tensor) for name, tensor in load_file(path).items()}
         save_file(tensors, path, metadata={"format": "pt"})
-    refused(folder, said)
+    assert_refused(folder, fragment)
 
 
-def test_half_precision_and_numbers_that_are_none_are_weights_too(folder: Path) -> None:
+def test_half_precision_and_nan_weights_are_read(folder: Path) -> None:
     for path in folder.glob("*.safetensors"):
         halves = {name: tensor.bfloat16() for name, tensor in load_file(path).items()}
         save_file({name: half.fill_(torch.nan) for name, half in halves.items()}, path, metadata={"format": "pt"})
-    found = read_folder(folder).weights
-    assert all(tensor.dtype == torch.float32 and bool(tensor.isnan().all()) for tensor in found.values())
+    weights = read_folder(folder).weights
+    assert all(tensor.dtype == torch.float32 and bool(tensor.isnan().all()) for tensor in weights.values())
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "fragment"),
     [
         ("{", "damaged"),
         ('{"kind": "nothing"}', "unknown tokenizer"),
@@ -306,23 +310,23 @@ def test_half_precision_and_numbers_that_are_none_are_weights_too(folder: Path) 
         (json.dumps({"kind": "words", "words": [f"w{n}" for n in range(300)]}), "do not match"),
     ],
 )
-def test_a_tokenizer_that_is_none_is_refused(folder: Path, content: str, said: str) -> None:
+def test_an_invalid_tokenizer_is_refused(folder: Path, content: str, fragment: str) -> None:
     (folder / "qkflow_tokenizer.json").write_text(content)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=fragment):
         read_folder(folder)
 
 
 @pytest.mark.parametrize("name", ["qkflow_tokenizer.json", "tokenizer.json"])
-def test_a_tokenizer_that_lies_elsewhere_is_refused(folder: Path, name: str) -> None:
-    (folder / name).rename(folder.parent / "stolen.json")
-    (folder / name).symlink_to(folder.parent / "stolen.json")
+def test_a_tokenizer_outside_the_folder_is_refused(folder: Path, name: str) -> None:
+    (folder / name).rename(folder.parent / "outside.json")
+    (folder / name).symlink_to(folder.parent / "outside.json")
     with pytest.raises(UsageError, match="leads out of its folder"):
         read_folder(folder)
 
 
-def test_a_folder_that_lacks_something_says_what(folder: Path, tmp_path: Path) -> None:
-    without_shards(folder)
-    refused(folder, "has no weights")
+def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
+    remove_weights(folder)
+    assert_refused(folder, "has no weights")
     (folder / "config.json").unlink()
     with pytest.raises(UsageError, match=r"has no config\.json"):
         read_folder(folder)

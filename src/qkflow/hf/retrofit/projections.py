@@ -27,7 +27,7 @@ Projection = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadShape:
+class QKHeads:
     """The heads of a layer."""
 
     queries: int
@@ -44,7 +44,7 @@ class Projections(ABC):
     names: tuple[str, ...]
 
     @abstractmethod
-    def heads(self, layer: nn.Module) -> HeadShape | None:
+    def heads(self, layer: nn.Module) -> QKHeads | None:
         """The heads of the layer; None if its submodules are not as expected."""
 
     @abstractmethod
@@ -58,12 +58,12 @@ class SeparateProjections(Projections):
 
     names: tuple[str, ...] = ("q_proj", "k_proj")
 
-    def heads(self, layer: nn.Module) -> HeadShape | None:
+    def heads(self, layer: nn.Module) -> QKHeads | None:
         """Divide the output of each projection by the head dimension."""
         width, (queries, keys) = _head_width(layer), (_output_size(layer, name) for name in self.names)
         if not width or not queries or not keys or queries % width or keys % width:
             return None
-        return HeadShape(queries=queries // width, keys=keys // width, width=width)
+        return QKHeads(queries=queries // width, keys=keys // width, width=width)
 
     def coupled(self, layer: nn.Module, coupling: Coupling) -> Mapping[str, Projection]:
         """The projection that is called first computes both; the second call returns the rest."""
@@ -93,7 +93,7 @@ class FusedProjections(Projections):
     order: Literal["blocks", "heads"]
     """All queries, all keys, all values; or the query, key and value of each head in turn."""
 
-    def heads(self, layer: nn.Module) -> HeadShape | None:
+    def heads(self, layer: nn.Module) -> QKHeads | None:
         """Take the query heads from the layer's config; keys and values share the rest."""
         width, size = _head_width(layer), _output_size(layer, self.names[0])
         queries = getattr(getattr(layer, "config", None), "num_attention_heads", None)
@@ -102,7 +102,7 @@ class FusedProjections(Projections):
         keys, rest = divmod(size - queries * width, 2 * width)
         if rest or keys < 1 or (self.order == "heads" and keys != queries):
             return None
-        return HeadShape(queries=queries, keys=keys, width=width)
+        return QKHeads(queries=queries, keys=keys, width=width)
 
     def coupled(self, layer: nn.Module, coupling: Coupling) -> Mapping[str, Projection]:
         """Call the projection and replace the queries and keys in its output."""
@@ -161,7 +161,7 @@ LAYER_CLASSES: Mapping[str, Projections] = {
 }
 """The supported layer classes and their projections."""
 
-FoundLayer = tuple[str, nn.Module, Projections, HeadShape]
+FoundLayer = tuple[str, nn.Module, Projections, QKHeads]
 
 
 def find_layers(model: nn.Module) -> list[FoundLayer]:

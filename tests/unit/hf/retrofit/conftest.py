@@ -1,4 +1,4 @@
-"""Small models of others, with weights large enough that what happens in their scores is seen."""
+"""Small transformers models, with weights large enough that a change of their scores is visible."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 1,
     "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 8,
-    "experts_implementation": "eager",  # in any precision
+    "experts_implementation": "eager",  # supports any precision
 }
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**GROUPED, "attention_bias": True}),
@@ -59,22 +59,22 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 
 
-class Others:
-    """Makes models, and moves their couplings away from where they begin."""
+class Models:
+    """Builds models and randomises their couplings."""
 
     def __call__(self, kind: str, *, dtype: torch.dtype = torch.float32, suffix: str = "", **more: Any) -> Any:
-        """A model of that kind, the same whenever it is made; `suffix` is another end of its class's name."""
+        """A model of this kind, always with the same weights; `suffix` replaces ForCausalLM in its class name."""
         model, config, shape = MODELS[kind]
         model = model.replace("ForCausalLM", suffix) if suffix else model
         torch.manual_seed(0)
-        made = getattr(transformers, model)(getattr(transformers, config)(**shape, **NO_TOKENS, **more)).eval()
+        instance = getattr(transformers, model)(getattr(transformers, config)(**shape, **NO_TOKENS, **more)).eval()
         with torch.no_grad():
-            for parameter in made.parameters():
+            for parameter in instance.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
-        return made.to(dtype)
+        return instance.to(dtype)
 
-    def far(self, model: nn.Module, scale: float = 0.5) -> nn.Module:
-        """Give the couplings weights that do something."""
+    def randomise_couplings(self, model: nn.Module, scale: float = 0.5) -> nn.Module:
+        """Give the couplings random weights."""
         torch.manual_seed(1)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -83,19 +83,19 @@ class Others:
         return model
 
     def tokens(self, rows: int = 2, length: int = 9, seed: int = 2) -> Tensor:
-        """Tokens that are not padding."""
+        """Random tokens without padding."""
         return torch.randint(1, 29, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="session")
-def others() -> Others:
-    """Models of others."""
-    return Others()
+def models() -> Models:
+    """Builds small transformers models."""
+    return Models()
 
 
 @pytest.fixture(autouse=True)
 def silence() -> Iterator[None]:
-    """No progress bars, no reports on what was loaded."""
+    """Turn off progress bars and loading reports."""
     level: Callable[[int], None] = transformers.logging.set_verbosity
     before = transformers.logging.get_verbosity()
     transformers.logging.disable_progress_bar()

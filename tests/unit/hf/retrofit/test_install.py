@@ -1,4 +1,4 @@
-"""A coupling in a model that exists: nothing changes at first, and later only what it is meant to change."""
+"""`retrofit`: the coupling starts as the identity, and changes only queries and keys."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from qkflow.mechanisms.coupled import DYNAMICS, CouplingConfig
 
 transformers = pytest.importorskip("transformers")
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "phi3")
-MORE = (
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "phi3")
+MORE_FAMILIES = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gemma3", "granite", "olmo", "olmo2", "olmo3", "phi"),
     *("smollm3", "stablelm", "starcoder2"),
 )
 DRIFT = CouplingConfig(dynamics="hamiltonian", force="none", dt=0.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_at_first_no_output_changes_at_all(others: Any, kind: str) -> None:
-    tokens, model = others.tokens(), others(kind)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_an_untrained_coupling_changes_no_output(models: Any, kind: str) -> None:
+    tokens, model = models.tokens(), models(kind)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         model.to(dtype).set_attn_implementation("eager" if dtype == torch.float64 else "sdpa")
         before = model(tokens).logits
@@ -39,11 +39,11 @@ def test_at_first_no_output_changes_at_all(others: Any, kind: str) -> None:
             remove_retrofit(model)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *MORE])
-def test_a_drift_is_what_adding_key_rows_to_query_rows_would_be(others: Any, kind: str) -> None:
-    """Before norms and positions, q + c k: the law knows where each head's rows lie, and that nothing comes between."""
-    tokens = others.tokens()
-    model, plain = (others(kind, dtype=torch.float64) for _ in range(2))
+@pytest.mark.parametrize("kind", [*FAMILIES, *MORE_FAMILIES])
+def test_a_drift_equals_adding_key_rows_to_query_rows(models: Any, kind: str) -> None:
+    """Checks where each head's rows are, and that the drift q + c k comes before norms and positions."""
+    tokens = models.tokens()
+    model, plain = (models(kind, dtype=torch.float64) for _ in range(2))
     retrofit(model, DRIFT)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -53,11 +53,11 @@ def test_a_drift_is_what_adding_key_rows_to_query_rows_would_be(others: Any, kin
             _add_keys_to_queries(layer, 0.7)
     want = plain(tokens).logits
     assert_close(model(tokens).logits, want, rtol=1e-10, atol=1e-10)
-    assert (want - others(kind, dtype=torch.float64)(tokens).logits).abs().max() > 1e-3
+    assert (want - models(kind, dtype=torch.float64)(tokens).logits).abs().max() > 1e-3
 
 
 def _add_keys_to_queries(layer: Any, step: float) -> None:
-    """As a hand would do it, by what each family's own code says about its rows."""
+    """Edit the weights by hand, according to the layout of each family."""
     if hasattr(layer, "q_proj"):
         for q, k in zip(layer.q_proj.parameters(), layer.k_proj.parameters(), strict=True):
             repeats = len(q) // len(k)
@@ -77,25 +77,24 @@ def _add_keys_to_queries(layer: Any, step: float) -> None:
             q.add_(step * k)
 
 
-def test_queries_and_keys_move_before_they_are_normalised(others: Any) -> None:
-    model = others.far(retrofit(others("qwen3")))
+def test_the_coupling_comes_before_query_and_key_norms(models: Any) -> None:
+    model = models.randomise_couplings(retrofit(models("qwen3")))
     layer, seen = model.model.layers[0].self_attn, {}
     for name in ("q_norm", "k_norm", "q_proj", "k_proj"):
         getattr(layer, name).register_forward_hook(
             lambda _, args, out, name=name: seen.update({name: (args[0] if "norm" in name else out)})
         )
-    model(others.tokens())
+    model(models.tokens())
     q, k = (seen[name].unflatten(-1, (-1, 8)) for name in ("q_proj", "k_proj"))
     assert_close((seen["q_norm"], seen["k_norm"]), layer.coupling(q, k), rtol=0, atol=0)
     assert (seen["q_norm"] - q).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_training_the_cache_changes_nothing_and_the_future_nothing_before_it(
-    others: Any, kind: str, attention: str
-) -> None:
-    model, tokens = _trained(others, kind, attn_implementation=attention), others.tokens()
+@pytest.mark.parametrize(
+    ("kind", "attention"), [*((kind, "sdpa") for kind in FAMILIES), ("llama", "eager"), ("gpt2", "eager")]
+)
+def test_a_trained_coupling_keeps_caching_and_causality(models: Any, kind: str, attention: str) -> None:
+    model, tokens = _trained(models, kind, attn_implementation=attention), models.tokens()
     assert (model(tokens).logits - remove_retrofit(copy.deepcopy(model))(tokens).logits).abs().max() > 1e-4
     whole, cache, pieces = model(tokens).logits, None, []
     for piece in tokens.split([4, 1, 2, 2], 1):
@@ -108,8 +107,8 @@ def test_after_training_the_cache_changes_nothing_and_the_future_nothing_before_
     assert_close(model(other).logits[:, :6], whole[:, :6], rtol=0, atol=1e-6)
 
 
-def _trained(others: Any, kind: str, **more: Any) -> Any:
-    model, tokens = retrofit(others(kind, **more)), others.tokens(4, 16, seed=3)
+def _trained(models: Any, kind: str, **more: Any) -> Any:
+    model, tokens = retrofit(models(kind, **more)), models.tokens(4, 16, seed=3)
     optimiser = torch.optim.AdamW(circuit_groups(model, 3e-3, r=10.0))
     for _ in range(4):
         model(tokens, labels=tokens).loss.backward()
@@ -119,9 +118,9 @@ def _trained(others: Any, kind: str, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox"])
-def test_generation_with_the_cache_is_generation_without_it(others: Any, kind: str) -> None:
-    model = others.far(retrofit(others(kind, dtype=torch.float64)))
-    short, long = others.tokens(1, 5), others.tokens(1, 8, seed=4)
+def test_generation_does_not_depend_on_the_cache(models: Any, kind: str) -> None:
+    model = models.randomise_couplings(retrofit(models(kind, dtype=torch.float64)))
+    short, long = models.tokens(1, 5), models.tokens(1, 8, seed=4)
     padded = torch.cat([torch.cat([torch.zeros(1, 3, dtype=torch.long), short], 1), long])
     alone = _generated(model, short) + _generated(model, long)
     assert _generated(model, padded) == alone == _generated(model, padded, use_cache=False)
@@ -135,50 +134,50 @@ def _generated(model: Any, prompts: torch.Tensor, **options: Any) -> list[list[i
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_recomputing_gives_the_same_gradients_and_every_parameter_gets_one(others: Any, kind: str) -> None:
-    tokens = others.tokens()
-    kept, again = (others.far(retrofit(others(kind, dtype=torch.float64))).train() for _ in range(2))
+def test_checkpointing_gives_the_same_gradients_to_every_parameter(models: Any, kind: str) -> None:
+    tokens = models.tokens()
+    stored, again = (models.randomise_couplings(retrofit(models(kind, dtype=torch.float64))).train() for _ in range(2))
     again.activation_checkpointing_enable()
-    for model in (kept, again):
+    for model in (stored, again):
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         model(tokens, labels=tokens, use_cache=False).loss.backward()
-    for (name, one), (_, two) in zip(kept.named_parameters(), again.named_parameters(), strict=True):
+    for (name, one), (_, two) in zip(stored.named_parameters(), again.named_parameters(), strict=True):
         assert one.grad is not None, name
         assert two.grad is not None, name
         assert_close(two.grad, one.grad, rtol=1e-10, atol=1e-12)
         assert ".coupling." not in name or one.grad.abs().max() > 0, name
 
 
-def test_a_step_of_zero_can_be_left(others: Any) -> None:
-    model, tokens = retrofit(others("llama"), "hamiltonian"), others.tokens()
+def test_a_step_size_of_zero_has_a_gradient(models: Any) -> None:
+    model, tokens = retrofit(models("llama"), "hamiltonian"), models.tokens()
     model(tokens, labels=tokens).loss.backward()
     steps = [p for name, p in model.named_parameters() if name.endswith("coupling.dt")]
     assert len(steps) == 2
     assert all(step.grad is not None and step.grad != 0 for step in steps)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_couplings_learn_with_queries_and_keys(others: Any, kind: str) -> None:
-    model, tokens = others.far(retrofit(others(kind))), others.tokens()
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_circuit_groups_assign_couplings_to_the_qk_circuit(models: Any, kind: str) -> None:
+    model, tokens = models.randomise_couplings(retrofit(models(kind))), models.tokens()
     before, names = model(tokens).logits, list(model.state_dict())
     groups = {group["circuit"]: group["params"] for group in circuit_groups(model, 1e-3, r=10.0)}
     qk = {id(parameter) for parameter in groups["qk"]}
-    found = [id(parameter) for name, parameter in model.named_parameters() if ".coupling." in name]
-    assert found
-    assert qk.issuperset(found)
-    assert len(qk) > len(found)
+    couplings = [id(parameter) for name, parameter in model.named_parameters() if ".coupling." in name]
+    assert couplings
+    assert qk.issuperset(couplings)
+    assert len(qk) > len(couplings)
     assert list(model.state_dict()) == names
     assert_close(model(tokens).logits, before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_unfit_gives_the_original_back_to_the_bit(others: Any, kind: str) -> None:
-    tokens, model = others.tokens(), others(kind)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_remove_retrofit_restores_the_model_to_the_bit(models: Any, kind: str) -> None:
+    tokens, model = models.tokens(), models(kind)
     original, classes = copy.deepcopy(model.state_dict()), [type(module) for module in model.modules()]
     before, config = model(tokens).logits, model.config.to_dict()
-    others.far(retrofit(model))
+    models.randomise_couplings(retrofit(model))
     assert is_retrofitted(model)
     assert (model(tokens).logits - before).abs().max() > 1e-3
     assert {name for name in model.state_dict() if ".coupling." not in name} == original.keys()
@@ -190,41 +189,41 @@ def test_unfit_gives_the_original_back_to_the_bit(others: Any, kind: str) -> Non
     assert model.config.to_dict() == config
 
 
-def test_some_layers_can_be_left_as_they_are(others: Any) -> None:
-    model = retrofit(others("llama"), layers=[1])
+def test_layers_selects_the_layers_to_couple(models: Any) -> None:
+    model = retrofit(models("llama"), layers=[1])
     assert [hasattr(layer.self_attn, "coupling") for layer in model.model.layers] == [False, True]
     assert model.config.qkflow_retrofit["layers"] == [1]
 
 
-def test_attention_to_another_text_is_left_as_it_is(others: Any) -> None:
-    model, tokens = others("gpt2", add_cross_attention=True), others.tokens()
+def test_cross_attention_is_not_coupled(models: Any) -> None:
+    model, tokens = models("gpt2", add_cross_attention=True), models.tokens()
     other = torch.randn(2, 5, 16)
     before = model(tokens, encoder_hidden_states=other).logits
-    others.far(retrofit(model))
+    models.randomise_couplings(retrofit(model))
     block = model.transformer.h[0]
     assert hasattr(block.attn, "coupling")
     assert not hasattr(block.crossattention, "coupling")
     assert (model(tokens, encoder_hidden_states=other).logits - before).abs().max() > 1e-3
 
 
-def test_copies_are_coupled_too_and_share_nothing(others: Any) -> None:
-    model, tokens = others.far(retrofit(others("llama"))), others.tokens()
+def test_copies_keep_the_coupling_and_share_no_weights(models: Any) -> None:
+    model, tokens = models.randomise_couplings(retrofit(models("llama"))), models.tokens()
     want = model(tokens).logits
     twins = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    others.far(model, scale=0.0)
+    models.randomise_couplings(model, scale=0.0)
     for twin in twins:
         assert_close(twin(tokens).logits, want, rtol=0, atol=0)
 
 
-def test_attentions_are_returned_as_before(others: Any) -> None:
-    model = others.far(retrofit(others("llama", attn_implementation="eager")))
-    maps = model(others.tokens(), output_attentions=True).attentions
+def test_attentions_are_returned(models: Any) -> None:
+    model = models.randomise_couplings(retrofit(models("llama", attn_implementation="eager")))
+    maps = model(models.tokens(), output_attentions=True).attentions
     assert [layer.shape for layer in maps] == [(2, 4, 9, 9)] * 2
     assert_close(maps[0].sum(-1), torch.ones(2, 4, 9))
 
 
-def test_mixed_precision_runs_the_coupling_in_the_precision_of_the_projections(others: Any) -> None:
-    model, tokens = others.far(retrofit(others("llama")), scale=0.1), others.tokens()
+def test_autocast_runs_the_coupling(models: Any) -> None:
+    model, tokens = models.randomise_couplings(retrofit(models("llama")), scale=0.1), models.tokens()
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(tokens, labels=tokens).loss
     loss.backward()
@@ -233,29 +232,29 @@ def test_mixed_precision_runs_the_coupling_in_the_precision_of_the_projections(o
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_coupled_model_is_one_graph(others: Any, kind: str) -> None:
-    model, tokens = others.far(retrofit(others(kind))), others.tokens()
+def test_a_coupled_model_is_one_graph(models: Any, kind: str) -> None:
+    model, tokens = models.randomise_couplings(retrofit(models(kind))), models.tokens()
     want = model(tokens, use_cache=False).logits
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert_close(compiled(tokens, use_cache=False).logits, want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_coupling_that_would_change_the_model_or_never_move_is_refused(others: Any) -> None:
-    model = others("llama")
-    for config, why in (
+def test_a_coupling_that_is_not_the_identity_or_cannot_train_is_refused(models: Any) -> None:
+    model = models("llama")
+    for config, fragment in (
         (CouplingConfig(), "would change the untrained model: give dt=0.0"),
         (CouplingConfig(dynamics="euler", dt=-0.1), "dt=-0.1 would change"),
         (CouplingConfig(dynamics="uncoupled", dt=0.0), "no gradient"),
         (CouplingConfig(dynamics="affine", sharing="layers"), "sharing='heads'"),
         ("afine", "did you mean 'affine'"),
     ):
-        with pytest.raises(UsageError, match=why):
+        with pytest.raises(UsageError, match=fragment):
             retrofit(model, config)
     assert not is_retrofitted(model)
 
 
-def test_what_cannot_be_fitted_is_said(others: Any) -> None:
-    model = others("llama")
+def test_invalid_models_and_layers_are_refused(models: Any) -> None:
+    model = models("llama")
     for layers in ([], [2], [-1, 0]):
         with pytest.raises(UsageError, match="some of its 2 attention layers, from 0 to 1"):
             retrofit(model, layers=layers)
@@ -273,7 +272,7 @@ def test_what_cannot_be_fitted_is_said(others: Any) -> None:
     assert not hasattr(model.model.layers[0].self_attn, "coupling")
 
 
-def test_a_model_of_another_layout_hears_what_was_looked_for_and_what_it_has() -> None:
+def test_an_unsupported_model_is_refused_with_its_attention_modules() -> None:
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     bert = transformers.BertModel(transformers.BertConfig(vocab_size=11, **small))
     with pytest.raises(UsageError) as caught:
@@ -285,10 +284,10 @@ def test_a_model_of_another_layout_hears_what_was_looked_for_and_what_it_has() -
     assert "\n" not in message
 
 
-def test_queries_of_one_text_and_keys_of_another_are_refused(others: Any) -> None:
-    layer = retrofit(others("llama")).model.layers[0].self_attn
-    parts = type(layer).projections.coupled(layer, layer.coupling)
+def test_queries_and_keys_of_different_inputs_are_refused(models: Any) -> None:
+    layer = retrofit(models("llama")).model.layers[0].self_attn
+    projections = type(layer).projections.coupled(layer, layer.coupling)
     x = torch.randn(1, 3, 16)
-    assert parts["k_proj"](x).shape == (1, 3, 8)
+    assert projections["k_proj"](x).shape == (1, 3, 8)
     with pytest.raises(UsageError, match="cross-attention cannot be coupled"):
-        parts["q_proj"](x.clone())
+        projections["q_proj"](x.clone())
