@@ -42,7 +42,7 @@ def test_train_prints_the_loss_before_and_after_and_fills_the_run_folder(trained
 
 def test_a_finished_run_is_not_trained_again(qkflow: Command, run_copy: str) -> None:
     weights = Path(run_copy, "weights.safetensors").read_bytes()
-    assert "nothing left to do" in qkflow("train", "--resume", run_copy)
+    assert "nothing to do" in qkflow("train", "--resume", run_copy)
     assert Path(run_copy, "weights.safetensors").read_bytes() == weights
 
 
