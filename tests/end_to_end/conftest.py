@@ -117,19 +117,19 @@ TIMES = ("seconds", "evaluation_seconds")
 
 
 class Studies:
-    """A folder with a corpus of small documents, and designs on it."""
+    """Tiny studies on a corpus of small documents."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, root: Path) -> None:
+        self.root = root
         generator = random.Random(0)
         words = ["".join(generator.choices("abcdefgh", k=generator.randint(2, 6))) for _ in range(50)]
         texts = [" ".join(generator.choices(words, k=generator.randint(20, 60))) for _ in range(80)]
-        (place / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (root / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
     def design(self, *, steps: int, learning_rates: tuple[float, ...] = (1e-3,), checkpoint_every: int = 7) -> Design:
-        """Two arms and two seeds, with dropout, and checkpoints at other steps than evaluations."""
-        request = ExperimentSpec(
-            corpus=CorpusConfig(source=str(self.place / "corpus.jsonl")),
+        """Two arms and two seeds, with dropout; checkpoints and evaluations at different steps."""
+        spec = ExperimentSpec(
+            corpus=CorpusConfig(source=str(self.root / "corpus.jsonl")),
             arms=("standard", "differential"),
             model=DecoderConfig(width=16, layers=1, heads=2, hidden=32, dropout=0.1),
             tokens=steps * 4 * 24,
@@ -142,36 +142,37 @@ class Studies:
             jobs=2,
             threads=1,
         )
-        made = plan(request, LocalExecutor(), notice=lambda text: None)
-        return replace(made, base=replace(made.base, checkpoint_every=checkpoint_every, log_every=1))
+        design = plan(spec, LocalExecutor(), notice=lambda text: None)
+        return replace(design, base=replace(design.base, checkpoint_every=checkpoint_every, log_every=1))
 
     def undisturbed(self, design: Design) -> dict[str, Any]:
-        """What the study leaves behind if nobody disturbs it."""
-        study = self.place / f"undisturbed-{design.base.steps}"
+        """The results of the same study without interruptions."""
+        study = self.root / f"undisturbed-{design.base.steps}"
         if not study.exists():
             write_design(study, design)
             run_experiment(None, study)
         return self.left_behind(study)
 
     def left_behind(self, study: Path) -> dict[str, Any]:
-        """All numbers of a finished study, times left out; the metrics hold a checksum of each batch."""
+        """All results of a finished study except times; the metrics contain a checksum of each batch."""
         tuning = study / "tuning.json"
-        found: dict[str, Any] = {"tuning": json.loads(tuning.read_text()) if tuning.exists() else None}
+        results: dict[str, Any] = {"tuning": json.loads(tuning.read_text()) if tuning.exists() else None}
         for job in jobs(read_design(study)):
             folder = study / job.folder
             records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            found[str(job.folder)] = {
+            results[str(job.folder)] = {
                 "metrics": [{key: value for key, value in record.items() if key not in TIMES} for record in records],
                 "weights": (folder / "weights.safetensors").read_bytes(),
                 "documents": (folder / "documents.npy").read_bytes(),
                 "config": (folder / "config.json").read_bytes(),
                 "names": sorted(path.name for path in folder.iterdir()),
             }
-        return found
+        return results
 
 
 @pytest.fixture(scope="module")
 def studies(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Iterator[Studies]:
+    """Builds and runs tiny studies in a temporary directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QKFLOW_CACHE", str(session_cache))
         yield Studies(tmp_path_factory.mktemp("studies"))

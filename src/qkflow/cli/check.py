@@ -26,9 +26,11 @@ _STYLES = {"passed": "green", "failed": "red", "skipped": "yellow"}
 class Check:
     """Check a mechanism, ours or yours, against every law.
 
-    The laws are causality, caching, padding, packing, compilation and more. A failed law is reported with the smallest
-    failing case. With --kernels, print which kernels run on this machine, how they were built, and their error against
-    the reference. The exit code is 1 if a law fails or an error is too large.
+    A failed law is reported with the smallest failing case.
+
+    With --kernels, compare the kernels of this machine with their references.
+
+    The exit code is 1 if a law fails or the error of a kernel is too large.
 
     For example:
       qkflow check standard:window=16
@@ -42,7 +44,7 @@ class Check:
     kernels: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Check the kernels of this machine; without FACTORY, only these."""
     law: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
-    """Check only this law. Can be repeated."""
+    """Check only this law."""
     width: int = 32
     """Model width of the test cases."""
     heads: int = 4

@@ -22,7 +22,7 @@ from qkflow.training import load_run
 class Generate:
     """Generate text with a trained model.
 
-    The text of a single prompt is streamed; several prompts are printed when all are finished.
+    One prompt is streamed; several are printed when all are finished.
 
     For example:
       qkflow generate runs/diff "def main("
@@ -43,7 +43,7 @@ class Generate:
     top_p: Annotated[float | None, flag("P", "1")] = None
     """Sample from the most likely tokens whose total probability is P."""
     stop: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
-    """Stop before this text, for example \\n\\n. Can be repeated."""
+    """Stop before this text, for example \\n\\n."""
     seed: int = 0
     """Random seed of the sampling."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
