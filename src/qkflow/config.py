@@ -68,12 +68,14 @@ def _convert(value: Any, expected: Any, path: str, where: str) -> Any:
     """Convert `value` to the annotated type `expected`."""
     origin, args = get_origin(expected), get_args(expected)
     if origin in (Union, types.UnionType):
+        configs = [alternative for alternative in args if dataclasses.is_dataclass(alternative)]
+        if configs and isinstance(value, Mapping):  # the config with most of these keys, the first of equals
+            return _convert(value, max(configs, key=lambda config: _n_fields(config, value)), path, where)
         for alternative in args:
             try:
                 return _convert(value, alternative, path, where)
             except UsageError:
-                if dataclasses.is_dataclass(alternative) and isinstance(value, Mapping):
-                    raise  # its message is more precise than that of the union
+                continue
         raise _type_error(value, expected, path, where)
     if origin is Literal:
         if value in args:
@@ -105,6 +107,11 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_to_plain(item) for item in value]
     return value
+
+
+def _n_fields(cls: Any, data: Mapping[str, Any]) -> int:
+    """The number of keys that are fields of a config."""
+    return sum(field.name in data for field in dataclasses.fields(cls))
 
 
 def _type_error(value: Any, expected: Any, path: str, where: str) -> UsageError:

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from qkflow.data import Corpus, CorpusConfig, open_corpus
+from qkflow.data.tasks import Instance, Task, TaskConfig
 from qkflow.errors import Interrupted
-from qkflow.models import DecoderConfig
+from qkflow.models import ClassifierConfig, DecoderConfig
 from qkflow.ops.csrc import build
-from qkflow.training import Callback, Result, Run, TrainConfig, train
+from qkflow.training import Callback, Result, Run, TrainConfig, task_defaults, train
 
 Configure = Callable[..., TrainConfig]
 TASK = "mqar:pairs=1+4,length=16,keys=6,values=3,train=60,validation=12,each=6"
@@ -138,5 +139,63 @@ def begun(stop_at: Callable[[int], Watcher]) -> Callable[..., Path]:
         with pytest.raises(Interrupted):
             train(config, folder, callbacks=[stop_at(step)])
         return folder
+
+    return make
+
+
+TASK_WORDS = ("<pad>", "<ask>", *"abcdefgh", "<no>", "<yes>", "<end>")
+
+
+def sign_instances(count: int, seed: int) -> tuple[Instance, ...]:
+    """Texts with one of two signs, which decides the class."""
+    generator, instances = random.Random(seed), []
+    for number in range(count):
+        text = [generator.randint(2, 9) for _ in range(generator.randint(2, 6))]
+        position, label = generator.randrange(len(text)), number % 2
+        text[position] = 10 + label
+        instances.append(Instance(tokens=(*text, 1), label=label, rationale=(position,)))
+    return tuple(instances)
+
+
+def copy_instances(count: int, seed: int) -> tuple[Instance, ...]:
+    """Texts whose first one or two words are the answer."""
+    generator, end, instances = random.Random(seed), TASK_WORDS.index("<end>"), []
+    for _ in range(count):
+        text = tuple(generator.randint(2, 9) for _ in range(generator.randint(2, 6)))
+        answer = text[: generator.randint(1, 2)]
+        rationale = tuple(range(len(answer)))
+        instances.append(Instance(tokens=(*text, 1), label=answer[0], rationale=rationale, answer=(*answer, end)))
+    return tuple(instances)
+
+
+@pytest.fixture(scope="session")
+def sign_task() -> Task:
+    """A classification task."""
+    train, validation, test = sign_instances(24, 0), sign_instances(8, 1), sign_instances(8, 2)
+    splits = {"train": train, "validation": validation, "test": test}
+    return Task(name="signs", kind="classification", words=TASK_WORDS, classes=("no", "yes"), **splits)
+
+
+@pytest.fixture(scope="session")
+def copy_task() -> Task:
+    """A generation task."""
+    train, validation, test = copy_instances(24, 0), copy_instances(8, 1), copy_instances(8, 2)
+    splits = {"train": train, "validation": validation, "test": test}
+    return Task(name="copies", kind="generation", words=TASK_WORDS, classes=TASK_WORDS, **splits)
+
+
+@pytest.fixture(scope="session")
+def answer_decoder() -> DecoderConfig:
+    return DecoderConfig(width=8, layers=1, heads=2, hidden=12, vocabulary=len(TASK_WORDS))
+
+
+@pytest.fixture
+def task_config() -> Configure:
+    """Makes a config for five steps of a small classifier."""
+
+    def make(**changes: Any) -> TrainConfig:
+        model = ClassifierConfig(width=8, layers=1, heads=2, vocabulary=len(TASK_WORDS), classes=2)
+        options = {"data": TaskConfig(), "model": model, "steps": 5, "lr": 0.05, "batch": 7, "log_every": 1}
+        return task_defaults(**{**options, **changes})
 
     return make
