@@ -150,16 +150,19 @@ def test_lock_is_released_after_an_exception(tmp_path: Path) -> None:
         pass
 
 
-def test_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
-    script = f"""
-import sys
-from pathlib import Path
-from qkflow.io import locked
-with locked(Path({str(tmp_path / "lock")!r})):
-    print("held", flush=True)
-    sys.stdin.read()
+HOLD_LOCK = """
+import fcntl, os, sys
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print(os.getpid(), file=file, flush=True)
+print("held", flush=True)
+sys.stdin.read()
 """
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+
+
+def test_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-c", HOLD_LOCK, str(tmp_path / "lock")]  # without qkflow: it imports torch
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"held\n"
         with pytest.raises(BusyError, match=f"id {child.pid}"):

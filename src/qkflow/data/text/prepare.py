@@ -53,7 +53,6 @@ from qkflow.data.text.tokenizers import (
 from qkflow.errors import UsageError
 
 ENCODE_BYTES = 4 << 20  # bytes of text encoded at a time
-BUFFERED_NUMBERS = 1 << 16  # numbers kept in memory before they are written
 WORD_END = re.compile(rb"[!-~](?:\n|(?= ))(?= ?[!-~])")
 
 
@@ -292,22 +291,22 @@ def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
 
 
 class _SplitWriter:
-    """Writes the tokens, spans and sizes of one split."""
+    """Writes the tokens of one split as they arrive, and its spans and sizes at the end."""
 
     def __init__(self, folder: Path, split: str, dtype: str) -> None:
-        self.dtype = dtype
+        self.folder, self.split, self.dtype = folder, split, dtype
         self.counts = {"documents": 0, "bytes": 0, "tokens": 0}
-        self._stack = ExitStack()
-        self._tokens = self._stack.enter_context(open(folder / f"{split}.tokens", "wb"))  # noqa: SIM115
-        self._spans = self._stack.enter_context(_NpyWriter(folder / f"{split}.spans.npy", (2,)))
-        self._sizes = self._stack.enter_context(_NpyWriter(folder / f"{split}.sizes.npy", ()))
+        self._tokens = open(folder / f"{split}.tokens", "wb")  # noqa: SIM115 - closed by __exit__
+        self._spans, self._sizes = array("q"), array("q")
         self._begin = self._span_bytes = 0
 
     def __enter__(self) -> _SplitWriter:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
+        self._tokens.close()
+        np.save(self.folder / f"{self.split}.spans.npy", np.array(self._spans, dtype="<i8").reshape(-1, 2))
+        np.save(self.folder / f"{self.split}.sizes.npy", np.array(self._sizes, dtype="<i8"))
 
     def begin_span(self, context: int) -> None:
         """Start a span; the first span of the split is preceded by the token `context`."""
@@ -322,7 +321,7 @@ class _SplitWriter:
 
     def end_span(self, end: int | None) -> None:
         """End the span, and its document if an end token is given."""
-        self._spans.append(self._begin, self.counts["tokens"])
+        self._spans.extend((self._begin, self.counts["tokens"]))
         self._sizes.append(self._span_bytes)
         self.counts["documents"] += 1
         self.counts["bytes"] += self._span_bytes
@@ -332,37 +331,3 @@ class _SplitWriter:
     def _write_tokens(self, ids: np.ndarray) -> None:
         self._tokens.write(ids.astype(self.dtype).tobytes())
         self.counts["tokens"] += len(ids)
-
-
-class _NpyWriter:
-    """Writes a .npy file of int64 rows of unknown number: numpy's header has room for the final length."""
-
-    def __init__(self, path: Path, row_shape: tuple[int, ...]) -> None:
-        self.row_shape = row_shape
-        self.n_rows = 0
-        self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
-        self._buffer = array("q")
-        self._write_header()
-
-    def __enter__(self) -> _NpyWriter:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        with self._file:
-            self._flush()
-            self._file.seek(0)
-            self._write_header()
-
-    def append(self, *row: int) -> None:
-        self._buffer.extend(row)
-        self.n_rows += 1
-        if len(self._buffer) >= BUFFERED_NUMBERS:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._file.write(np.array(self._buffer, dtype="<i8").tobytes())
-        self._buffer = array("q")
-
-    def _write_header(self) -> None:
-        header = {"descr": "<i8", "fortran_order": False, "shape": (self.n_rows, *self.row_shape)}
-        np.lib.format.write_array_header_1_0(self._file, header)

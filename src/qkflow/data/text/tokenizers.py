@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -27,9 +28,8 @@ GPT2_END = "<|endoftext|>"
 Ids = Iterable[int] | np.ndarray
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
-    """The interface of all tokenizers."""
+class Tokenizer(ABC):
+    """Base class of all tokenizers."""
 
     kind: str
     """`bytes`, `bpe`, `gpt2` or `words`."""
@@ -38,28 +38,28 @@ class Tokenizer(Protocol):
     end: int
     """The end-of-document token."""
 
+    @abstractmethod
     def encode(self, text: bytes) -> list[int]:
         """Return the tokens of a text, without an end token."""
-        ...
 
     def encode_batch(self, texts: list[bytes]) -> list[np.ndarray]:
-        """Return `encode` of each text as an array; faster than encoding them one by one."""
-        ...
+        """Return `encode` of each text as an array."""
+        return [np.array(self.encode(text), dtype=np.uint32) for text in texts]
 
+    @abstractmethod
     def decode(self, ids: Ids) -> bytes:
         """Return the bytes of the tokens; end tokens are skipped."""
-        ...
 
     def piece(self, token: int) -> bytes:
         """Return the bytes that one token adds to a text, for streaming."""
-        ...
+        return self.decode([token])
 
+    @abstractmethod
     def to_json(self) -> dict[str, Any]:
         """Return the state that `load_tokenizer` needs, as JSON data."""
-        ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One token per byte; 256 is the end token.
 
     >>> tokenizer = ByteTokenizer()
@@ -84,16 +84,12 @@ class ByteTokenizer:
         tokens = _checked_ids(ids, self.vocabulary)
         return bytes(tokens[tokens != self.end].astype(np.uint8))
 
-    def piece(self, token: int) -> bytes:
-        """Return the byte of a token."""
-        return self.decode([token])
-
     def to_json(self) -> dict[str, Any]:
         """Return the kind, which is all there is."""
         return {"kind": self.kind}
 
 
-class WordTokenizer:
+class WordTokenizer(Tokenizer):
     """One token per word of a fixed list; the token after the last word is the end token.
 
     >>> tokenizer = WordTokenizer(["one", "two", "."])
@@ -122,10 +118,6 @@ class WordTokenizer:
                 )
         return [self._ids[word] for word in words]
 
-    def encode_batch(self, texts: list[bytes]) -> list[np.ndarray]:
-        """Return `encode` of each text."""
-        return [np.array(self.encode(text), dtype=np.uint32) for text in texts]
-
     def decode(self, ids: Ids) -> bytes:
         """Return the words, separated by single spaces."""
         tokens = _checked_ids(ids, self.vocabulary)
@@ -140,7 +132,7 @@ class WordTokenizer:
         return {"kind": self.kind, "words": list(self.words)}
 
 
-class BPETokenizer:
+class BPETokenizer(Tokenizer):
     """Byte-level BPE with the `tokenizers` library. The end token is not in its model, so no text can encode to it."""
 
     def __init__(self, kind: str, model: Any, end: int) -> None:
@@ -164,10 +156,6 @@ class BPETokenizer:
     def decode(self, ids: Ids) -> bytes:
         """Return the bytes of the tokens, which may end within a character."""
         return b"".join([self._bytes[token] for token in _checked_ids(ids, self.vocabulary).tolist()])
-
-    def piece(self, token: int) -> bytes:
-        """Return the bytes of a token, including a leading space."""
-        return self.decode([token])
 
     def to_json(self) -> dict[str, Any]:
         """Return merges and vocabulary in the format of the `tokenizers` library."""
