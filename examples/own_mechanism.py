@@ -13,14 +13,14 @@ class CosineAttention(StandardAttention):  # inherits projections, cache, window
         super().__init__(width, heads, layer, layers, config=config)
         self.sharpness = torch.nn.Parameter(torch.tensor(10.0))
 
-    def attend(self, rows):
-        return super().attend(self.normalized(rows))
+    def attend(self, inputs):
+        return super().attend(self.normalized(inputs))
 
-    def map(self, rows):
-        return super().map(self.normalized(rows))
+    def map(self, inputs):
+        return super().map(self.normalized(inputs))
 
-    def normalized(self, rows):
-        return rows._replace(q=self.sharpness * normalize(rows.q, dim=-1), k=normalize(rows.k, dim=-1))
+    def normalized(self, inputs):
+        return inputs._replace(q=self.sharpness * normalize(inputs.q, dim=-1), k=normalize(inputs.k, dim=-1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,6 @@ class CosineConfig(StandardConfig):
         return CosineAttention(width, heads, layer, layers, config=self)
 
 
-register("cosine", CosineConfig)  # `cosine:window=8` is now a mechanism in this process
-for result in check(CosineConfig(window=8), backend="eager"):
+register("cosine", CosineConfig)  # `cosine:window=4` is now a mechanism in this process
+for result in check(CosineConfig(window=4), backend="eager"):
     print(f"{result.law}: {result.outcome} {result.detail}".rstrip())
