@@ -1,9 +1,9 @@
-"""What the wrapper for transformers adds to the bare decoder: a training step, a cached step, and `generate`.
+"""The overhead of the transformers wrapper over the bare decoder: training step, cached step and `generate`.
 
 python benchmarks/hf.py [--quick] [--json FILE]
 
-Both sides have the same weights and take turns in one process. The figure of the first two is the wrapper's time over
-the bare model's; `generate` of transformers is told beside ours, with its own work around every token.
+Both models have the same weights and take turns in one process. Each ratio is the wrapper's time divided by the bare
+model's. `generate` of transformers does additional work per token, so it has no goal.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ GOAL = 1.03
 
 
 def training(model: nn.Module, loss: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[], None]:
-    """A whole step: loss, gradients, clipping, AdamW."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    """One step: loss, gradients, clipping, AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
-    def do() -> None:
-        optimiser.zero_grad()
+    def step() -> None:
+        optimizer.zero_grad()
         loss(tokens).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
 
-    return do
+    return step
 
 
 def training_steps(bare: Decoder, wrapped: QKFlowForCausalLM) -> dict[str, Callable[[], None]]:
@@ -53,25 +53,25 @@ def training_steps(bare: Decoder, wrapped: QKFlowForCausalLM) -> dict[str, Calla
 
 
 def cached_steps(bare: Decoder, wrapped: QKFlowForCausalLM) -> dict[str, Callable[[], None]]:
-    """As many single tokens as a round has, behind the same prompt."""
+    """Single-token steps after the same prompt."""
     token = torch.zeros(1, 1, dtype=torch.long)
     with torch.inference_mode():
         _, start = bare(torch.randint(0, 256, (1, PROMPT)))
 
     @torch.inference_mode()
-    def own() -> None:
+    def run_bare() -> None:
         state = start
         for _ in range(STEPS):
             _, state = bare(token, state)
 
     @torch.inference_mode()
-    def theirs() -> None:
+    def run_wrapper() -> None:
         cache = QKFlowCache()
         cache.advance(start, PROMPT, None)
         for _ in range(STEPS):
             wrapped(input_ids=token, past_key_values=cache)
 
-    return {"wrapper": theirs, "bare": own}
+    return {"wrapper": run_wrapper, "bare": run_bare}
 
 
 def generation(bare: Decoder, wrapped: QKFlowForCausalLM, batch: int) -> dict[str, Callable[[], None]]:
@@ -113,7 +113,7 @@ def compare(name: str, config: DecoderConfig, rounds: int) -> list[Line]:
     table.append(line(where, "cached step, 1 row", cached, 6 * rounds, goal=GOAL, calls=STEPS))
     for batch in (1, 8):
         work = generation(bare, wrapped, batch)
-        table.append(line(where, f"generate, a token of {batch} rows", work, rounds, goal=None, calls=NEW))
+        table.append(line(where, f"generate, per token, {batch} rows", work, rounds, goal=None, calls=NEW))
     return table
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-
-Tokens = Int[Tensor, "b t"]
+from qkflow.models.stack import Tokens
 
 
 def batch_layout(

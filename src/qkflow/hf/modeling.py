@@ -17,12 +17,12 @@ from qkflow.errors import CheckpointError, UsageError
 from qkflow.hf.cache import QKFlowCache
 from qkflow.hf.configuration import QKFlowConfig
 from qkflow.hf.forward import StackOutput, expand_to_columns, forward
-from qkflow.hf.inputs import Tokens, batch_layout, is_packed
+from qkflow.hf.inputs import batch_layout, is_packed
 from qkflow.hub.config_json import MODEL_KEYS, label_count
 from qkflow.hub.load import HEAD, check_folder, read_config_json, unique_tensors
 from qkflow.layout import Layout
 from qkflow.models import Classifier, Decoder
-from qkflow.models.stack import Stack
+from qkflow.models.stack import Stack, Tokens
 
 
 class QKFlowPreTrainedModel(PreTrainedModel):
