@@ -63,13 +63,13 @@ def main() -> None:
     seeds, starts, steps = (2, 2, 20) if options.quick else (options.data_seeds, options.starts, options.steps)
     corpus = open_corpus(CorpusConfig())
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [(config(seed, start, steps), folder) for seed in range(seeds) for start in range(starts)]
+        planned_runs = [(config(seed, start, steps), folder) for seed in range(seeds) for start in range(starts)]
         found = []
-        with multiprocessing.get_context("forkserver").Pool(options.jobs) as pool:
-            for number, documents in enumerate(pool.imap(losses, jobs), 1):
+        with multiprocessing.get_context("forkserver").Pool(options.planned_runs) as pool:
+            for number, documents in enumerate(pool.imap(losses, planned_runs), 1):
                 found.append(documents)
                 bits = documents["nats"].sum() / np.log(2) / documents["bytes"].sum()
-                print(f"{number:3} of {len(jobs)}: {bits:.4f} bits per byte", flush=True)
+                print(f"{number:3} of {len(planned_runs)}: {bits:.4f} bits per byte", flush=True)
     nats = np.stack([documents["nats"] for documents in found]).reshape(seeds, starts, -1)
     per_byte = nats.sum(2) / np.log(2) / found[0]["bytes"].sum()
     print(f"mean {per_byte.mean():.4f}, spread over starts {per_byte.std(1, ddof=1).mean():.5f}")
@@ -79,7 +79,7 @@ def main() -> None:
         record = {
             "corpus": corpus.name,
             "digest": corpus.digest,
-            "config": {**to_dict(jobs[0][0]), "seed": "1000 (start + 1) + data_seed", "data_seed": "0 and up"},
+            "config": {**to_dict(planned_runs[0][0]), "seed": "1000 (start + 1) + data_seed", "data_seed": "0 and up"},
         }
         np.savez_compressed(
             options.out, nats=nats.astype(np.float32), bytes=found[0]["bytes"], record=np.array(json.dumps(record))

@@ -19,10 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from qkflow.data import CorpusConfig
-from qkflow.experiment.design import Design, jobs, write_design
+from qkflow.experiment.design import Design, make_design, planned_runs, write_design
 from qkflow.experiment.executors.base import Resources
 from qkflow.experiment.executors.local import LocalExecutor
-from qkflow.experiment.plan import plan
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.training import TrainConfig, read_metrics, train
@@ -46,9 +45,9 @@ def in_a_study(design: Design, folder: Path) -> None:
 
 def in_the_bare_loop(design: Design, folder: Path) -> None:
     """Without it."""
-    todo = [(job.config, str(folder / job.folder)) for job in jobs(design)]
-    with LocalExecutor() as engine:
-        for done in engine.work(bare, todo, at_once=design.jobs, need=Resources()):
+    todo = [(job.config, str(folder / job.folder)) for job in planned_runs(design)]
+    with LocalExecutor() as executor:
+        for done in executor.run(bare, todo, workers=design.jobs, resources=Resources()):
             if done is not None and done.crash is not None:
                 raise RuntimeError(done.crash)
 
@@ -60,7 +59,7 @@ def timed(name: str, make: Callable[[Design, Path], None], design: Design, place
     began = time.perf_counter()
     make(design, folder)
     took = time.perf_counter() - began
-    records = [read_metrics(folder / job.folder / "metrics.jsonl") for job in jobs(design)]
+    records = [read_metrics(folder / job.folder / "metrics.jsonl") for job in planned_runs(design)]
     training = sum(run[-1]["seconds"] for run in records)
     evaluating = sum(record.get("evaluation_seconds", 0.0) for run in records for record in run)
     outside.setdefault(name, []).append(took - training - evaluating)
@@ -68,8 +67,8 @@ def timed(name: str, make: Callable[[Design, Path], None], design: Design, place
 
 if __name__ == "__main__":
     args = arguments(__doc__)
-    request = ExperimentSpec(
-        corpus=CorpusConfig(),
+    spec = ExperimentSpec(
+        data=CorpusConfig(),
         arms=("standard", "differential"),
         size="100k",
         tokens=160_000 if args.quick else 300_000,
@@ -79,16 +78,16 @@ if __name__ == "__main__":
     )
     outside: Outside = {}
     with tempfile.TemporaryDirectory() as place:
-        made = plan(request, LocalExecutor(), notice=print)
+        made = make_design(spec, LocalExecutor(), notice=print)
         made = replace(made, base=replace(made.base, final_tokens=made.base.evaluate_tokens))
         brief = replace(made, arms=tuple(replace(arm, steps=20) for arm in made.arms))
         in_the_bare_loop(brief, Path(place) / "warm")  # the server of processes starts once
         makers = {"a study": in_a_study, "the bare loop": in_the_bare_loop}
         work = {name: lambda n=name, m=make: timed(n, m, made, Path(place), outside) for name, make in makers.items()}
         times = race(work, rounds=2 if args.quick else 6, warm=0)
-    tokens = sum(job.steps for job in jobs(made)) * made.base.batch * made.base.context
-    report(rows(f"{len(jobs(made))} runs", times, amount=tokens, unit="tokens/s"), args.json)
+    tokens = sum(job.steps for job in planned_runs(made)) * made.base.batch * made.base.context
+    report(rows(f"{len(planned_runs(made))} runs", times, amount=tokens, unit="tokens/s"), args.json)
     study, loop = (statistics.median(outside[name]) for name in makers)
-    whole = statistics.median(times["the bare loop"])
+    round_steps = statistics.median(times["the bare loop"])
     print(f"\noutside of steps and evaluations: {study:.2f} s in a study, {loop:.2f} s in the bare loop;", end=" ")
-    print(f"the harness adds {(study - loop) / whole:.1%} to {whole:.0f} s")
+    print(f"the harness adds {(study - loop) / round_steps:.1%} to {round_steps:.0f} s")

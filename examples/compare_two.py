@@ -11,7 +11,7 @@ if __name__ == "__main__":  # a study starts processes that import this file
     corpus = folder / "squares.txt"
     corpus.write_text("".join(f"the square of {i} is {i * i}\n" for i in range(5000)))
     spec = ExperimentSpec(
-        corpus=CorpusConfig(source=str(corpus)),
+        data=CorpusConfig(source=str(corpus)),
         arms=("standard", "gated-deltanet"),
         model=DecoderConfig(width=32, layers=1, heads=2, hidden=64),
         tokens=8_000,

@@ -24,10 +24,10 @@ import tyro
 from torch.distributed.run import get_args_parser
 
 from qkflow import cli
-from qkflow.cli.compare import count, split_arms
+from qkflow.cli.compare import parse_count, split_arms
 from qkflow.cli.options import parse_duration, parse_numbers
 from qkflow.data import CORPUS_NAMES, is_recall_task, parse_recall_spec
-from qkflow.experiment.arm import parse_arm
+from qkflow.experiment.spec import parse_arm
 from qkflow.laws import LAWS
 from qkflow.mechanisms import mechanism, registry
 from qkflow.models import size
@@ -173,6 +173,6 @@ VALUE_PARSERS: dict[str, Callable[[Any], object]] = {
     "rates": lambda text: parse_numbers(text, "--rates", "1e-3,3e-3"),
     "ratios": lambda text: parse_numbers(text, "", ""),
     "size": size,
-    "train_tokens": count,
+    "train_tokens": parse_count,
 }
 """The parser of a value, by the name of its option."""

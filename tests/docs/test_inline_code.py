@@ -33,7 +33,7 @@ from torch.distributed.run import get_args_parser
 import qkflow
 from qkflow import cli, probes
 from qkflow.data import MQAR, Needle
-from qkflow.experiment.arm import parse_arm
+from qkflow.experiment.spec import parse_arm
 from qkflow.mechanisms import mechanism, mechanisms
 from qkflow.probes.diagnostics import Diagnostic
 from qkflow.recipes import RECIPES

@@ -15,9 +15,8 @@ import pytest
 
 from qkflow.cli import main
 from qkflow.data import CorpusConfig
-from qkflow.experiment.design import Design, jobs, read_design, write_design
+from qkflow.experiment.design import Design, make_design, planned_runs, read_design, write_design
 from qkflow.experiment.executors.local import LocalExecutor
-from qkflow.experiment.plan import plan
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.io import cache_folder
@@ -129,7 +128,7 @@ class Studies:
     def design(self, *, steps: int, learning_rates: tuple[float, ...] = (1e-3,), checkpoint_every: int = 7) -> Design:
         """Two arms and two seeds, with dropout; checkpoints and evaluations at different steps."""
         spec = ExperimentSpec(
-            corpus=CorpusConfig(source=str(self.root / "corpus.jsonl")),
+            data=CorpusConfig(source=str(self.root / "corpus.jsonl")),
             arms=("standard", "differential"),
             model=DecoderConfig(width=16, layers=1, heads=2, hidden=32, dropout=0.1),
             tokens=steps * 4 * 24,
@@ -142,7 +141,7 @@ class Studies:
             jobs=2,
             threads=1,
         )
-        design = plan(spec, LocalExecutor(), notice=lambda text: None)
+        design = make_design(spec, LocalExecutor(), notice=lambda text: None)
         return replace(design, base=replace(design.base, checkpoint_every=checkpoint_every, log_every=1))
 
     def undisturbed(self, design: Design) -> dict[str, Any]:
@@ -157,10 +156,10 @@ class Studies:
         """All results of a finished study except times; the metrics contain a checksum of each batch."""
         tuning = study / "tuning.json"
         results: dict[str, Any] = {"tuning": json.loads(tuning.read_text()) if tuning.exists() else None}
-        for job in jobs(read_design(study)):
-            folder = study / job.folder
+        for run in planned_runs(read_design(study)):
+            folder = study / run.folder
             records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            results[str(job.folder)] = {
+            results[str(run.folder)] = {
                 "metrics": [{key: value for key, value in record.items() if key not in TIMES} for record in records],
                 "weights": (folder / "weights.safetensors").read_bytes(),
                 "documents": (folder / "documents.npy").read_bytes(),

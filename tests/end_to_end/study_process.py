@@ -3,8 +3,7 @@
 import sys
 
 from qkflow.errors import Interrupted
-from qkflow.experiment.observer import Observer
-from qkflow.experiment.progress import Progress
+from qkflow.experiment.progress import Observer, Progress
 from qkflow.experiment.runner import run_experiment
 
 

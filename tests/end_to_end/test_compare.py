@@ -54,7 +54,7 @@ def test_a_study_ends_with_a_verdict_a_page_and_the_numbers(capsys: pytest.Captu
         (a, s) for a in ("standard", "differential") for s in ("0", "1")
     }
     design = json.loads(Path("s/design.json").read_text())
-    assert design["request"]["arms"] == ["standard", "differential"]
+    assert design["spec"]["arms"] == ["standard", "differential"]
 
     before = Path("s/design.json").read_bytes()
     assert qkflow("compare", "--resume", "s") == 0
@@ -150,7 +150,7 @@ def test_ray_that_is_not_installed_says_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     assert "qkflow[ray]" in refused(
-        capsys, "compare", "text.txt", "--arms", "standard,differential", "--engine", "ray", "--seeds", "2", *TINY
+        capsys, "compare", "text.txt", "--arms", "standard,differential", "--executor", "ray", "--seeds", "2", *TINY
     )
 
 
@@ -165,7 +165,7 @@ def test_reproduce_prints_published_beside_measured(
 ) -> None:
     def tiny(corpus: CorpusConfig) -> ExperimentSpec:
         return ExperimentSpec(
-            corpus=corpus, arms=("standard", "differential"), size="100k", tokens=4000, seeds=2, context=16, batch=4
+            data=corpus, arms=("standard", "differential"), size="100k", tokens=4000, seeds=2, context=16, batch=4
         )
 
     found = recipes.recipe("differential")

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from qkflow.errors import Interrupted
-from qkflow.experiment.design import jobs, write_design
+from qkflow.experiment.design import planned_runs, write_design
 from qkflow.experiment.executors.ray import RayExecutor
-from qkflow.experiment.observer import Observer
-from qkflow.experiment.progress import Progress
+from qkflow.experiment.progress import Observer, Progress
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.runner import run_experiment
 
@@ -74,11 +73,11 @@ def test_a_worker_killed_and_a_node_removed_change_no_number(studies: Any, tmp_p
     study = tmp_path / "study"
     write_design(study, design)
     saboteur = Saboteur(study, cluster, cluster.add_node(**NODE))
-    with RayExecutor(cluster.address) as engine:
-        assert engine.cores() == (1, 1)
-        run_experiment(None, study, engine=engine, observer=saboteur)
+    with RayExecutor(cluster.address) as executor:
+        assert executor.cores() == (1, 1)
+        run_experiment(None, study, executor=executor, observer=saboteur)
     assert saboteur.node is None  # it was removed
-    attempts = {job.folder: read_status(study / job.folder).attempts for job in jobs(design)}
+    attempts = {job.folder: read_status(study / job.folder).attempts for job in planned_runs(design)}
     assert saboteur.killed is not None
     assert attempts[saboteur.killed.relative_to(study)] > 1
     assert sum(attempts.values()) >= len(attempts) + 2
@@ -97,6 +96,6 @@ def test_a_study_asked_to_stop_lets_its_runs_write_checkpoints(studies: Any, tmp
                 self.asked = True
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(Interrupted), RayExecutor(cluster.address) as engine:
-        run_experiment(None, study, engine=engine, observer=Impatient())
+    with pytest.raises(Interrupted), RayExecutor(cluster.address) as executor:
+        run_experiment(None, study, executor=executor, observer=Impatient())
     assert list(study.rglob("step-*/manifest.json"))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from qkflow.experiment.design import Design, jobs, write_design
+from qkflow.experiment.design import Design, planned_runs, write_design
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.runner import run_experiment
 from qkflow.io import locked
@@ -83,7 +83,7 @@ def test_a_study_killed_at_random_instants_ends_with_the_same_bits(
             write_design(tmp_path / str(number), design)
     run_experiment(None, tmp_path / str(number))
     assert studies.left_behind(tmp_path / str(number)) == whole
-    attempts = [read_status(tmp_path / "0" / job.folder).attempts for job in jobs(design)]
+    attempts = [read_status(tmp_path / "0" / job.folder).attempts for job in planned_runs(design)]
     assert sum(attempts) > len(attempts)
 
 
@@ -92,7 +92,7 @@ def test_a_run_whose_process_is_killed_is_gone_on_with(studies: Any, tmp_path: P
     write_design(study, design)
     process = Process(study)
     assert process.said == "running"
-    victim = jobs(design)[0]
+    victim = planned_runs(design)[0]
     os.kill(int((study / victim.folder / "lock").read_text()), signal.SIGKILL)
     assert f"{victim.name} crashed (its process was killed by SIGKILL" in process.next_line()
     assert process.next_line() == "finished"

@@ -1,14 +1,18 @@
-"""`qkflow compare`."""
+"""`qkflow compare`, and how the commands run experiments and present their results."""
 
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as ProgressBar
 
 from qkflow.cli.options import (
     command_line,
@@ -20,101 +24,109 @@ from qkflow.cli.options import (
     with_absolute_paths,
     without_none,
 )
-from qkflow.cli.studies import conduct
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
-from qkflow.experiment.executors.base import make_executor
+from qkflow.experiment.design import Design, PlannedRun
+from qkflow.experiment.executors.base import Executor, make_executor
 from qkflow.experiment.extension import extend
+from qkflow.experiment.progress import Observer, Progress
+from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
+from qkflow.experiment.summary import ExperimentResult
+from qkflow.formatting import format_clock
 from qkflow.mechanisms import mechanisms
+from qkflow.report import export_csv, export_json, terminal, write_report
+
+_LINE_INTERVAL = 10.0
+"""Seconds between two lines of progress if the output is not a terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Find out whether a mechanism helps on a text or a task: matched arms, several seeds, one page with the answer.
+    """Compare attention mechanisms on a text or a task, with matched models, several seeds and a report.
 
     For example:
-      qkflow compare my.txt                        every mechanism, ten minutes
+      qkflow compare my.txt                        all mechanisms, ten minutes
       qkflow compare my.txt --arms standard,differential --budget 2h
       qkflow compare my.txt --arms standard,coupled,differential+affine
       qkflow compare enwik8 --arms standard,standard:window=64 --match seconds
       qkflow compare mqar:pairs=4+8+16 --arms standard,qdelta   recall, by number of pairs
-      qkflow compare --resume runs/study           after Ctrl-C, a crash, a power cut
+      qkflow compare --resume runs/study           after Ctrl-C or a crash
       qkflow compare --extend runs/study --seeds 10  more seeds, the same error rate
     """
 
     corpus: Annotated[str | None, tyro.conf.Positional, flag("CORPUS", "python-stdlib")] = None
-    """A file or folder of text, or a name: python-stdlib, enwik8, text8, wikitext-103, hf:NAME; or a task: mqar,
-    s-niah-1, s-niah-2, s-niah-3, as in mqar:pairs=4+8."""
+    """A text file or folder, a named corpus (python-stdlib, enwik8, text8, wikitext-103, hf:NAME), or a recall task
+    (mqar, s-niah-1, s-niah-2, s-niah-3) with options, such as mqar:pairs=4+8."""
     arms: Annotated[str | None, flag("A,B,...", "all mechanisms")] = None
-    """Mechanisms, the baseline first, as in standard,differential:window=64."""
+    """Mechanisms, the baseline first, such as standard,differential:window=64."""
     budget: Annotated[str | None, flag("TIME", "10m")] = None
-    """Time for the whole study, such as 3m, 2h or 3d: size, tokens and seeds are chosen to fit."""
+    """Time for the whole study, such as 3m, 2h or 3d. Model size, tokens and seeds are chosen to fit."""
     seeds: Annotated[int | None, flag("N", "what fits, 2 to 10")] = None
-    """Runs of each arm."""
+    """Runs per arm."""
     match: Annotated[Literal["tokens", "flops", "seconds"] | None, flag("{tokens,flops,seconds}", "tokens")] = None
-    """What the arms have in common besides their number of parameters."""
+    """What all arms share besides the number of parameters."""
     size: Annotated[str | None, flag("NAME", "what fits")] = None
-    """100k, 500k, 1m, 5m, 60m, 150m or 350m parameters."""
+    """Model size: 100k, 500k, 1m, 5m, 60m, 150m or 350m parameters."""
     train_tokens: Annotated[str | None, flag("N", "what fits")] = None
-    """Training tokens of a run, such as 2M. With --seeds and --size nothing is left to the budget."""
+    """Training tokens per run, such as 2M. With --seeds and --size, no budget applies."""
     rates: Annotated[str | None, flag("LR,LR,...", "0.003")] = None
-    """Learning rates: with several, each arm is tuned over all of them first."""
+    """Learning rates. If there are several, each arm is tuned over all of them first."""
     context: Annotated[int | None, flag("N", "128 or 256, or the task's")] = None
-    """Tokens a window."""
+    """Context length."""
     batch: Annotated[int | None, flag("N", "16 or 32")] = None
-    """Windows a step."""
-    margin: Annotated[float | None, flag("PART", "0.005")] = None
-    """Differences within this part of the baseline's loss count as equivalent."""
+    """Batch size (sequences)."""
+    margin: Annotated[float | None, flag("FRACTION", "0.005")] = None
+    """Equivalence margin, as a fraction of the baseline's loss."""
     passes: Annotated[float | None, flag("N", "4")] = None
-    """How often the text may be read, at most."""
-    engine: Annotated[Literal["local", "ray"] | None, flag("{local,ray}", "local")] = None
-    """Processes of this machine, or a Ray cluster."""
+    """Maximum number of passes over the corpus."""
+    executor: Annotated[Literal["local", "ray"] | None, flag("{local,ray}", "local")] = None
+    """Where runs are executed: processes on this machine, or a Ray cluster."""
     ray_address: Annotated[str | None, flag("ADDRESS")] = None
-    """The Ray cluster; without it, RAY_ADDRESS, or one on this machine."""
-    jobs: Annotated[int | None, flag("N", "one a core")] = None
-    """Runs at a time."""
+    """Address of the Ray cluster. Default: RAY_ADDRESS, or a new cluster on this machine."""
+    jobs: Annotated[int | None, flag("N", "one per core")] = None
+    """Concurrent runs."""
     threads: Annotated[int | None, flag("N", "1")] = None
-    """CPU threads of each run."""
+    """CPU threads per run."""
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"] | None, flag("{auto,cpu,cuda,mps}", "auto")] = None
-    """Where to compute."""
+    """Device."""
     tokens: Annotated[Literal["bytes", "bpe", "gpt2"] | None, flag("{bytes,bpe,gpt2}", "bytes")] = None
-    """Bytes, BPE trained on the corpus, or GPT-2's from local files."""
+    """Tokenizer: bytes, BPE trained on the corpus, or GPT-2's from local files."""
     vocabulary_files: Annotated[str | None, flag("DIR")] = None
-    """Where GPT-2's two vocabulary files lie, for --tokens gpt2."""
+    """Folder with GPT-2's two vocabulary files, for --tokens gpt2."""
     field: Annotated[str | None, flag("NAME", "text")] = None
-    """The field of .jsonl lines that holds the text."""
+    """Field of .jsonl lines that holds the text."""
     data_dir: Annotated[str | None, flag("DIR")] = None
-    """Where named corpora lie."""
-    out: Annotated[Path | None, flag("STUDY", "a new one in runs/")] = None
-    """The study's folder; one that holds this very study is continued."""
+    """Folder with named corpora."""
+    out: Annotated[Path | None, flag("STUDY", "a new folder in runs/")] = None
+    """Folder of the study. If it holds the same study, it is resumed."""
     resume: Annotated[Path | None, flag("STUDY")] = None
-    """Go on with the study in this folder; nothing else is needed."""
+    """Resume the study in this folder. No other option is needed."""
     extend: Annotated[Path | None, flag("STUDY")] = None
-    """Begin a new study that keeps this one's runs and adds seeds to them."""
+    """Start a new study with the runs of this one and more seeds."""
 
     def run(self) -> int:
-        """Run the study, then show and write what it found."""
+        """Run the study, print its result and write its report."""
         console = Console()
-        where = make_executor(self.engine or "local", address=self.ray_address)
+        executor = make_executor(self.executor or "local", address=self.ray_address)
         if self.resume is not None:
-            self._refuse("--resume goes on with the study as it was begun", but=("resume",))
-            conduct(None, self.resume, engine=where, console=console)
+            self._refuse("--resume continues the study unchanged", allowed=("resume",))
+            run_and_present(None, self.resume, executor=executor, console=console)
         elif self.extend is not None:
-            self._refuse("--extend keeps the design of the study", but=("extend", "seeds", "out"))
+            self._refuse("--extend keeps the design of the study", allowed=("extend", "seeds", "out"))
             if self.seeds is None:
-                raise UsageError("--extend needs the number of seeds in all: give --seeds N")
-            request = extend(self.extend, seeds=self.seeds)
-            conduct(request, self._folder(), engine=where, console=console, command=command_line())
+                raise UsageError("--extend needs the total number of seeds: give --seeds N")
+            spec = extend(self.extend, seeds=self.seeds)
+            run_and_present(spec, self._folder(), executor=executor, console=console, command=command_line())
         else:
-            conduct(self._request(), self._folder(), engine=where, console=console, command=command_line())
+            run_and_present(self._spec(), self._folder(), executor=executor, console=console, command=command_line())
         return 0
 
-    def _refuse(self, why: str, but: tuple[str, ...]) -> None:
-        if flags := flags_given(self, exclude=(*but, "engine", "ray_address")):
-            raise UsageError(f"{why}: leave out {flags}")
+    def _refuse(self, reason: str, allowed: tuple[str, ...]) -> None:
+        if flags := flags_given(self, exclude=(*allowed, "executor", "ray_address")):
+            raise UsageError(f"{reason}: leave out {flags}")
 
-    def _request(self) -> ExperimentSpec:
+    def _spec(self) -> ExperimentSpec:
         corpus = without_none(
             source=self.corpus,
             tokens=self.tokens,
@@ -123,13 +135,13 @@ class Compare:
             data_dir=self.data_dir,
         )
         return ExperimentSpec(
-            corpus=with_absolute_paths(CorpusConfig(**corpus)),
+            data=with_absolute_paths(CorpusConfig(**corpus)),
             arms=all_arms() if self.arms is None else split_arms(self.arms),
             **without_none(
                 match=self.match,
                 budget=None if self.budget is None else parse_duration(self.budget),
                 size=self.size,
-                tokens=None if self.train_tokens is None else count(self.train_tokens),
+                tokens=None if self.train_tokens is None else parse_count(self.train_tokens),
                 seeds=self.seeds,
                 learning_rates=None if self.rates is None else parse_numbers(self.rates, "--rates", "1e-3,3e-3"),
                 context=self.context,
@@ -150,13 +162,88 @@ class Compare:
         return new_folder(re.sub(r"[^\w.=-]+", "_", f"compare-{Path(self.corpus or 'python-stdlib').name}"))
 
 
+def run_and_present(
+    spec: ExperimentSpec | None, out: Path, *, executor: Executor, console: Console, command: Sequence[str] = ()
+) -> ExperimentResult:
+    """Run or resume an experiment with its progress shown, then present the result."""
+    display = ExperimentDisplay(console)
+    try:
+        result = run_experiment(spec, out, executor=executor, observer=display, command=command)
+    finally:
+        display.close()
+    return present(result, out, console)
+
+
+def present(result: ExperimentResult, folder: Path, console: Console) -> ExperimentResult:
+    """Write the report and the tables of a study, and print the answer."""
+    with console.status("writing the report"):
+        export_json(result, folder / "results.json")
+        export_csv(result, folder / "results.csv")
+        page = write_report(result, folder / "report.html")
+    console.print(terminal(result))
+    console.print(f"report: {page.absolute()}", markup=False, highlight=False, soft_wrap=True)
+    return result
+
+
+class ExperimentDisplay(Observer):
+    """Shows a progress bar on a terminal, and lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar = ProgressBar(
+            TextColumn("runs {task.fields[runs]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[speed]}"),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self.task = None
+        self.last_line = time.monotonic()
+
+    def on_notice(self, text: str) -> None:
+        """Print the notice."""
+        self.print(text)
+
+    def on_design(self, design: Design) -> None:
+        """Start the bar."""
+        self.task = self.bar.add_task("study", total=None, runs="", speed="starting")
+        self.bar.start()
+
+    def on_progress(self, progress: Progress) -> None:
+        """Update the bar, or print a line every few seconds."""
+        runs = f"{progress.finished}/{progress.runs}"
+        speed = f"{progress.items_per_second:,.0f} {progress.item}/s" if progress.items_per_second else ""
+        left = "" if progress.seconds_left is None else f"{format_clock(progress.seconds_left)} left"
+        speed = " · ".join(text for text in (speed, left) if text)
+        if not self.bar.disable and self.task is not None:
+            self.bar.update(self.task, total=progress.all_items, completed=progress.items, runs=runs, speed=speed)
+        elif time.monotonic() - self.last_line > _LINE_INTERVAL:
+            self.last_line = time.monotonic()
+            self.print(
+                f"runs {runs}  {progress.items / max(1, progress.all_items):.0%} of all {progress.item}  {speed}"
+            )
+
+    def on_failure(self, run: PlannedRun, reason: str) -> None:
+        """Print which run failed."""
+        self.print(f"failed: {run.arm}, seed {run.seed}: {reason}")
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self.bar.stop()
+
+    def print(self, text: str) -> None:
+        """Print one line, above the bar if there is one."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def all_arms() -> tuple[str, ...]:
-    """Every registered mechanism, standard first: it is the baseline."""
+    """All registered mechanisms, with standard as the baseline."""
     return ("standard", *sorted(name for name in mechanisms() if name != "standard"))
 
 
 def split_arms(text: str) -> tuple[str, ...]:
-    """Arms from a list with commas, which may also stand between the settings of one arm.
+    """Split a comma-separated list of arms, whose options are separated by commas, too.
 
     >>> split_arms("standard, differential:window=64,qk_norm=true,standard:window=8")
     ('standard', 'differential:window=64,qk_norm=true', 'standard:window=8')
@@ -170,13 +257,13 @@ def split_arms(text: str) -> tuple[str, ...]:
     return tuple(arm for arm in arms if arm)
 
 
-def count(text: str) -> int:
-    """A number of tokens as people write it.
+def parse_count(text: str) -> int:
+    """Parse a number with a suffix.
 
-    >>> count("2M"), count("1.5G"), count("300k"), count("65536")
+    >>> parse_count("2M"), parse_count("1.5G"), parse_count("300k"), parse_count("65536")
     (2000000, 1500000000, 300000, 65536)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", text.strip().replace("_", ""))
-    if found is None:
-        raise UsageError(f"a number of tokens is written like 300k, 2M, 1.5G or 65536: got {text!r}")
-    return round(float(found[1]) * {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}[found[2].lower()])
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", text.strip().replace("_", ""))
+    if match is None:
+        raise UsageError(f"expected a number of tokens such as 300k, 2M, 1.5G or 65536, got {text!r}")
+    return round(float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}[match[2].lower()])

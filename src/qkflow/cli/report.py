@@ -9,7 +9,8 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from qkflow.cli.studies import present
+from qkflow.cli.compare import present
+from qkflow.experiment.summary import read_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,5 +26,5 @@ class Report:
 
     def run(self) -> int:
         """Write report.html, results.json and the tables as CSV into the folder, and show the answer."""
-        present(self.study, Console())
+        present(read_result(self.study), self.study, Console())
         return 0

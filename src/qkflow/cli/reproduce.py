@@ -10,8 +10,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from qkflow.cli.compare import run_and_present
 from qkflow.cli.options import command_line, flag, new_folder, parse_duration, with_absolute_paths, without_none
-from qkflow.cli.studies import conduct
 from qkflow.errors import UsageError
 from qkflow.experiment.executors.base import make_executor
 from qkflow.experiment.summary import ExperimentResult
@@ -26,7 +26,7 @@ class Reproduce:
       qkflow reproduce                                  the recipes there are
       qkflow reproduce differential                     ten minutes, on built-in text
       qkflow reproduce coupled-60m enwik8 --budget 1h
-      qkflow reproduce coupled-60m --scale paper --vocabulary-files gpt2 --engine ray
+      qkflow reproduce coupled-60m --scale paper --vocabulary-files gpt2 --executor ray
     """
 
     name: Annotated[str | None, tyro.conf.Positional, flag("NAME")] = None
@@ -37,7 +37,7 @@ class Reproduce:
     """The paper's size, or what a laptop does in minutes."""
     budget: Annotated[str | None, flag("TIME")] = None
     """Another time than the recipe's, for --scale laptop."""
-    engine: Annotated[Literal["local", "ray"], flag("{local,ray}", "local")] = "local"
+    executor: Annotated[Literal["local", "ray"], flag("{local,ray}", "local")] = "local"
     """Processes of this machine, or a Ray cluster."""
     data_dir: Annotated[str | None, flag("DIR")] = None
     """Where named corpora lie."""
@@ -61,13 +61,15 @@ class Reproduce:
             found.corpus(self.scale, self.corpus),
             **without_none(data_dir=self.data_dir, vocabulary_files=self.vocabulary_files),
         )
-        request = found.request(self.scale, with_absolute_paths(corpus))
+        request = found.spec(self.scale, with_absolute_paths(corpus))
         if self.budget is not None:
             if self.scale == "paper":
                 raise UsageError("--budget is for --scale laptop: the paper's scale has its own tokens and seeds")
             request = replace(request, budget=parse_duration(self.budget))
         out = self.out or new_folder(f"reproduce-{self.name}-{self.scale}")
-        summary = conduct(request, out, engine=make_executor(self.engine), console=console, command=command_line())
+        summary = run_and_present(
+            request, out, executor=make_executor(self.executor), console=console, command=command_line()
+        )
         console.print(beside(found, summary))
         if found.ratios:
             console.print(ratios_beside(found, summary))

@@ -28,7 +28,7 @@ from qkflow.cli.recall_table import percent
 from qkflow.config import from_dict, to_dict
 from qkflow.data import CorpusConfig, open_corpus
 from qkflow.errors import DiskError, DivergenceError, Interrupted, UsageError, unknown
-from qkflow.experiment.arm import parse_arm
+from qkflow.experiment.spec import parse_arm
 from qkflow.models import SIZES, DecoderConfig, size
 from qkflow.training import Result, TrainConfig, read_metrics, read_recall, steps_for_budget, train
 from qkflow.training.distributed import LostProcessError, Parallel, SingleProcess, is_on_all_ranks, is_torchrun, join
@@ -243,7 +243,7 @@ class Train:
 
     def _arm(self, name: str) -> tuple[str, dict[str, float | None]]:
         """The mechanism, and the ratio that may be written with it: the flags have to leave it alone then."""
-        spec, ratio = parse_arm(name)
+        spec, ratio, _ = parse_arm(name)
         if ratio.is_identity:
             return spec, {}
         if self.qk_ratio is not None or self.qk_growth is not None:

@@ -1,21 +1,20 @@
-"""Studies: matched arms over several seeds, designed before they are run, and judged with a known error rate.
+"""Experiments: matched arms over several seeds, designed before they are run, with verdicts at a known error rate.
 
-    request ─► design.json ─► runs (an engine's processes) ─► summary ─► verdicts
+    spec -> design.json -> runs (in an executor's processes) -> result with verdicts
 
 >>> from qkflow.data import CorpusConfig
->>> request = ExperimentSpec(corpus=CorpusConfig(), arms=("standard", "differential"), budget=600.0)
->>> run_experiment(request, "runs/mine")  # doctest: +SKIP
->>> [verdict.sentence for verdict in read_result("runs/mine").verdicts]  # doctest: +SKIP
+>>> spec = ExperimentSpec(data=CorpusConfig(), arms=("standard", "differential"), budget=600.0)
+>>> result = run_experiment(spec, "runs/study")  # doctest: +SKIP
+>>> [verdict.sentence for verdict in result.verdicts]  # doctest: +SKIP
 """
 
 from qkflow.experiment.executors.base import Executor, make_executor
 from qkflow.experiment.extension import extend
-from qkflow.experiment.observer import Observer
+from qkflow.experiment.progress import Observer
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.stats.verdict import Verdict
-from qkflow.experiment.summarise import read_result
-from qkflow.experiment.summary import ExperimentResult
+from qkflow.experiment.summary import ExperimentResult, read_result
 
 __all__ = [
     "Executor",

@@ -1,24 +1,35 @@
-"""Time into size, seeds and steps: the speed of every arm is measured, with as many runs at once as there will be.
+"""Turn a time budget into a model size, a number of seeds and a number of steps.
 
-Of the sizes and numbers of seeds in `PREFERENCES` the first is taken that gives every run ten training tokens a
-parameter, then as many steps as fit. What the user has fixed stays as it is.
+The speed of every arm is measured with as many concurrent runs as the experiment will have. The first entry of
+`PREFERENCES` is chosen that gives every run ten training tokens per parameter; then the steps fill the budget. What the
+user has fixed stays fixed.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from qkflow.data import Corpus
+from qkflow.data import Corpus, Split
 from qkflow.errors import UsageError
-from qkflow.experiment.design import EVALUATIONS
-from qkflow.experiment.matching import OWN, Shape, shape, steps_of, whole
-from qkflow.experiment.spec import ExperimentSpec
-from qkflow.experiment.timing import Workload
+from qkflow.experiment.executors.base import Executor, Resources
+from qkflow.experiment.matching import (
+    EVALUATIONS,
+    OWN,
+    TUNING_EVALUATIONS,
+    SizedArms,
+    match_arms,
+    round_steps,
+    steps_per_arm,
+)
+from qkflow.experiment.spec import ExperimentSpec, Match
 from qkflow.formatting import format_compact, format_duration
-from qkflow.training.budget import Speed
+from qkflow.training import TrainConfig
+from qkflow.training.budget import Speed, measure_speed
 
 PREFERENCES = (
     ("5m", 10),
@@ -31,224 +42,362 @@ PREFERENCES = (
     ("100k", 2),
 )
 """Sizes and seeds, the best first."""
-USUAL_BUDGET = 600.0
-"""Seconds of a study for which neither a budget nor tokens were asked."""
-USUAL_SEEDS = 5
-"""Where tokens were asked for, and no budget."""
-ENOUGH = 10
-"""Training tokens a parameter without which a size is not chosen."""
-ASIDE = 0.1
-"""The part of a budget that is not for runs, but for starting them and for the report."""
+DEFAULT_BUDGET = 600.0
+"""Seconds, if neither a budget nor tokens are given."""
+DEFAULT_SEEDS = 5
+"""Seeds, if tokens are given and no budget."""
+TOKENS_PER_PARAMETER = 10
+"""Training tokens per parameter that a size needs to be chosen."""
+RESERVE = 0.1
+"""The fraction of a budget for starting runs and writing the report."""
 _MEASURING = 0.03
-"""The part of a budget in which all arms at one size make the steps that are measured."""
+"""The fraction of a budget for measuring the speed of all arms at one size."""
+_SAFETY = 0.9
+"""Suggested budgets allow for a machine that is measured a little faster the next time."""
 
-_SAFELY = 0.9
-"""Advice leaves room for a machine that is a little faster the next time it is measured."""
+_EVALUATION_TIME, _FINAL_EVALUATION_TIME = 0.06, 0.15
+"""The fractions of a run's time for the evaluations during it, and for the last one."""
+_FORWARD_COST = 1 / 3
+"""The cost of evaluating a token, relative to training on it: one forward pass instead of one forward and two back."""
+_MIN_EVALUATION_TOKENS = 8192
+_MIN_DOCUMENTS = 8
+"""Documents of average length that fit into the last evaluation."""
 
-Measure = Callable[[Shape, float], tuple[Speed, ...]]
-"""Gives the speed of each arm of a shape, with about so many seconds of steps for each."""
+MeasureSpeeds = Callable[[SizedArms, float], tuple[Speed, ...]]
+"""Measures the speed of each arm, spending about this many seconds on each."""
 Notice = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetChoice:
-    """What the budget came to."""
+    """What a budget is spent on."""
 
-    shape: Shape
-    """The arms at the size chosen."""
+    arms: SizedArms
     seeds: int
-    """Runs of each arm."""
     steps: tuple[int, ...]
     """Steps of each arm."""
     speeds: tuple[Speed, ...] | None = None
-    """Of each arm; None where nothing depended on them."""
+    """Speed of each arm; None if nothing depended on it."""
     seconds: float | None = None
-    """What all runs are expected to take."""
+    """Expected time of all runs."""
 
 
-def choose(
-    request: ExperimentSpec,
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """An experiment whose number of steps is open."""
+
+    arms: SizedArms
+    seeds: int
+    speeds: tuple[Speed, ...]
+    """Speed of each arm."""
+    match: Match
+    rates: int
+    """Learning rates that each arm tries."""
+    jobs: int
+    """Concurrent runs."""
+    held_out: Split
+    graded: int = 0
+    """Tokens of the test instances of a recall task, which every run answers at its end."""
+
+    def steps(self, steps: int) -> tuple[int, ...]:
+        """Steps of each arm if the baseline has `steps`."""
+        return steps_per_arm(self.arms, steps, self.match, [speed.step for speed in self.speeds])
+
+    def seconds(self, steps: int) -> float:
+        """Time of all runs, tuning included, if the baseline has `steps`."""
+        during, final = evaluation_tokens(steps * self.arms.step_tokens, self.held_out)
+        last = len(self.held_out.tokens) if final is None else final
+        arm_steps = self.steps(steps)
+
+        def stage(times: int, steps: Iterable[int], evaluations: int) -> float:
+            evaluated = evaluations * during + last
+            runs = [
+                n * speed.step + evaluated * speed.token + self.graded * speed.answer
+                for n, speed in zip(steps, self.speeds, strict=True)
+            ]
+            return makespan(sorted(runs, reverse=True) * times, self.jobs)
+
+        tuning = stage(self.rates, map(tuning_steps, arm_steps), TUNING_EVALUATIONS) if self.rates > 1 else 0.0
+        return tuning + stage(self.seeds, arm_steps, EVALUATIONS)
+
+    def most_steps(self, seconds: float) -> int:
+        """The most steps of the baseline that fit into `seconds`; at least those of the shortest run."""
+        low, high = 1, 2
+        while self.seconds(high * EVALUATIONS) <= seconds:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.seconds(middle * EVALUATIONS) <= seconds else (low, middle)
+        return low * EVALUATIONS
+
+    def steps_for_tokens(self, tokens: float) -> int:
+        """The most steps of the baseline with which no arm trains on more than `tokens`; 0 if there are none."""
+        longest = max(self.steps(10**6)) / 10**6
+        most = int(tokens / self.arms.step_tokens / longest) // EVALUATIONS * EVALUATIONS
+        rounded_up = most > 0 and max(self.steps(most)) * self.arms.step_tokens > tokens
+        return most - EVALUATIONS if rounded_up else most
+
+
+def makespan(durations: Iterable[float], slots: int) -> float:
+    """When the last run ends if each starts, in this order, as soon as a slot is free.
+
+    >>> makespan([3.0, 2.0, 2.0, 1.0], 2)
+    4.0
+    """
+    free = [0.0] * slots
+    for duration in durations:
+        heapq.heapreplace(free, free[0] + duration)
+    return max(free)
+
+
+def evaluation_tokens(train_tokens: int, held_out: Split) -> tuple[int, int | None]:
+    """Held-out tokens of the evaluations during a run with this many training tokens, and of the last (None: all)."""
+    available = len(held_out.tokens)
+    few_documents = available * _MIN_DOCUMENTS // len(held_out.documents)
+    during = max(_MIN_EVALUATION_TOKENS, int(_EVALUATION_TIME * train_tokens / _FORWARD_COST / EVALUATIONS))
+    final = max(_MIN_EVALUATION_TOKENS, few_documents, int(_FINAL_EVALUATION_TIME * train_tokens / _FORWARD_COST))
+    return min(during, available), None if final >= available else final
+
+
+def tuning_steps(steps: int) -> int:
+    """Steps of a tuning run: a quarter of a run's.
+
+    >>> tuning_steps(1000)
+    240
+    """
+    return round_steps(steps / 4)
+
+
+def measure_speeds(
+    executor: Executor,
+    configs: Mapping[str, TrainConfig],
+    arms: SizedArms,
+    seconds: float,
+    jobs: int,
+    notice: Notice,
+) -> tuple[Speed, ...]:
+    """The speed of each arm with `jobs` copies of it at once; an arm that fails is estimated from its FLOPs."""
+    speeds: list[Speed | None] = []
+    reason = ""
+    for arm in arms.arms:
+        config = configs[arm.name]
+        resources = Resources(threads=config.threads or 1, gpus=int(config.device == "cuda"))
+        calls = [
+            call
+            for call in executor.run(measure_call, [(config, seconds)] * jobs, workers=jobs, resources=resources)
+            if call is not None
+        ]
+        measured = [call.value for call in calls if call.crash is None]
+        if len(measured) < len(calls):
+            reason = next(call.crash for call in calls if call.crash is not None)
+            notice(f"could not measure the speed of {arm.name}: {reason}")
+        speeds.append(_median(measured) if measured else None)
+    known = [(speed, arm) for speed, arm in zip(speeds, arms.arms, strict=True) if speed is not None]
+    if not known:
+        raise UsageError(f"no arm could be run: {reason}")
+    reference, reference_arm = known[0]
+    return tuple(
+        speed or reference.times(arm.flops_per_token / reference_arm.flops_per_token)
+        for speed, arm in zip(speeds, arms.arms, strict=True)
+    )
+
+
+def measure_call(argument: tuple[TrainConfig, float]) -> Speed:
+    """`measure_speed` with one argument, for an executor."""
+    return measure_speed(*argument)
+
+
+def choose_budget(
+    spec: ExperimentSpec,
     corpus: Corpus,
     *,
     jobs: int,
-    measure: Measure,
+    measure: MeasureSpeeds,
     notice: Notice,
     clock: Callable[[], float] = time.monotonic,
 ) -> BudgetChoice:
-    """Size, seeds and steps of a study with `jobs` runs at a time."""
-    chooser = _Chooser(request, corpus, jobs, measure, notice, clock)
-    if request.budget is None and request.tokens is not None:
-        return chooser.readable(chooser.without_budget())
-    return chooser.readable(chooser.within(request.budget or USUAL_BUDGET))
+    """The size, seeds and steps of an experiment with `jobs` concurrent runs."""
+    chooser = _Chooser(spec, corpus, jobs, measure, notice, clock)
+    if spec.budget is None and spec.tokens is not None:
+        return chooser.check_passes(chooser.without_budget())
+    return chooser.check_passes(chooser.within(spec.budget or DEFAULT_BUDGET))
 
 
-def options(request: ExperimentSpec) -> tuple[tuple[str, int], ...]:
-    """The sizes and seeds that a request leaves open, the best first.
+def size_options(spec: ExperimentSpec) -> tuple[tuple[str, int], ...]:
+    """The sizes and seeds that a spec allows, the best first.
 
     >>> from qkflow.data import CorpusConfig
-    >>> options(ExperimentSpec(corpus=CorpusConfig(), arms=("standard", "differential"), size="1m"))
+    >>> size_options(ExperimentSpec(data=CorpusConfig(), arms=("standard", "differential"), size="1m"))
     (('1m', 10), ('1m', 5), ('1m', 3), ('1m', 2))
     """
-    if (fixed := OWN if request.model is not None else request.size) is None:
-        found = [(name, request.seeds or seeds) for name, seeds in PREFERENCES]
+    if (fixed := OWN if spec.model is not None else spec.size) is None:
+        options = [(name, spec.seeds or seeds) for name, seeds in PREFERENCES]
     else:
-        found = [(fixed, request.seeds or seeds) for seeds in (10, 5, 3, 2)]
-    return tuple(dict.fromkeys(found))
+        options = [(fixed, spec.seeds or seeds) for seeds in (10, 5, 3, 2)]
+    return tuple(dict.fromkeys(options))
 
 
 class _Chooser:
     def __init__(
         self,
-        request: ExperimentSpec,
+        spec: ExperimentSpec,
         corpus: Corpus,
         jobs: int,
-        measure: Measure,
+        measure: MeasureSpeeds,
         notice: Notice,
         clock: Callable[[], float],
     ) -> None:
-        self.request, self.corpus, self.jobs = request, corpus, jobs
+        self.spec, self.corpus, self.jobs = spec, corpus, jobs
         self.measure, self.notice, self.clock = measure, notice, clock
-        self.began = clock()
-        self.text = len(corpus.train.tokens)
-        self.more = "more text" if corpus.context is None else "the task more instances (train=N)"
+        self.start = clock()
+        self.train_tokens = len(corpus.train.tokens)
+        self.more = "use more text" if corpus.context is None else "use more instances (train=N)"
 
-    def shape(self, name: str) -> Shape:
-        """The arms at one size."""
-        return shape(self.request, name, self.corpus.vocabulary, self.corpus.context)
+    def sized(self, name: str) -> SizedArms:
+        return match_arms(self.spec, name, self.corpus.vocabulary, self.corpus.context)
 
     def without_budget(self) -> BudgetChoice:
-        """The tokens are given: the largest size for which they are enough, and nothing is measured without need."""
-        names = dict.fromkeys(name for name, _ in options(self.request))
-        made = [self.shape(name) for name in names]
-        enough = [one for one in made if self.asked(one) * one.step_tokens >= ENOUGH * one.parameters]
-        chosen, seeds = (enough or made[-1:])[0], self.request.seeds or USUAL_SEEDS
-        if self.request.match == "seconds":
-            work = self.workload(chosen, seeds, self.measured(chosen, USUAL_BUDGET))
-            return self.choice(work, self.asked(chosen))
-        return BudgetChoice(shape=chosen, seeds=seeds, steps=steps_of(chosen, self.asked(chosen), self.request.match))
+        """The tokens are given: the largest size for which they suffice. Speeds are measured only if needed."""
+        names = dict.fromkeys(name for name, _ in size_options(self.spec))
+        sizes = [self.sized(name) for name in names]
+        sufficient = [
+            arms
+            for arms in sizes
+            if self.requested_steps(arms) * arms.step_tokens >= TOKENS_PER_PARAMETER * arms.parameters
+        ]
+        arms, seeds = (sufficient or sizes[-1:])[0], self.spec.seeds or DEFAULT_SEEDS
+        if self.spec.match == "seconds":
+            work = self.workload(arms, seeds, self.measured(arms, DEFAULT_BUDGET))
+            return self.choice(work, self.requested_steps(arms))
+        steps = steps_per_arm(arms, self.requested_steps(arms), self.spec.match)
+        return BudgetChoice(arms=arms, seeds=seeds, steps=steps)
 
     def within(self, budget: float) -> BudgetChoice:
-        """The first option that the budget affords, or else the last, measured at its own size."""
-        possible = options(self.request)
-        shapes = {name: self.shape(name) for name, _ in possible}
-        smallest = shapes[possible[-1][0]]
+        """The first option that the budget allows, or else the last, each measured at its own size."""
+        options = size_options(self.spec)
+        sizes = {name: self.sized(name) for name, _ in options}
+        smallest = sizes[options[-1][0]]
         speeds = {smallest.size: self.measured(smallest, budget)}
-        for name, seeds in possible[:-1]:
-            made = shapes[name]
+        for name, seeds in options[:-1]:
+            arms = sizes[name]
             if name not in speeds:
-                guess = predicted(speeds[smallest.size], smallest, made)
-                if not self.affords(self.workload(made, seeds, guess), budget):
+                estimate = predict_speeds(speeds[smallest.size], smallest, arms)
+                if not self.fits(self.workload(arms, seeds, estimate), budget):
                     continue
-                speeds[name] = self.measured(made, budget)
-            work = self.workload(made, seeds, speeds[name])
-            if self.affords(work, budget):
+                speeds[name] = self.measured(arms, budget)
+            work = self.workload(arms, seeds, speeds[name])
+            if self.fits(work, budget):
                 break
         else:
-            work = self.workload(smallest, possible[-1][1], speeds[smallest.size])
-        return self.announced(self.choice(work, self.filled(work, budget)), budget)
+            work = self.workload(smallest, options[-1][1], speeds[smallest.size])
+        return self.announce(self.choice(work, self.steps_within(work, budget)), budget)
 
-    def filled(self, work: Workload, budget: float) -> int:
-        """Steps of the baseline: those asked for, or as many as time and text allow."""
-        if self.request.tokens is not None:
-            return self.asked(work.shape)
-        steps, most = work.within(self.left(budget)), work.reading(self.request.passes * self.text)
+    def steps_within(self, work: Workload, budget: float) -> int:
+        """Steps of the baseline: those requested, or as many as the time and the corpus allow."""
+        if self.spec.tokens is not None:
+            return self.requested_steps(work.arms)
+        steps = work.most_steps(self.time_left(budget))
+        most = work.steps_for_tokens(self.spec.passes * self.train_tokens)
         if most < EVALUATIONS:
-            need = math.ceil(EVALUATIONS * work.shape.step_tokens / self.request.passes)
+            needed = math.ceil(EVALUATIONS * work.arms.step_tokens / self.spec.passes)
             raise UsageError(
-                f"{self.corpus.name} has {self.text:,} training tokens, and the shortest runs need {need:,} for "
-                f"{self.request.passes:g} passes: give {self.more}, or a smaller --batch or --context"
+                f"{self.corpus.name} has {self.train_tokens:,} training tokens, the shortest runs need {needed:,} for "
+                f"{self.spec.passes:g} passes: {self.more}, or a smaller --batch or --context"
             )
         if steps <= most:
             return steps
-        spent = self.clock() - self.began
-        fits = format_duration(_SAFELY * (work.seconds(most) + spent) / (1 - ASIDE))
-        often = (
-            f"{self.corpus.name} has {format_compact(self.text)} training tokens, which "
-            f"{format_duration(budget)} would read more than {self.request.passes:g} times"
+        elapsed = self.clock() - self.start
+        sufficient = format_duration(_SAFETY * (work.seconds(most) + elapsed) / (1 - RESERVE))
+        problem = (
+            f"{format_duration(budget)} allows more than {self.spec.passes:g} passes over the "
+            f"{format_compact(self.train_tokens)} training tokens of {self.corpus.name}"
         )
-        if self.request.budget is not None:
-            passes = math.ceil(10 * self.request.passes * steps / most / _SAFELY) / 10
-            raise UsageError(f"{often}: give --budget {fits}, or allow --passes {passes:g}, or give {self.more}")
-        self.notice(f"{often}: the study is shortened to about {fits}")
+        if self.spec.budget is not None:
+            passes = math.ceil(10 * self.spec.passes * steps / most / _SAFETY) / 10
+            raise UsageError(f"{problem}: use --budget {sufficient}, or --passes {passes:g}, or {self.more}")
+        self.notice(f"{problem}: the study is shortened to about {sufficient}")
         return most
 
-    def affords(self, work: Workload, budget: float) -> bool:
-        """Whether time and text are enough for every run."""
-        if self.request.tokens is not None:
-            return work.seconds(self.asked(work.shape)) <= self.left(budget)
-        steps = min(work.within(self.left(budget)), work.reading(self.request.passes * self.text))
-        return steps > 0 and min(work.steps(steps)) * work.shape.step_tokens >= ENOUGH * work.shape.parameters
+    def fits(self, work: Workload, budget: float) -> bool:
+        """Whether time and corpus suffice for every run."""
+        if self.spec.tokens is not None:
+            return work.seconds(self.requested_steps(work.arms)) <= self.time_left(budget)
+        steps = min(
+            work.most_steps(self.time_left(budget)), work.steps_for_tokens(self.spec.passes * self.train_tokens)
+        )
+        return steps > 0 and (
+            min(work.steps(steps)) * work.arms.step_tokens >= TOKENS_PER_PARAMETER * work.arms.parameters
+        )
 
-    def asked(self, made: Shape) -> int:
-        """The steps of the tokens asked for."""
-        return whole((self.request.tokens or 0) / made.step_tokens)
+    def requested_steps(self, arms: SizedArms) -> int:
+        return round_steps((self.spec.tokens or 0) / arms.step_tokens)
 
-    def readable(self, choice: BudgetChoice) -> BudgetChoice:
-        """The choice, unless an arm of it would read the corpus too often."""
-        tokens = max(choice.steps) * choice.shape.step_tokens
-        if (passes := tokens / self.text) > self.request.passes:
+    def check_passes(self, choice: BudgetChoice) -> BudgetChoice:
+        """Refuse a choice with too many passes over the corpus."""
+        tokens = max(choice.steps) * choice.arms.step_tokens
+        if (passes := tokens / self.train_tokens) > self.spec.passes:
             raise UsageError(
-                f"a run of {tokens:,} training tokens (its steps are a multiple of {EVALUATIONS}) would read the "
-                f"{self.text:,} of {self.corpus.name} {passes:.1f} times: give fewer --train-tokens, "
-                f"or allow --passes {math.ceil(10 * passes) / 10:g}"
+                f"a run of {tokens:,} training tokens (its steps are a multiple of {EVALUATIONS}) makes {passes:.1f} "
+                f"passes over the {self.train_tokens:,} of {self.corpus.name}: use fewer --train-tokens, "
+                f"or --passes {math.ceil(10 * passes) / 10:g}"
             )
         return choice
 
-    def measured(self, made: Shape, budget: float) -> tuple[Speed, ...]:
-        """The speed of each arm."""
-        self.notice(f"measuring the speed of {len(made.arms)} arms at {made.size}, {self.jobs} runs at a time")
-        return self.measure(made, min(3.0, max(0.2, _MEASURING * budget / len(made.arms))))
+    def measured(self, arms: SizedArms, budget: float) -> tuple[Speed, ...]:
+        self.notice(f"measuring the speed of {len(arms.arms)} arms at {arms.size}, {self.jobs} runs at a time")
+        return self.measure(arms, min(3.0, max(0.2, _MEASURING * budget / len(arms.arms))))
 
-    def workload(self, made: Shape, seeds: int, speeds: tuple[Speed, ...]) -> Workload:
-        """What is to be done."""
+    def workload(self, arms: SizedArms, seeds: int, speeds: tuple[Speed, ...]) -> Workload:
         return Workload(
-            shape=made,
+            arms=arms,
             seeds=seeds,
             speeds=speeds,
-            match=self.request.match,
-            rates=len(self.request.learning_rates),
+            match=self.spec.match,
+            rates=len(self.spec.learning_rates),
             jobs=self.jobs,
             held_out=self.corpus.validation,
             graded=0 if self.corpus.context is None else len(self.corpus.test.tokens),
         )
 
     def choice(self, work: Workload, steps: int) -> BudgetChoice:
-        """The workload with its steps."""
         return BudgetChoice(
-            shape=work.shape,
-            seeds=work.seeds,
-            steps=work.steps(steps),
-            speeds=work.speeds,
-            seconds=work.seconds(steps),
+            arms=work.arms, seeds=work.seeds, steps=work.steps(steps), speeds=work.speeds, seconds=work.seconds(steps)
         )
 
-    def announced(self, choice: BudgetChoice, budget: float) -> BudgetChoice:
-        """The choice, after telling the user."""
-        made, arms, rates = choice.shape, len(choice.shape.arms), len(self.request.learning_rates)
-        tokens, runs = choice.steps[0] * made.step_tokens, arms * choice.seeds
-        tuning = f" after {arms * rates} short ones to choose learning rates" if rates > 1 else ""
+    def announce(self, choice: BudgetChoice, budget: float) -> BudgetChoice:
+        arms, count, rates = choice.arms, len(choice.arms.arms), len(self.spec.learning_rates)
+        tokens, runs = choice.steps[0] * arms.step_tokens, count * choice.seeds
+        tuning = f" after {count * rates} tuning runs" if rates > 1 else ""
         self.notice(
-            f"budget {format_duration(budget)}: {format_compact(made.parameters)} parameters, "
-            f"{format_compact(tokens)} tokens per run, "
-            f"{arms} arms x {choice.seeds} seeds = {runs} runs{tuning}, {min(self.jobs, runs)} at a time"
+            f"budget {format_duration(budget)}: {format_compact(arms.parameters)} parameters, {format_compact(tokens)} "
+            f"tokens per run, {count} arms x {choice.seeds} seeds = {runs} runs{tuning}, {min(self.jobs, runs)} at a "
+            "time"
         )
-        if tokens < ENOUGH * made.parameters:
-            self.notice(f"that is little: {tokens / made.parameters:.1f} training tokens a parameter")
-        if (choice.seconds or 0.0) > self.left(budget):
-            expected = format_duration(choice.seconds or 0.0)
-            self.notice(f"the runs are expected to take {expected}, longer than the budget")
+        if tokens < TOKENS_PER_PARAMETER * arms.parameters:
+            per_parameter = f"{tokens / arms.parameters:.1f} training tokens per parameter"
+            self.notice(f"only {per_parameter} ({TOKENS_PER_PARAMETER} recommended)")
+        if (choice.seconds or 0.0) > self.time_left(budget):
+            self.notice(f"the runs are expected to take {format_duration(choice.seconds or 0.0)}, more than the budget")
         return choice
 
-    def left(self, budget: float) -> float:
+    def time_left(self, budget: float) -> float:
         """Seconds for runs."""
-        return (1 - ASIDE) * budget - (self.clock() - self.began)
+        return (1 - RESERVE) * budget - (self.clock() - self.start)
 
 
-def predicted(speeds: tuple[Speed, ...], known: Shape, other: Shape) -> tuple[Speed, ...]:
-    """The speeds of another size, in proportion to the declared FLOPs."""
-    found = []
-    for speed, old, new in zip(speeds, known.arms, other.arms, strict=True):
+def predict_speeds(speeds: tuple[Speed, ...], measured: SizedArms, other: SizedArms) -> tuple[Speed, ...]:
+    """The speeds at another size, in proportion to the declared FLOPs."""
+    predicted = []
+    for speed, old, new in zip(speeds, measured.arms, other.arms, strict=True):
         ratio = new.flops_per_token / old.flops_per_token
-        step = speed.step * ratio * other.step_tokens / known.step_tokens
-        found.append(replace(speed.times(ratio), step=step))
-    return tuple(found)
+        step = speed.step * ratio * other.step_tokens / measured.step_tokens
+        predicted.append(replace(speed.times(ratio), step=step))
+    return tuple(predicted)
+
+
+def _median(speeds: Sequence[Speed]) -> Speed:
+    return Speed(
+        step=statistics.median(speed.step for speed in speeds),
+        token=statistics.median(speed.token for speed in speeds),
+        answer=statistics.median(speed.answer for speed in speeds),
+    )

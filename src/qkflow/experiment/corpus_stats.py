@@ -1,12 +1,12 @@
-"""Corpus notes: figures the papers tie the effect of a mechanism to. They are context, and never part of a verdict.
+"""Statistics of the data that papers relate the effect of a mechanism to. They are context, never part of a verdict.
 
-| note                 | measured on a sample of the training text                                            |
+| statistic            | measured on a sample of the training text                                            |
 |----------------------|--------------------------------------------------------------------------------------|
 | vocabulary growth    | h of Heaps' law, distinct words ~ words^h, fitted to log-spaced points                |
-| compressibility      | bits that LZMA needs for a byte                                                      |
-| document similarity  | mean cosine between the tf-idf vectors of two documents                              |
+| compressibility      | bits per byte of LZMA                                                                |
+| document similarity  | mean cosine similarity of the tf-idf vectors of two documents                        |
 
-A task has other notes: how many instances it has, of which tokens, and how often a guess is right.
+A recall task has other statistics: its instances, its test grid, its vocabulary and the accuracy of guessing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import numpy as np
 from qkflow.data import Corpus, Split
 
 SAMPLE = 1_000_000
-"""Bytes of training text that the notes are measured on."""
+"""Bytes of training text that are sampled."""
 DOCUMENTS = 200
-"""Documents that are compared with each other."""
+"""Documents that are sampled."""
 EXCERPTS, EXCERPT = 3, 64
 """Excerpts of held-out text for attention maps, and the tokens of each."""
 
@@ -32,61 +32,67 @@ _WORD = re.compile(rb"[\w'\x80-\xff]+")
 _BUCKETS = 4096
 
 
-def describe(corpus: Corpus) -> dict[str, Any]:
-    """The content of a study's corpus.json: notes on the corpus, and the excerpts that attention maps are drawn on."""
-    return {"notes": notes(corpus), "excerpts": [{"tokens": tokens} for tokens in excerpts(corpus.validation)]}
+def describe_corpus(corpus: Corpus) -> dict[str, Any]:
+    """The content of corpus.json: statistics of the corpus, and excerpts for attention maps."""
+    return {
+        "notes": _text_notes(corpus) if corpus.task is None else _recall_notes(corpus, corpus.task),
+        "excerpts": [{"tokens": tokens} for tokens in excerpts(corpus.validation)],
+    }
 
 
-def notes(corpus: Corpus) -> list[dict[str, str]]:
-    """Every note: its name, its value as people read it, and what it means."""
-    return _of_text(corpus) if corpus.task is None else _of_task(corpus, corpus.task)
+def note(name: str, value: str, meaning: str) -> dict[str, str]:
+    """A statistic as JSON."""
+    return {"name": name, "value": value, "meaning": meaning}
 
 
-def _of_task(corpus: Corpus, task: Mapping[str, Any]) -> list[dict[str, str]]:
-    parts = [f"{len(part.documents):,}" for part in (corpus.train, corpus.validation, corpus.test)]
+def _recall_notes(corpus: Corpus, task: Mapping[str, Any]) -> list[dict[str, str]]:
+    train, held_out, test = (f"{len(split.documents):,}" for split in (corpus.train, corpus.validation, corpus.test))
     cells = 0 if corpus.test.cells is None else len(np.unique(corpus.test.cells))
     grid = f"{cells} cell{'s' if cells != 1 else ''} by {' and '.join(task['axes'])}"
-    made = "made from the task's name and options alone, the same on every machine; none is in two parts"
+    chance = task["chance"]
     return [
-        _note("instances", f"{parts[0]} to learn from, {parts[1]} held out, {parts[2]} to test", made),
-        _note("test grid", grid, "the test instances are shared out evenly"),
-        _note("vocabulary", f"{corpus.vocabulary:,} tokens", "the end token included"),
-        _note("chance", _rarely(task["chance"]), "how often a guess among the possible answers is right"),
+        note(
+            "instances",
+            f"{train} for training, {held_out} held out, {test} for testing",
+            "generated from the task's name and options; no instance is in two splits",
+        ),
+        note("test grid", grid, "test instances are spread evenly over the cells"),
+        note("vocabulary", f"{corpus.vocabulary:,} tokens", "including the end token"),
+        note(
+            "chance",
+            f"{100 * chance:.3g} %" if chance >= 1e-6 else f"1 in {1 / chance:,.0f}",
+            "accuracy of guessing among the possible answers",
+        ),
     ]
 
 
-def _rarely(chance: float) -> str:
-    """A chance in percent; a long answer's has more zeros than anyone reads."""
-    return f"{100 * chance:.3g} %" if chance >= 1e-6 else f"1 in {1 / chance:,.0f}"
-
-
-def _of_text(corpus: Corpus) -> list[dict[str, str]]:
+def _text_notes(corpus: Corpus) -> list[dict[str, str]]:
     documents = _sample(corpus)
     text = b"\n".join(documents)
-    found = [
-        _note(
+    notes = [
+        note(
             "size",
             f"{corpus.train.bytes / 1e6:,.1f} MB in {len(corpus.train.documents):,} documents",
-            "training text; the figures below come from a sample of it, spread over the documents",
+            "training text; the statistics below are of a sample spread over its documents",
         ),
-        _note(
+        note(
             "compressibility",
             f"{8 * len(lzma.compress(text)) / max(1, len(text)):.2f} bits per byte",
-            "what LZMA needs; less means more that repeats word by word",
+            "size after LZMA; lower means more verbatim repetition",
         ),
     ]
     words = _WORD.findall(text)
     if (growth := vocabulary_growth(words)) is not None:
-        meaning = "exponent of distinct words over words (Heaps); nearer 1 means ever new words: a more diverse text"
-        found.append(_note("vocabulary growth", f"{growth:.2f}", meaning))
-    if (alike := similarity(documents)) is not None:
-        meaning = "mean cosine of the tf-idf vectors of two documents; near 0 means that they share few telling words"
-        found.append(_note("document similarity", f"{alike:.3f}", meaning))
-    return found
+        meaning = "exponent of distinct words over words (Heaps' law); closer to 1 means a more diverse text"
+        notes.append(note("vocabulary growth", f"{growth:.2f}", meaning))
+    if (cosine := similarity(documents)) is not None:
+        meaning = "mean cosine similarity of two documents' tf-idf vectors; near 0 means few words in common"
+        notes.append(note("document similarity", f"{cosine:.3f}", meaning))
+    return notes
 
 
 def vocabulary_growth(words: Sequence[bytes]) -> float | None:
-    """The exponent h of `distinct words ~ words^h`; None for fewer than a hundred words.
+    """The exponent h of Heaps' law, `distinct words ~ words^h`; None for fewer than a hundred words.
 
     >>> vocabulary_growth([b"%d" % n for n in range(1000)])
     1.0
@@ -106,7 +112,7 @@ def vocabulary_growth(words: Sequence[bytes]) -> float | None:
 
 
 def similarity(documents: Sequence[bytes]) -> float | None:
-    """The mean cosine between two documents' tf-idf vectors over hashed words; None for fewer than two with words.
+    """The mean cosine similarity of two documents' tf-idf vectors, over hashed words; None with fewer than two.
 
     >>> round(similarity([b"red fish", b"red fish", b"blue bird", b"blue bird"]), 3)
     0.333
@@ -125,32 +131,28 @@ def similarity(documents: Sequence[bytes]) -> float | None:
 
 
 def excerpts(split: Split) -> list[list[int]]:
-    """Tokens of evenly spaced held-out documents, each from a third of its length on where that leaves enough of them.
+    """Excerpts of evenly spaced held-out documents, starting at a third of each if that leaves enough tokens.
 
-    Of a task's instances the ends are taken, where the questions are, and only of those whose needle lies nearest.
+    Of recall instances, the ends with the questions are taken, and only of those with the deepest needle.
 
     >>> excerpts(Split(tokens=np.arange(9), documents=np.array([[1, 4], [5, 9]]), sizes=np.array([3, 4])))
     [[1, 2, 3], [5, 6, 7, 8]]
     """
-    documents, part = np.asarray(split.documents), 3
+    documents, divisor = np.asarray(split.documents), 3
     if split.cells is not None:
         depths = split.cells["depth"]
-        documents, part = documents[depths == depths.max()], 1
+        documents, divisor = documents[depths == depths.max()], 1
     chosen = np.unique(np.linspace(0, len(documents) - 1, EXCERPTS).astype(np.int64))
-    found = []
+    rows = []
     for begin, end in documents[chosen].tolist():
-        start = max(begin, min(begin + (end - begin) // part, end - EXCERPT))
-        found.append(split.tokens[start : min(end, start + EXCERPT)].tolist())
-    return [tokens for tokens in found if tokens]
+        start = max(begin, min(begin + (end - begin) // divisor, end - EXCERPT))
+        rows.append(split.tokens[start : min(end, start + EXCERPT)].tolist())
+    return [tokens for tokens in rows if tokens]
 
 
 def _sample(corpus: Corpus) -> list[bytes]:
-    """The beginnings of evenly spaced training documents, about `SAMPLE` bytes together."""
+    """The beginnings of evenly spaced training documents, about `SAMPLE` bytes in total."""
     spans = np.asarray(corpus.train.documents)
     chosen = spans[np.unique(np.linspace(0, len(spans) - 1, DOCUMENTS).astype(np.int64))]
     share = SAMPLE // len(chosen)
     return [corpus.decode(corpus.train.tokens[begin : min(end, begin + share)]) for begin, end in chosen.tolist()]
-
-
-def _note(name: str, value: str, meaning: str) -> dict[str, str]:
-    return {"name": name, "value": value, "meaning": meaning}

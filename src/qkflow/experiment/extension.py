@@ -1,75 +1,65 @@
-"""More seeds for a finished study: a new design that keeps the error rate, and the old runs beside the new ones."""
+"""Extend a finished study with more seeds: a new design that keeps the error rate, next to copies of the old runs."""
 
 from __future__ import annotations
 
+import functools
 import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from qkflow.errors import UsageError
-from qkflow.experiment.design import Design, ParentStudy, holds_study, jobs, read_design
+from qkflow.experiment.design import Design, chosen_rates, extended_design, holds_study, planned_runs, read_design
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.spec import ExperimentSpec
-from qkflow.experiment.stats.verdict import look_rate
-from qkflow.experiment.tuning import rates
 from qkflow.io import checksum, write_folder
 from qkflow.training.run_dir import finished
 
 
 def extend(study: Path | str, *, seeds: int) -> ExperimentSpec:
-    """What to ask for so that a study goes on to `seeds` seeds in a folder of its own."""
+    """The spec of a new study that extends `study` to `seeds` seeds."""
     study = Path(study)
-    return replace(read_design(study).request, seeds=seeds, extends=str(study.absolute()))
+    return replace(read_design(study).spec, seeds=seeds, extends=str(study.absolute()))
 
 
-def extended(request: ExperimentSpec, *, command: Sequence[str]) -> Design:
-    """The design of a study that extends another: the same in everything but its seeds and its error rate."""
-    study = Path(request.extends or "")
-    old = read_design(study)
-    if request.seeds is None or request.seeds <= old.seeds:
-        raise UsageError(f"{study} has {old.seeds} seeds already: extend it to more, got {request.seeds}")
-    if replace(request, seeds=None, extends=None) != replace(old.request, seeds=None, extends=None):
-        raise UsageError(f"an extension of {study} asks for what that study asked for: give nothing but more seeds")
-    for job in jobs(old, rates(study, old)):
-        if finished(study / job.folder) is None and not read_status(study / job.folder).failed_for_good:
+def design_extension(spec: ExperimentSpec, *, command: Sequence[str]) -> Design:
+    """The design of an extension; `UsageError` if its parent is unfinished or was asked for something else."""
+    study = Path(spec.extends or "")
+    parent = read_design(study)
+    if parent.spec.rationale is not None:
+        raise UsageError(
+            f"{study} measures rationales, whose intervals are not corrected for extensions: start a new study with "
+            f"--seeds {spec.seeds}"
+        )
+    if spec.seeds is None or spec.seeds <= parent.seeds:
+        raise UsageError(f"{study} already has {parent.seeds} seeds, got {spec.seeds}: give a larger number")
+    if replace(spec, seeds=None, extends=None) != replace(parent.spec, seeds=None, extends=None):
+        raise UsageError(f"an extension changes only the number of seeds of {study}: leave out everything else")
+    for run in planned_runs(parent, chosen_rates(study, parent)):
+        if finished(study / run.folder) is None and not read_status(study / run.folder).failed_for_good:
             raise UsageError(
-                f"{study} is not finished ({job.name} is missing): go on with "
+                f"{study} is not finished ({run.name} is missing): run "
                 f"`qkflow compare --resume {shlex.quote(str(study))}` first"
             )
-    look = old.look + 1
-    return replace(
-        old,
-        request=request,
-        command=tuple(command),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        seeds=request.seeds,
-        look=look,
-        error_rate=look_rate(request.error_rate, look),
-        extends=ParentStudy(folder=str(study), digest=checksum(study / "design.json")),
-        expected_seconds=None
-        if old.expected_seconds is None
-        else old.expected_seconds * (request.seeds / old.seeds - 1),
-    )
+    return extended_design(spec, parent, checksum(study / "design.json"), command=command)
 
 
-def bring_over(study: Path, design: Design, notice: Callable[[str], None]) -> None:
-    """Copy the runs of the study that is extended, each whole or not at all; what is there already stays."""
+def copy_parent_runs(study: Path, design: Design, notice: Callable[[str], None]) -> None:
+    """Copy the runs of the parent study that this study does not have yet, each atomically."""
     if design.extends is None:
         return
-    old = Path(design.extends.folder)
-    missing = [job.folder for job in jobs(design) if not any((study / job.folder).glob("*.json"))]
-    if not holds_study(old) or checksum(old / "design.json") != design.extends.digest:
+    parent = Path(design.extends.folder)
+    missing = [run.folder for run in planned_runs(design) if not any((study / run.folder).glob("*.json"))]
+    if not holds_study(parent) or checksum(parent / "design.json") != design.extends.digest:
         if missing:
-            notice(f"{old} is no longer the study that this one extends: runs that are not here yet are made again")
+            notice(f"{parent} is no longer the study that this one extends: its missing runs are trained again")
         return
     for folder in missing:
-        if (old / folder).is_dir():
+        if (parent / folder).is_dir():
             shutil.rmtree(study / folder, ignore_errors=True)
-            write_folder(study / folder, lambda place, folder=folder: _copy(old / folder, place))
+            write_folder(study / folder, functools.partial(_copy_run, parent / folder))
 
 
-def _copy(source: Path, place: Path) -> None:
-    shutil.copytree(source, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checkpoints", "lock", ".*.tmp"))
+def _copy_run(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checkpoints", "lock", ".*.tmp"))

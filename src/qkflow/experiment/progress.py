@@ -1,4 +1,4 @@
-"""How far a study is, read from the last lines of its runs' metrics: the same wherever the runs are made."""
+"""The progress of an experiment, read from the last lines of its runs' metrics, and observers of it."""
 
 from __future__ import annotations
 
@@ -10,146 +10,166 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from qkflow.experiment.budget import makespan
 from qkflow.experiment.design import Design, PlannedRun
-from qkflow.experiment.timing import makespan
 
-_TAIL = 4096
+_TAIL_BYTES = 4096
 """Bytes read from the end of metrics.jsonl; a line has a few hundred."""
-_LATELY = 15.0
-"""Seconds over which the speed of now is taken."""
+_WINDOW = 15.0
+"""Seconds over which the current speed is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActiveRun:
-    """A run that is being made."""
+    """A run in training."""
 
     arm: str
-    """Its arm."""
     seed: int
-    """Its seed."""
     kind: str
     """`tuning` or `main`."""
     step: int
-    """Steps it has made."""
     steps: int
-    """Steps it will make."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """A study at one moment, tuning included."""
+    """The state of an experiment at one moment, tuning included."""
 
     finished: int
-    """Runs that are finished."""
+    """Finished runs."""
     failed: int
-    """Runs that failed and are not tried again in this session."""
+    """Runs that failed and are not retried in this session."""
     runs: int
-    """Runs there are."""
-    tokens: int
-    """Tokens that all runs have been trained on."""
-    all_tokens: int
-    """Tokens that all of them will have been."""
-    tokens_per_second: float | None
-    """Over the last seconds, all runs together; None before there is anything to tell it from."""
+    """All runs."""
+    items: int
+    """Tokens (or instances of a task) that all runs have been trained on."""
+    all_items: int
+    """Tokens (or instances) in total."""
+    item: str
+    """`tokens` or `instances`."""
+    items_per_second: float | None
+    """Current speed of all runs together; None before it is known."""
     seconds_left: float | None
-    """Until the last run ends; None before there is anything to tell it from."""
+    """Until the last run ends; None before it is known."""
     running: tuple[ActiveRun, ...]
-    """Runs that are being made."""
+
+
+class Observer:
+    """Watches an experiment. Override the methods you need; they are called in the process that runs it.
+
+    >>> class Printer(Observer):
+    ...     def on_notice(self, text):
+    ...         print(text)
+    """
+
+    def on_notice(self, text: str) -> None:
+        """A message for the user, on one line."""
+
+    def on_design(self, design: Design) -> None:
+        """The design is written, or read from the folder of a resumed study."""
+
+    def on_progress(self, progress: Progress) -> None:
+        """About twice a second, and whenever a run has ended."""
+
+    def on_failure(self, run: PlannedRun, reason: str) -> None:
+        """A run has failed and is not retried in this session; the others continue."""
 
 
 class ProgressMeter:
-    """Keeps count of a study's runs. `finish` and `fail` tell it what the folders do not."""
+    """Follows the runs of an experiment. `finish` and `fail` report what the folders do not show."""
 
     def __init__(
-        self, study: Path, design: Design, jobs: Sequence[PlannedRun], clock: Callable[[], float] = time.monotonic
+        self, study: Path, design: Design, runs: Sequence[PlannedRun], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.study, self.design, self.jobs, self.clock = study, design, tuple(jobs), clock
+        self.study, self.design, self.runs, self.clock = study, design, tuple(runs), clock
         self.finished: set[Path] = set()
         self.failed: set[Path] = set()
-        self.seen = {job.folder: tail(study / job.folder) for job in self.jobs}
-        self.at = {folder: step for folder, (_, step) in self.seen.items()}
-        self.first = dict(self.at)
-        self.moving: set[Path] = set()
-        self.began = clock()
-        self.lately: deque[tuple[float, int]] = deque()
+        self.tails = {run.folder: last_step(study / run.folder) for run in self.runs}
+        self.steps = {folder: step for folder, (_, step) in self.tails.items()}
+        self.first_steps = dict(self.steps)
+        self.active: set[Path] = set()
+        self.start = clock()
+        self.recent: deque[tuple[float, int]] = deque()
 
-    def finish(self, job: PlannedRun) -> None:
-        """The run has come to its end."""
-        self.finished.add(job.folder)
-        self.failed.discard(job.folder)
-        self.at[job.folder] = job.steps
+    def finish(self, run: PlannedRun) -> None:
+        """The run is finished."""
+        self.finished.add(run.folder)
+        self.failed.discard(run.folder)
+        self.steps[run.folder] = run.steps
 
-    def fail(self, job: PlannedRun) -> None:
-        """The run will not come to its end in this session."""
-        self.failed.add(job.folder)
+    def fail(self, run: PlannedRun) -> None:
+        """The run will not finish in this session."""
+        self.failed.add(run.folder)
 
-    def count_as_old(self, job: PlannedRun) -> None:
-        """The run was finished before this session, whose speed it says nothing about."""
-        self.finish(job)
-        self.first[job.folder] = job.steps
+    def count_as_old(self, run: PlannedRun) -> None:
+        """The run was finished before this session and says nothing about its speed."""
+        self.finish(run)
+        self.first_steps[run.folder] = run.steps
 
     def read(self) -> Progress:
-        """Look at the folders."""
-        for job in self._open():
-            now = tail(self.study / job.folder)
-            if now != self.seen[job.folder]:
-                self.moving.add(job.folder)
-                self.seen[job.folder], step = now, now[1]
-                self.at[job.folder] = step
-                self.first[job.folder] = min(step, self.first[job.folder])  # a resumed run goes back to its checkpoint
-        total = self.design.base.batch * self.design.base.context
-        tokens = total * sum(self.at[job.folder] for job in self.jobs if job.folder not in self.failed)
+        """Read the folders."""
+        for run in self._unfinished():
+            tail = last_step(self.study / run.folder)
+            if tail != self.tails[run.folder]:
+                self.active.add(run.folder)
+                self.tails[run.folder], step = tail, tail[1]
+                self.steps[run.folder] = step
+                # A resumed run returns to its checkpoint.
+                self.first_steps[run.folder] = min(step, self.first_steps[run.folder])
+        step_items, item = self.design.step_items
+        items = step_items * sum(self.steps[run.folder] for run in self.runs if run.folder not in self.failed)
         return Progress(
             finished=len(self.finished),
             failed=len(self.failed),
-            runs=len(self.jobs),
-            tokens=tokens,
-            all_tokens=total * sum(job.steps for job in self.jobs if job.folder not in self.failed),
-            tokens_per_second=self._speed(tokens),
-            seconds_left=self._left(),
+            runs=len(self.runs),
+            items=items,
+            all_items=step_items * sum(run.steps for run in self.runs if run.folder not in self.failed),
+            item=item,
+            items_per_second=self._speed(items),
+            seconds_left=self._seconds_left(),
             running=tuple(
-                ActiveRun(arm=job.arm, seed=job.seed, kind=job.kind, step=self.at[job.folder], steps=job.steps)
-                for job in self._open()
-                if job.folder in self.moving
+                ActiveRun(arm=run.arm, seed=run.seed, kind=run.kind, step=self.steps[run.folder], steps=run.steps)
+                for run in self._unfinished()
+                if run.folder in self.active
             ),
         )
 
-    def _open(self) -> list[PlannedRun]:
-        return [job for job in self.jobs if job.folder not in self.finished and job.folder not in self.failed]
+    def _unfinished(self) -> list[PlannedRun]:
+        return [run for run in self.runs if run.folder not in self.finished and run.folder not in self.failed]
 
-    def _speed(self, tokens: int) -> float | None:
+    def _speed(self, items: int) -> float | None:
         now = self.clock()
-        self.lately.append((now, tokens))
-        while now - self.lately[0][0] > _LATELY:
-            self.lately.popleft()
-        then, before = self.lately[0]
-        return max(0.0, (tokens - before) / (now - then)) if now > then else None
+        self.recent.append((now, items))
+        while now - self.recent[0][0] > _WINDOW:
+            self.recent.popleft()
+        then, items_then = self.recent[0]
+        return max(0.0, (items - items_then) / (now - then)) if now > then else None
 
-    def _left(self) -> float | None:
-        """Work left over the work that a slot has done in a second of this session, packed onto the slots."""
-        done = sum((self.at[job.folder] - self.first[job.folder]) * self._cost(job) for job in self.jobs)
-        seconds = self.clock() - self.began
+    def _seconds_left(self) -> float | None:
+        """The remaining work at the speed of this session's slots, packed onto them."""
+        done = sum((self.steps[run.folder] - self.first_steps[run.folder]) * self._cost(run) for run in self.runs)
+        seconds = self.clock() - self.start
         if done <= 0 or seconds <= 0:
             return None
-        slots = min(self.design.jobs, len(self.jobs))
+        slots = min(self.design.jobs, len(self.runs))
         pace = done / seconds / slots
-        return makespan([(job.steps - self.at[job.folder]) * self._cost(job) / pace for job in self._open()], slots)
+        remaining = [(run.steps - self.steps[run.folder]) * self._cost(run) / pace for run in self._unfinished()]
+        return makespan(remaining, slots)
 
-    def _cost(self, job: PlannedRun) -> float:
-        arm = self.design.arm(job.arm)
-        return arm.seconds_per_step or float(arm.flops_per_token)
+    def _cost(self, run: PlannedRun) -> float:
+        return self.design.arm(run.arm).step_cost
 
 
-def tail(folder: Path) -> tuple[int, int]:
-    """The length of metrics.jsonl and the step of its last whole line; zeros where there is none.
+def last_step(folder: Path) -> tuple[int, int]:
+    """The length of metrics.jsonl and the step of its last whole line; zeros if there is none.
 
-    >>> tail(Path("no such folder"))
+    >>> last_step(Path("no such folder"))
     (0, 0)
     """
     try:
         with open(folder / "metrics.jsonl", "rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL))
+            file.seek(max(0, size - _TAIL_BYTES))
             lines = file.read().split(b"\n")
     except OSError:
         return 0, 0

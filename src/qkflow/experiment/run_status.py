@@ -1,9 +1,10 @@
-"""attempt.json of a run in a study: how often it was begun, what memory it took, and why it failed if it did."""
+"""attempt.json in a run folder: how often the run was started, its peak memory, and why it failed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError
@@ -15,20 +16,20 @@ FILE = "attempt.json"
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """What became of the attempts at one run."""
+    """The attempts at one run."""
 
     attempts: int = 0
-    """How often training was begun or gone on with."""
+    """How often training was started or resumed."""
     peak_bytes: int | None = None
-    """Memory at the peak, beyond what the process held before; None until the run is finished."""
+    """Peak memory beyond what the process held before; None until the run is finished."""
     failed: str | None = None
-    """Why the last attempt failed, in a line; None if it did not."""
+    """Why the last attempt failed, on one line; None if it did not."""
     failed_for_good: bool = False
-    """Whether another attempt would come to the same."""
+    """Whether another attempt would fail again."""
 
 
 def read_status(folder: Path) -> RunStatus:
-    """The record of a run folder; a fresh one where there is none.
+    """The status in a run folder; a new one if there is none, or it is damaged: no run depends on it.
 
     >>> read_status(Path("no such folder")).attempts
     0
@@ -38,10 +39,10 @@ def read_status(folder: Path) -> RunStatus:
         return RunStatus()
     try:
         return from_dict(RunStatus, read_json(path))
-    except UsageError:  # it only helps: a run does not depend on it
+    except UsageError:
         return RunStatus()
 
 
-def write_status(folder: Path, record: RunStatus) -> None:
-    """Replace the record of a run folder."""
-    write_json(folder / FILE, to_dict(record))
+def update_status(folder: Path, **changes: Any) -> None:
+    """Change fields of the status in a run folder."""
+    write_json(folder / FILE, to_dict(replace(read_status(folder), **changes)))

@@ -1,74 +1,114 @@
-"""A study from its request, or from its folder, to the last run: killed at any instant, it goes on to the same bits.
+"""Run an experiment from its spec, or resume it from its folder, to the result. It can be killed at any time.
 
-Everything that outlives this process is in the folder: the design, and run folders that are finished, begun or not yet
-there. What is not finished is handed to the engine; what crashes is handed over again, and then left on record.
+Everything that outlives this process is in the folder: the design, and run folders that are finished, started or
+missing. Runs that are not finished are given to the executor. A run that crashes is retried, then recorded as failed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import resource
 import shlex
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+import torch
 
 from qkflow.data import open_corpus
-from qkflow.errors import DiskError, Interrupted, UsageError
-from qkflow.experiment.corpus_stats import describe
-from qkflow.experiment.design import Design, PlannedRun, holds_study, jobs, read_design, write_design
-from qkflow.experiment.executors.base import Executor, Resources
+from qkflow.data.tasks import TaskConfig, open_task
+from qkflow.errors import BusyError, DiskError, DivergenceError, Interrupted, UsageError
+from qkflow.experiment.corpus_stats import describe_corpus
+from qkflow.experiment.design import (
+    Design,
+    PlannedRun,
+    chosen_rates,
+    holds_study,
+    make_design,
+    planned_runs,
+    read_design,
+    write_design,
+    write_tuning,
+)
+from qkflow.experiment.executors.base import Executor, Resources, describe_error
 from qkflow.experiment.executors.local import LocalExecutor
-from qkflow.experiment.extension import bring_over, extended
-from qkflow.experiment.observer import Observer
-from qkflow.experiment.plan import plan
-from qkflow.experiment.progress import ProgressMeter
-from qkflow.experiment.run_status import read_status, write_status
-from qkflow.experiment.spec import ExperimentSpec, differences
-from qkflow.experiment.tuning import rates, write_tuning
-from qkflow.experiment.worker import RunOutcome, RunSpec, make_run
+from qkflow.experiment.extension import copy_parent_runs, design_extension
+from qkflow.experiment.progress import Observer, ProgressMeter
+from qkflow.experiment.run_status import read_status, update_status
+from qkflow.experiment.spec import ExperimentSpec, spec_differences
+from qkflow.experiment.summary import ExperimentResult, read_result
 from qkflow.io import discard, locked, write_json
-from qkflow.training.run_dir import finished, sweep
+from qkflow.training import Callback, Run, TrainConfig, train
+from qkflow.training.run_dir import finished, holds_run, sweep
 from qkflow.training.signals import StopRequest, stop_on_signals
 
 ATTEMPTS = 3
-"""How often a run that crashes is tried in one session."""
+"""How often a run that crashes is tried per session."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """One run for a worker process."""
+
+    folder: str
+    """The run folder; a run that it holds is resumed."""
+    config: TrainConfig
+    command: tuple[str, ...]
+    """Recorded with the run."""
+    lock_timeout: float
+    """Seconds to wait for the lock of a dying process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOutcome:
+    """How an attempt at a run ended."""
+
+    kind: Literal["finished", "diverged", "refused", "disk full", "stopped", "crashed"]
+    """`diverged` would happen again; `refused` needs the user; `crashed` may succeed on the next attempt."""
+    reason: str = ""
+    """Why, on one line; empty for a finished run."""
+    errno: int | None = None
+    """The system's error number, for `disk full`."""
 
 
 def run_experiment(
-    request: ExperimentSpec | None,
+    spec: ExperimentSpec | None,
     out: Path | str,
     *,
-    engine: Executor | None = None,
+    executor: Executor | None = None,
     observer: Observer | None = None,
     command: Sequence[str] = (),
-) -> Design:
-    """Run the study that is asked for in the folder `out`, or go on with the one it holds (no request, or the same).
+) -> ExperimentResult:
+    """Run an experiment in the folder `out`, or resume the one it holds (no spec, or the same one).
 
-    Runs that fail are told to the observer and left on record. Ctrl-C and SIGTERM let every run write a checkpoint and
-    raise `Interrupted`.
+    Failed runs are reported to the observer and recorded. On Ctrl-C and SIGTERM every run writes a checkpoint, and
+    `Interrupted` is raised.
     """
-    study, watch = Path(out), observer or Observer()
-    refuse_foreign(request, study)
-    with engine or LocalExecutor() as made, _held(study):
+    study, observer = Path(out), observer or Observer()
+    refuse_other_folder(spec, study)
+    with executor or LocalExecutor() as entered, _locked_study(study):
         if holds_study(study):
-            design = _continued(request, study)
-        elif request is None:
-            raise UsageError(f"{study} holds no study to go on with: expected a folder that `qkflow compare` made")
+            design = _resumed_design(spec, study)
+        elif spec is None:
+            raise _no_study(study)
         else:
-            if request.extends is None:
-                design = plan(request, made, notice=watch.on_notice, command=command)
+            if spec.extends is None:
+                design = make_design(spec, entered, notice=observer.on_notice, command=command)
             else:
-                design = extended(request, command=command)
+                design = design_extension(spec, command=command)
             write_design(study, design)
-        watch.on_design(design)
+        observer.on_design(design)
         with stop_on_signals() as stop:
-            _Session(study, design, made, watch, stop, command).run()
-    return design
+            _Session(study, design, entered, observer, stop, command).run()
+    return read_result(study)
 
 
 def resume_study_command(study: Path) -> str:
-    """What to type to go on with a study.
+    """The command that resumes a study.
 
     >>> resume_study_command(Path("my studies/a"))
     "qkflow compare --resume 'my studies/a'"
@@ -76,22 +116,156 @@ def resume_study_command(study: Path) -> str:
     return f"qkflow compare --resume {shlex.quote(str(study))}"
 
 
-def refuse_foreign(request: ExperimentSpec | None, study: Path) -> None:
-    """Raise `UsageError` where the folder is neither a study's nor free for one."""
+def refuse_other_folder(spec: ExperimentSpec | None, study: Path) -> None:
+    """Raise `UsageError` if the folder holds neither a study nor nothing."""
     if study.exists() and not study.is_dir():
         raise UsageError(f"{study} is a file: choose a folder for the study")
     if holds_study(study):
         return
-    if request is None:
-        raise UsageError(f"{study} holds no study to go on with: expected a folder that `qkflow compare` made")
-    there = [path.name for path in study.iterdir()] if study.exists() else []
-    if foreign := sorted(name for name in there if name != "lock" and not name.endswith(".tmp")):
-        raise UsageError(f"{study} holds other things ({foreign[0]}) and no study: choose another folder")
+    if spec is None:
+        raise _no_study(study)
+    names = [path.name for path in study.iterdir()] if study.exists() else []
+    if others := sorted(name for name in names if name != "lock" and not name.endswith(".tmp")):
+        raise UsageError(f"{study} is not empty ({others[0]}) and holds no study: choose another folder")
+
+
+def run_one(spec: RunSpec) -> RunOutcome:
+    """Train one run to its end, from a checkpoint if there is one. Errors are returned as a `RunOutcome`."""
+    folder = Path(spec.folder)
+    try:
+        _train(spec, folder)
+    except DivergenceError as error:
+        reason = str(error).split(". ")[0]  # the rest is advice for a single run
+        return _failed(folder, RunOutcome(kind="diverged", reason=reason))
+    except DiskError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, DiskError) else error
+        return RunOutcome(kind="disk full", reason=str(cause.strerror), errno=cause.errno)
+    except Interrupted as error:
+        return RunOutcome(kind="stopped", reason=str(error).split(":")[0])
+    except UsageError as error:
+        return _failed(folder, RunOutcome(kind="refused", reason=str(error)))
+    except Exception as error:  # a mechanism may be anyone's code
+        return _failed(folder, RunOutcome(kind="crashed", reason=describe_error(error)))
+    return RunOutcome(kind="finished")
+
+
+class _Session:
+    """One process's share of an experiment."""
+
+    def __init__(
+        self,
+        study: Path,
+        design: Design,
+        executor: Executor,
+        observer: Observer,
+        stop: StopRequest,
+        command: Sequence[str],
+    ) -> None:
+        self.study, self.design, self.executor, self.observer, self.stop = study, design, executor, observer, stop
+        self.command = tuple(command) or design.command
+        self.disk_error: RunOutcome | None = None
+
+    def run(self) -> None:
+        """The tuning runs, if there are any, then the main runs."""
+        study, design = self.study, self.design
+        if not (study / "corpus.json").exists():
+            write_json(study / "corpus.json", _describe_data(design))
+        copy_parent_runs(study, design, self.observer.on_notice)
+        all_runs = planned_runs(design)
+        self.meter = ProgressMeter(study, design, all_runs)
+        unsettled = [run for run in all_runs if not self._is_settled(run)]
+        self._run_all([run for run in unsettled if run.kind == "tuning"])
+        rates = chosen_rates(study, design)
+        if design.tuned:
+            write_tuning(study, design)
+        main = {run.folder for run in unsettled if run.kind == "main"}
+        self._run_all([run for run in planned_runs(design, rates) if run.folder in main])
+        self.observer.on_progress(self.meter.read())
+
+    def _is_settled(self, run: PlannedRun) -> bool:
+        """Whether the run is finished or has failed for good, according to its folder."""
+        folder = self.study / run.folder
+        if finished(folder) is not None:
+            sweep(folder)
+            discard(folder / "checkpoints")  # left behind by a killed process
+            self.meter.count_as_old(run)
+            return True
+        status = read_status(folder)
+        if status.failed_for_good:
+            self.meter.fail(run)
+            self.observer.on_failure(run, status.failed or "unknown")
+        return status.failed_for_good
+
+    def _run_all(self, pending: list[PlannedRun]) -> None:
+        """Run all of these; those that crash are retried after the others."""
+        for run in [run for run in pending if run.config is None]:
+            pending.remove(run)
+            self._fail(run, "every learning-rate trial failed", for_good=True)
+        tries: Counter[Path] = Counter()
+        base = self.design.base
+        resources = Resources(threads=base.threads or 1, gpus=int(base.device == "cuda"))
+        while pending:
+            retries: list[PlannedRun] = []
+            specs = [self._run_spec(run) for run in pending]
+            for call in self.executor.run(run_one, specs, workers=self.design.jobs, resources=resources):
+                if call is not None:
+                    outcome = call.value if call.crash is None else RunOutcome(kind="crashed", reason=call.crash)
+                    if self._needs_retry(pending[call.index], outcome, tries):
+                        retries.append(pending[call.index])
+                if self.stop() or self.disk_error:
+                    self.executor.stop()
+                self.observer.on_progress(self.meter.read())
+            self._raise_if_stopped()
+            pending = retries
+
+    def _run_spec(self, run: PlannedRun) -> RunSpec:
+        if run.config is None:
+            raise ValueError(f"{run.name} has no config yet")
+        return RunSpec(
+            folder=str((self.study / run.folder).absolute()),
+            config=run.config,
+            command=self.command,
+            lock_timeout=self.executor.lock_timeout,
+        )
+
+    def _needs_retry(self, run: PlannedRun, outcome: RunOutcome, tries: Counter[Path]) -> bool:
+        """Record how a run ended; whether to try it again."""
+        tries[run.folder] += 1
+        if outcome.kind == "finished":
+            self.meter.finish(run)
+        elif outcome.kind == "disk full":
+            self.disk_error = outcome
+        elif self.stop() or self.disk_error:
+            pass  # it was stopped, and is resumed with the study
+        elif outcome.kind in ("crashed", "stopped") and tries[run.folder] < ATTEMPTS:
+            attempt = tries[run.folder] + 1
+            self.observer.on_notice(f"{run.name} crashed ({outcome.reason}): attempt {attempt} of {ATTEMPTS} follows")
+            return True
+        else:
+            # A failed tuning run is final: the main runs depend on the choice made without it.
+            self._fail(run, outcome.reason, for_good=outcome.kind == "diverged" or run.kind == "tuning")
+        return False
+
+    def _fail(self, run: PlannedRun, reason: str, *, for_good: bool) -> None:
+        update_status(self.study / run.folder, failed=reason, failed_for_good=for_good)
+        self.meter.fail(run)
+        self.observer.on_failure(run, reason)
+
+    def _raise_if_stopped(self) -> None:
+        command = resume_study_command(self.study)
+        if self.disk_error is not None:
+            error = self.disk_error
+            raise DiskError(error.errno, f"{error.reason}: free some space, then resume with `{command}`")
+        if self.stop():
+            done, total = len(self.meter.finished), len(self.meter.runs)
+            stopped = Interrupted(f"stopped with {done} of {total} runs finished: resume with `{command}`")
+            stopped.signal = self.stop.signal or stopped.signal
+            raise stopped
 
 
 @contextlib.contextmanager
-def _held(study: Path) -> Iterator[None]:
-    """The lock of the study's folder; a folder in which nothing came about is taken away again."""
+def _locked_study(study: Path) -> Iterator[None]:
+    """Hold the lock of the study's folder; remove the folder if no study was created in it."""
     with locked(study / "lock"):
         for pattern in (".*.tmp", "runs/*/.*.tmp", "tuning/*/.*.tmp"):
             for path in study.glob(pattern):
@@ -105,126 +279,70 @@ def _held(study: Path) -> Iterator[None]:
                     study.rmdir()
 
 
-def _continued(request: ExperimentSpec | None, study: Path) -> Design:
-    """The design in the folder, if it is what is asked for and its text is still the same."""
+def _resumed_design(spec: ExperimentSpec | None, study: Path) -> Design:
+    """The design in the folder, if it has the same spec and its data has not changed."""
     design = read_design(study)
-    if request is not None and request != design.request:
-        lines = "".join(f"\n  {line}" for line in differences(design.request, request))
-        raise UsageError(f"{study} holds a study of another design: choose another folder.{lines}")
-    corpus = open_corpus(design.request.corpus)
-    if corpus.digest != design.digest:
+    if spec is not None and spec != design.spec:
+        lines = "".join(f"\n  {line}" for line in spec_differences(design.spec, spec))
+        raise UsageError(f"{study} holds a different study: choose another folder.{lines}")
+    data = design.spec.data
+    opened = open_task(data) if isinstance(data, TaskConfig) else open_corpus(data)
+    if opened.digest != design.digest:
         raise UsageError(
-            f"the corpus {corpus.name} is not the text {study} began with (its hash is {corpus.digest[:12]}, it was "
-            f"{design.digest[:12]}): restore that text, or begin a new study"
+            f"the data {opened.name} has changed since {study} was started (hash {opened.digest[:12]}, expected "
+            f"{design.digest[:12]}): restore it, or start a new study"
         )
     return design
 
 
-class _Session:
-    """One process's part in a study."""
+def _describe_data(design: Design) -> dict[str, object]:
+    data = design.spec.data
+    if isinstance(data, TaskConfig):
+        raise NotImplementedError
+    return describe_corpus(open_corpus(data))
 
-    def __init__(
-        self,
-        study: Path,
-        design: Design,
-        engine: Executor,
-        watch: Observer,
-        stop: StopRequest,
-        command: Sequence[str],
-    ) -> None:
-        self.study, self.design, self.engine, self.watch, self.stop = study, design, engine, watch, stop
-        self.command = tuple(command) or design.command
-        self.disk: RunOutcome | None = None
 
-    def run(self) -> None:
-        """Tuning, where there is any, then the runs that count."""
-        study, design = self.study, self.design
-        if not (study / "corpus.json").exists():
-            write_json(study / "corpus.json", describe(open_corpus(design.request.corpus)))
-        bring_over(study, design, self.watch.on_notice)
-        every = jobs(design)
-        self.meter = ProgressMeter(study, design, every)
-        open_jobs = [job for job in every if not self._settled(job)]
-        self._stage([job for job in open_jobs if job.kind == "tuning"])
-        chosen = rates(study, design)
-        if design.tuned:
-            write_tuning(study, design)
-        todo = {job.folder for job in open_jobs if job.kind == "main"}
-        self._stage([job for job in jobs(design, chosen) if job.folder in todo])
-        self.watch.on_progress(self.meter.read())
+def _no_study(study: Path) -> UsageError:
+    return UsageError(f"{study} holds no study to resume: give a folder written by `qkflow compare`")
 
-    def _settled(self, job: PlannedRun) -> bool:
-        """Whether nothing is left to be done for a run, as its folder says."""
-        folder = self.study / job.folder
-        if finished(folder) is not None:
-            sweep(folder)
-            discard(folder / "checkpoints")  # the process was killed before it came to do so
-            self.meter.count_as_old(job)
-            return True
-        record = read_status(folder)
-        if record.failed_for_good:
-            self.meter.fail(job)
-            self.watch.on_failure(job, record.failed or "unknown")
-        return record.failed_for_good
 
-    def _stage(self, todo: list[PlannedRun]) -> None:
-        """Make these runs; what crashes is tried again after the others."""
-        for job in [job for job in todo if job.config is None]:
-            todo.remove(job)
-            self._fail(job, "none of its learning rates came to an end", for_good=True)
-        tries: Counter[Path] = Counter()
-        base = self.design.base
-        need = Resources(threads=base.threads or 1, gpus=int(base.device == "cuda"))
-        while todo:
-            again: list[PlannedRun] = []
-            orders = [self._order(job) for job in todo]
-            for done in self.engine.work(make_run, orders, at_once=self.design.jobs, need=need):
-                if done is not None:
-                    ending = done.value if done.crash is None else RunOutcome(kind="crashed", reason=done.crash)
-                    if self._tries_again(todo[done.index], ending, tries):
-                        again.append(todo[done.index])
-                if self.stop() or self.disk:
-                    self.engine.stop()
-                self.watch.on_progress(self.meter.read())
-            self._raise_if_stopped()
-            todo = again
+class _CountAttempt(Callback):
+    """Counts the attempt once the run's lock is held."""
 
-    def _order(self, job: PlannedRun) -> RunSpec:
-        if job.config is None:
-            raise ValueError(f"{job.name} has no config yet")
-        folder = str((self.study / job.folder).absolute())
-        return RunSpec(folder=folder, config=job.config, command=self.command, patience=self.engine.patience)
+    def on_start(self, run: Run) -> None:
+        attempts = read_status(run.folder).attempts + 1
+        update_status(run.folder, attempts=attempts, failed=None, failed_for_good=False)
 
-    def _tries_again(self, job: PlannedRun, ending: RunOutcome, tries: Counter[Path]) -> bool:
-        """Note how a run ended; whether it is to be tried again."""
-        tries[job.folder] += 1
-        if ending.kind == "finished":
-            self.meter.finish(job)
-        elif ending.kind == "disk full":
-            self.disk = ending
-        elif self.stop() or self.disk:
-            pass  # it was asked to stop, and goes on with the study
-        elif ending.kind in ("crashed", "stopped") and tries[job.folder] < ATTEMPTS:
-            number = tries[job.folder] + 1
-            self.watch.on_notice(f"{job.name} crashed ({ending.reason}): attempt {number} of {ATTEMPTS} follows")
-            return True
-        else:
-            # A tuning run is given up for good: the runs that count rest on the choice that is made without it.
-            self._fail(job, ending.reason, for_good=ending.kind == "diverged" or job.kind == "tuning")
-        return False
 
-    def _fail(self, job: PlannedRun, reason: str, *, for_good: bool) -> None:
-        folder = self.study / job.folder
-        write_status(folder, replace(read_status(folder), failed=reason, failed_for_good=for_good))
-        self.meter.fail(job)
-        self.watch.on_failure(job, reason)
+def _train(spec: RunSpec, folder: Path) -> None:
+    before, deadline = _peak_bytes(), time.monotonic() + spec.lock_timeout
+    while True:
+        try:
+            with locked(folder / "lock"):  # a dying process has released it, and has started the run or not
+                resume = holds_run(folder)
+            train(
+                spec.config,
+                folder,
+                callbacks=[_CountAttempt()],
+                resume=resume,
+                command=spec.command,
+            )
+            break
+        except BusyError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+    peak = torch.cuda.max_memory_allocated() if spec.config.device == "cuda" else _peak_bytes() - before
+    update_status(folder, peak_bytes=max(peak, read_status(folder).peak_bytes or 0), failed=None)
+    discard(folder / "checkpoints")
 
-    def _raise_if_stopped(self) -> None:
-        command = resume_study_command(self.study)
-        if self.disk is not None:
-            raise DiskError(self.disk.errno, f"{self.disk.reason}: free some space, then go on with `{command}`")
-        if self.stop():
-            done, runs = len(self.meter.finished), len(self.meter.jobs)
-            stopped = Interrupted(f"stopped with {done} of {runs} runs finished: go on with `{command}`")
-            stopped.signal = self.stop.signal or stopped.signal
-            raise stopped
+
+def _failed(folder: Path, outcome: RunOutcome) -> RunOutcome:
+    """Record a failure, and return it."""
+    update_status(folder, failed=outcome.reason, failed_for_good=outcome.kind == "diverged")
+    return outcome
+
+
+def _peak_bytes() -> int:
+    """The peak memory of this process; Linux counts it in kibibytes, macOS in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,67 +1,88 @@
-"""All that a study has found, as plain data: what the page, the terminal, the CSV and the JSON show.
+"""The result of an experiment, read from its folder: runs are paired, compared and judged.
 
-Derived from the study's folder alone, and can be made again at any time.
+Everything is derived from the folder and can be computed again at any time.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from qkflow.experiment.metrics.recall import RecallSummary
-from qkflow.experiment.stats.curves import CostRatio, Curve
-from qkflow.experiment.stats.paired import Difference, SpreadRatio
-from qkflow.experiment.stats.verdict import Verdict
+import numpy as np
+
+from qkflow.config import from_dict, to_dict
+from qkflow.errors import UsageError
+from qkflow.experiment.design import (
+    ArmDesign,
+    Design,
+    PlannedRun,
+    chosen_rates,
+    planned_runs,
+    read_design,
+    tuning_losses,
+)
+from qkflow.experiment.matching import DECAY, EVALUATIONS
+from qkflow.experiment.metrics.recall import RecallSummary, read_recall_summary
+from qkflow.experiment.run_status import read_status
+from qkflow.experiment.stats.curves import CostRatio, Curve, cost_ratio
+from qkflow.experiment.stats.paired import Difference, SpreadRatio, difference, holm, spread_ratio
+from qkflow.experiment.stats.verdict import Verdict, judge
+from qkflow.training import Result, read_metrics
+from qkflow.training.run_dir import finished, read_json
+
+MATCHING_TOLERANCE = 0.02
+"""The largest mismatch between arms, relative to the baseline, without a remark."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusNote:
-    """Something measured on the corpus: context for a verdict, never a part of it."""
+    """A statistic of the data: context for a verdict, never part of it."""
 
     name: str
-    """What was measured, e.g. `vocabulary growth`."""
     value: str
-    """The figure, with its unit."""
+    """The number, with its unit."""
     meaning: str
-    """How to read it, in a sentence."""
+    """How to read it, in one sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmSummary:
-    """One arm: its shape, its cost, its runs."""
+    """One arm: its model, its cost and its runs."""
 
     name: str
-    """As it was asked for, e.g. `differential:window=64`."""
     parameters: int
     parameters_off: float
-    """Parameters over the baseline's, minus one: what matching left."""
+    """Parameters over the baseline's, minus one."""
     hidden: int
     """The feed-forward width that matching chose."""
     flops_per_token: int
-    """Of one forward pass at the context's length; training costs three times as much."""
+    """Of one forward pass at the context length; training costs three times as much."""
     steps: int
     tokens: int
-    """Tokens of each run."""
+    """Training tokens per run."""
     learning_rate: float | None
-    """The rate of its runs; None while tuning has not chosen it."""
+    """None until tuning has chosen it."""
     tuning: tuple[tuple[float, float | None], ...]
-    """Learning rates tried, each with the loss it came to (None: failed); empty where one rate was given."""
+    """Learning rates tried, each with its final loss (None: failed); empty if there is one rate."""
     seeds: tuple[int, ...]
-    """Seeds whose runs are finished."""
+    """Seeds of finished runs."""
     bits_per_byte: tuple[float, ...]
-    """Their held-out loss, in the same order; bits per answer token, where the study is on a task."""
+    """Their held-out losses; bits per answer token on recall tasks."""
     mean: float | None
     spread: float | None
     """Standard deviation over seeds."""
     tokens_per_second: float | None
-    """Median over runs, of training alone, with as many runs at a time as the study had."""
+    """Training speed, median over runs, with all concurrent runs."""
     peak_bytes: int | None
-    """Memory that a run took at its peak, beyond what the process held before."""
+    """Peak memory per run, beyond what the process held before."""
     state_bytes: int
-    """What the mechanism carries after a context's length of tokens, a sequence."""
+    """Size of the mechanism's state after one context length, per sequence."""
     curves: tuple[Curve, ...]
     failures: tuple[str, ...]
-    """A line for each run that failed: its seed and why."""
+    """One line per failed run: its seed and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +91,7 @@ class Comparison:
 
     arm: str
     difference: Difference | None
-    """None where no seed has both runs."""
+    """None if no seed has finished runs of both."""
     p_holm: float | None
     """The p value after Holm's correction over the arms."""
     spread: SpreadRatio | None
@@ -79,53 +100,282 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentResult:
-    """The whole study."""
+    """The result of an experiment."""
 
     folder: str
     corpus: str
-    """Its name."""
+    """The name of the data."""
     digest: str
-    """Its hash."""
+    """The hash of the data."""
     baseline: str
     match: str
-    """What the arms have in common besides parameters: tokens, flops or seconds."""
+    """What the arms share besides parameters: tokens, flops or seconds."""
     size: str
     context: int
     margin: float
-    """The equivalence margin, in bits as the losses."""
+    """The equivalence margin, in bits."""
     error_rate: float
-    """The rate of false `better` or `worse` over all arms that this look may have."""
+    """The rate of false positives over all arms that this look may have."""
     finished: int
-    """Runs finished, tuning included."""
+    """Finished runs, tuning included."""
     runs: int
-    """Runs planned, tuning included."""
+    """All runs, tuning included."""
     arms: tuple[ArmSummary, ...]
     """The baseline first."""
     comparisons: tuple[Comparison, ...]
     """Every arm but the baseline."""
     verdicts: tuple[Verdict, ...]
-    """One for each comparison."""
+    """One per comparison."""
     notes: tuple[CorpusNote, ...]
-    """On the corpus."""
+    """Statistics of the data."""
     remarks: tuple[str, ...]
-    """What a reader must know: seeds missing, one seed only, a machine that changed."""
+    """What a reader must know: missing seeds, a single seed, different machines."""
     design: dict[str, Any]
-    """design.json, whole."""
+    """The content of design.json."""
     environment: dict[str, Any]
     """environment.json of the first run."""
     command: tuple[str, ...]
-    """The command that began the study."""
+    """The command that started the experiment."""
     unit: str = "byte"
-    """What losses are per: a byte of text, or an answer token of a task."""
+    """What losses are per."""
     recall: RecallSummary | None = None
-    """Accuracy on a task's test instances; None for text, and before a run is finished."""
+    """Accuracy on the test instances of a recall task; None for text, and before a run is finished."""
 
     @property
     def bits(self) -> str:
-        """What losses are counted in."""
+        """The unit of losses."""
         return f"bits per {self.unit}"
 
     @property
     def on_task(self) -> bool:
-        """Whether the runs learn a task, and not a text."""
+        """Whether the runs learn a task instead of text."""
         return self.unit != "byte"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What is on disk of one run; `result` is None until it is finished."""
+
+    run: PlannedRun
+    folder: Path
+    result: Result | None
+    records: list[dict[str, Any]]
+    """The lines of metrics.jsonl."""
+    failed: str | None
+    peak_bytes: int | None
+
+
+def read_result(study: Path | str) -> ExperimentResult:
+    """The result of the finished runs in a study's folder."""
+    study = Path(study)
+    design = read_design(study)
+    rates, tuning = chosen_rates(study, design), tuning_losses(study, design)
+    runs = [_read_run(study, run) for run in planned_runs(design, rates)]
+    main = {
+        arm.name: [run for run in runs if run.run.kind == "main" and run.run.arm == arm.name] for arm in design.arms
+    }
+    arms = tuple(
+        _arm_summary(design, arm, main[arm.name], rates.get(arm.name), tuning[arm.name]) for arm in design.arms
+    )
+    comparisons = _compare(design, main, {arm.name: arm.curves for arm in arms})
+    baseline = arms[0]
+    loss = baseline.mean or 1.0  # irrelevant before the baseline has a run: then there is nothing to judge
+    margin = design.spec.margin * loss
+    corpus = _read_optional(study / "corpus.json")
+    environments = [_read_optional(run.folder / "environment.json") for run in runs]
+    finished_folders = {
+        name: {run.run.seed: run.folder for run in arm_runs if run.result is not None}
+        for name, arm_runs in main.items()
+    }
+    return ExperimentResult(
+        folder=str(study),
+        corpus=design.corpus,
+        digest=design.digest,
+        baseline=baseline.name,
+        match=design.spec.match,
+        size=design.size,
+        context=design.base.context,
+        margin=margin,
+        error_rate=design.error_rate,
+        finished=sum(run.result is not None for run in runs),
+        runs=len(runs),
+        arms=arms,
+        comparisons=comparisons,
+        verdicts=judge(
+            {comparison.arm: comparison.difference for comparison in comparisons},
+            baseline=baseline.name,
+            loss=loss,
+            alpha=design.error_rate,
+            seeds=design.seeds,
+            margin=margin,
+            unit=design.unit,
+        ),
+        notes=tuple(from_dict(CorpusNote, note) for note in corpus.get("notes", [])),
+        remarks=_remarks(design, runs),
+        design=to_dict(design),
+        environment=next((environment for environment in environments if environment), {}),
+        command=design.command,
+        unit=design.unit,
+        recall=read_recall_summary(finished_folders),
+    )
+
+
+def example_runs(study: Path | str) -> dict[str, Path]:
+    """For each arm, the folder of its first finished run, or of its first run."""
+    study = Path(study)
+    design = read_design(study)
+    folders: dict[str, Path] = {}
+    for run in planned_runs(design, chosen_rates(study, design)):
+        folder = study / run.folder
+        is_finished = (folder / "weights.safetensors").exists()
+        if run.kind == "main" and (
+            run.arm not in folders or (is_finished and not (folders[run.arm] / "weights.safetensors").exists())
+        ):
+            folders[run.arm] = folder
+    return {arm.name: folders[arm.name] for arm in design.arms}
+
+
+def _read_run(study: Path, run: PlannedRun) -> RunRecord:
+    folder = study / run.folder
+    status, result = read_status(folder), finished(folder)
+    return RunRecord(
+        run=run,
+        folder=folder,
+        result=result,
+        records=read_metrics(folder / "metrics.jsonl"),
+        failed=None if result is not None else status.failed,
+        peak_bytes=status.peak_bytes,
+    )
+
+
+def _arm_summary(
+    design: Design,
+    arm: ArmDesign,
+    runs: Sequence[RunRecord],
+    rate: float | None,
+    tuning: Mapping[float, float | None],
+) -> ArmSummary:
+    done = [run for run in runs if run.result is not None]
+    losses = [float(run.result.metrics["bits_per_byte"]) for run in done if run.result is not None]
+    peaks = [run.peak_bytes for run in done if run.peak_bytes is not None]
+    last_records = [run.records[-1] for run in done if run.records]
+    speeds = [record["tokens"] / record["seconds"] for record in last_records if record.get("seconds")]
+    return ArmSummary(
+        name=arm.name,
+        parameters=arm.parameters,
+        parameters_off=arm.parameters / design.arms[0].parameters - 1,
+        hidden=getattr(arm.model, "hidden", None) or 0,
+        flops_per_token=arm.flops_per_token,
+        steps=arm.steps,
+        tokens=arm.steps * design.base.batch * design.base.context,
+        learning_rate=rate if design.tuned else design.spec.learning_rates[0],
+        tuning=tuple(tuning.items()),
+        seeds=tuple(run.run.seed for run in done),
+        bits_per_byte=tuple(losses),
+        mean=statistics.fmean(losses) if losses else None,
+        spread=statistics.stdev(losses) if len(losses) > 1 else None,
+        tokens_per_second=statistics.median(speeds) if speeds else None,
+        peak_bytes=max(peaks) if peaks else None,
+        state_bytes=arm.state_bytes,
+        curves=tuple(curve for run in runs if (curve := _curve(run)) is not None),
+        failures=tuple(f"seed {run.run.seed}: {run.failed}" for run in runs if run.failed is not None),
+    )
+
+
+def _curve(run: RunRecord) -> Curve | None:
+    evaluations = [record for record in run.records if record["kind"] == "eval"]
+    if not evaluations:
+        return None
+    return Curve(
+        seed=run.run.seed,
+        tokens=tuple(int(record["tokens"]) for record in evaluations),
+        seconds=tuple(float(record["seconds"]) for record in evaluations),
+        bits_per_byte=tuple(float(record["bits_per_byte"]) for record in evaluations),
+    )
+
+
+def _compare(
+    design: Design, runs: Mapping[str, Sequence[RunRecord]], curves: Mapping[str, tuple[Curve, ...]]
+) -> tuple[Comparison, ...]:
+    """Every arm against the baseline, over the seeds that both have finished."""
+    baseline, others = design.arms[0].name, [arm.name for arm in design.arms[1:]]
+    level = 1 - design.error_rate
+    results = {
+        name: {run.run.seed: run.result for run in arm_runs if run.result is not None}
+        for name, arm_runs in runs.items()
+    }
+    differences, spreads = {}, {}
+    for name in others:
+        seeds = sorted(results[name].keys() & results[baseline].keys())
+        if not seeds:
+            continue
+        pairs = [[results[arm][seed] for seed in seeds] for arm in (name, baseline)]
+        sizes = pairs[1][0].documents["bytes"]
+        if any(not np.array_equal(result.documents["bytes"], sizes) for arm in pairs for result in arm):
+            raise UsageError(
+                f"the runs of {name} and {baseline} scored different documents: the study's folder was altered, "
+                "restore it from a copy"
+            )
+        nats, baseline_nats = (np.stack([result.documents["nats"] for result in arm]) for arm in pairs)
+        differences[name] = difference(
+            nats,
+            baseline_nats,
+            sizes,
+            level=level,
+            comparisons=len(others),
+            calibrated=design.unit == "byte",  # the spread was calibrated on text
+        )
+        losses = [[float(result.metrics["bits_per_byte"]) for result in arm] for arm in pairs]
+        spreads[name] = spread_ratio(*losses, level=level)
+    adjusted = holm([differences[name].p if name in differences else None for name in others])
+    return tuple(
+        Comparison(
+            arm=name,
+            difference=differences.get(name),
+            p_holm=p,
+            spread=spreads.get(name),
+            reach=cost_ratio(curves[name], curves[baseline], plateau=1 - DECAY, level=level)
+            if name in differences
+            else None,
+        )
+        for name, p in zip(others, adjusted, strict=True)
+    )
+
+
+def _remarks(design: Design, runs: Sequence[RunRecord]) -> tuple[str, ...]:
+    """What a reader must know before relying on the numbers."""
+    remarks = []
+    if missing := sum(run.result is None for run in runs):
+        failed = sum(run.failed is not None for run in runs)
+        remarks.append(
+            f"{missing} of {len(runs)} runs are not finished ({failed} failed): only seeds with both runs are compared"
+        )
+    if design.seeds == 1:
+        remarks.append("one seed gives no interval and no verdict: use at least 3 seeds")
+    machines = {str(_read_optional(run.folder / "environment.json").get("cpu")) for run in runs if run.records}
+    if len(machines) > 1:
+        remarks.append(f"the runs used different machines ({', '.join(sorted(machines))}): times are not comparable")
+    if (worst := max(map(abs, _mismatches(design)))) > MATCHING_TOLERANCE:
+        remarks.append(
+            f"steps are a multiple of {EVALUATIONS}, so in these short runs the {design.spec.match} of an arm differ "
+            f"from the baseline's by up to {worst:.0%}, which can decide a verdict: train for longer"
+        )
+    if design.extends is not None:
+        remarks.append(
+            f"this is look {design.look}, which extends {design.extends.folder}: it spends {design.error_rate:.2%} "
+            f"of the error rate of {design.spec.error_rate:.0%}"
+        )
+    return tuple(remarks)
+
+
+def _mismatches(design: Design) -> list[float]:
+    """The relative difference of each arm's FLOPs or seconds from the baseline's, if these are matched."""
+    if design.spec.match == "tokens":
+        return [0.0]
+    seconds = design.spec.match == "seconds"
+    costs = [arm.steps * ((arm.seconds_per_step or 0.0) if seconds else arm.flops_per_token) for arm in design.arms]
+    return [cost / costs[0] - 1 if costs[0] else 0.0 for cost in costs]
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}

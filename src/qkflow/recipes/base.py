@@ -62,7 +62,7 @@ class Recipe:
             )
         return self.corpora[scale] if source is None else replace(self.corpora[scale], source=source)
 
-    def request(self, scale: Scale, corpus: CorpusConfig | None = None) -> ExperimentSpec:
+    def spec(self, scale: Scale, corpus: CorpusConfig | None = None) -> ExperimentSpec:
         """The study to run."""
         return self.studies[scale](self.corpus(scale) if corpus is None else corpus)
 

@@ -28,7 +28,7 @@ def laptop(arms: tuple[str, ...]) -> Callable[[CorpusConfig], ExperimentSpec]:
     >>> laptop(("standard", "differential"))(CorpusConfig()).budget
     600.0
     """
-    return lambda corpus: ExperimentSpec(corpus=corpus, arms=arms, budget=SECONDS_AN_ARM * len(arms))
+    return lambda corpus: ExperimentSpec(data=corpus, arms=arms, budget=SECONDS_AN_ARM * len(arms))
 
 
 def paper(
@@ -54,7 +54,7 @@ def paper(
     def request(corpus: CorpusConfig) -> ExperimentSpec:
         named = size in SIZES and heads is None
         return ExperimentSpec(
-            corpus=corpus,
+            data=corpus,
             arms=arms,
             size=size if named else None,
             model=None if named else _model(arms[0], size, heads),

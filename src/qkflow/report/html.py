@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qkflow.experiment.metrics.rationale import RationaleSummary
-from qkflow.experiment.summarise import run_folders
-from qkflow.experiment.summary import ExperimentResult
+from qkflow.experiment.summary import ExperimentResult, example_runs
 from qkflow.formatting import escape_unprintable, shorten
 from qkflow.io import write_file
 from qkflow.report import palette
@@ -49,7 +48,7 @@ def write_report(
     maps = None
     if isinstance(result, ExperimentResult):
         folder = Path(result.folder)
-        maps = load_maps([arm.name for arm in result.arms], folder, run_folders(folder) if runs is None else runs)
+        maps = load_maps([arm.name for arm in result.arms], folder, example_runs(folder) if runs is None else runs)
     write_file(path, render(build_report(result, maps)))
     return path
 

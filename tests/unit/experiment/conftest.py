@@ -14,11 +14,9 @@ import torch
 
 from qkflow.data import CorpusConfig
 from qkflow.experiment.design import Design, PlannedRun
-from qkflow.experiment.executors.base import CallResult, Resources
-from qkflow.experiment.observer import Observer
-from qkflow.experiment.progress import Progress
+from qkflow.experiment.executors.base import CallResult, Resources, describe_error
+from qkflow.experiment.progress import Observer, Progress
 from qkflow.experiment.spec import ExperimentSpec
-from qkflow.experiment.worker import described
 from qkflow.mechanisms import registry
 from qkflow.models import DecoderConfig
 
@@ -28,7 +26,7 @@ TINY = DecoderConfig(width=16, layers=1, heads=2, hidden=32)
 class Inline:
     """An engine without processes: calls happen one after the other, here."""
 
-    patience = 0.0
+    lock_timeout = 0.0
 
     def __init__(self) -> None:
         self.stopped = False
@@ -46,8 +44,8 @@ class Inline:
     def cores(self) -> tuple[int, ...]:
         return (2,)
 
-    def work(
-        self, function: Callable[[Any], Any], arguments: Sequence[Any], *, at_once: int, need: Resources
+    def run(
+        self, function: Callable[[Any], Any], arguments: Sequence[Any], *, workers: int, resources: Resources
     ) -> Iterator[CallResult | None]:
         for index, argument in enumerate(arguments):
             if self.stopped:
@@ -58,7 +56,7 @@ class Inline:
                 self.before(argument)
                 yield CallResult(index=index, value=function(argument))
             except Exception as error:
-                yield CallResult(index=index, crash=described(error))
+                yield CallResult(index=index, crash=describe_error(error))
 
     def stop(self) -> None:
         self.stopped = True
@@ -113,7 +111,7 @@ def ask(texts: Path) -> Callable[..., ExperimentSpec]:
 
     def make(**changes: Any) -> ExperimentSpec:
         small: dict[str, Any] = {
-            "corpus": CorpusConfig(source=str(texts)),
+            "data": CorpusConfig(source=str(texts)),
             "arms": ("standard", "differential"),
             "model": TINY,
             "tokens": 20 * 64,

@@ -11,11 +11,9 @@ import pytest
 
 from qkflow.circuits import RatioSchedule
 from qkflow.errors import UsageError
-from qkflow.experiment.arm import parse_arm
-from qkflow.experiment.design import Design, jobs, read_design, write_design
-from qkflow.experiment.matching import refuse_twins, shape
-from qkflow.experiment.plan import plan
-from qkflow.experiment.spec import ExperimentSpec
+from qkflow.experiment.design import Design, make_design, planned_runs, read_design, write_design
+from qkflow.experiment.matching import match_arms, refuse_duplicate_arms
+from qkflow.experiment.spec import ExperimentSpec, parse_arm
 
 Ask = Callable[..., ExperimentSpec]
 
@@ -32,17 +30,17 @@ Ask = Callable[..., ExperimentSpec]
     ],
 )
 def test_an_arm_is_a_mechanism_and_a_ratio(name: str, spec: str, ratio: RatioSchedule) -> None:
-    assert parse_arm(name) == (spec, ratio)
+    assert parse_arm(name) == (spec, ratio, 1.0)
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("standard:r=0", "the arm 'standard:r=0': r must be a finite number above 0, got 0"),
-        ("standard:r=-3", "r must be a finite number above 0, got -3"),
+        ("standard:r=0", "the arm 'standard:r=0': r must be a finite number above 0, got '0'"),
+        ("standard:r=-3", "r must be a finite number above 0, got '-3'"),
         ("standard:r=x", "the arm 'standard:r=x': r must be a finite number above 0, got 'x'"),
         ("standard:r", "r must be a finite number above 0, got ''"),
-        ("standard:growth=inf", "growth must be a finite number above 0, got inf"),
+        ("standard:growth=inf", "growth must be a finite number above 0, got 'inf'"),
         ("standard:r=2,r=3", "gives r twice"),
     ],
 )
@@ -53,28 +51,28 @@ def test_an_arm_with_a_ratio_that_is_none_is_refused_in_one_line(name: str, says
 
 
 def test_arms_that_differ_in_their_ratio_are_two_and_those_that_do_not_are_one() -> None:
-    refuse_twins(["standard", "standard:r=20", "standard:growth=20", "standard:r=20,growth=40"])
+    refuse_duplicate_arms(["standard", "standard:r=20", "standard:growth=20", "standard:r=20,growth=40"])
     for twin in ("standard:r=1", "standard:r=1,growth=1"):
-        with pytest.raises(UsageError, match=f"'standard' and '{twin}' are the same mechanism"):
-            refuse_twins(["standard", twin])
+        with pytest.raises(UsageError, match=f"'standard' and '{twin}' are the same"):
+            refuse_duplicate_arms(["standard", twin])
 
 
 def test_a_ratio_costs_neither_parameters_nor_flops(ask: Ask) -> None:
-    made = shape(ask(arms=("standard:r=2", "standard", "standard:r=5,growth=40")), "own", 257)
+    made = match_arms(ask(arms=("standard:r=2", "standard", "standard:r=5,growth=40")), "own", 257)
     assert len({(arm.model, arm.parameters, arm.flops_per_token, arm.state_bytes) for arm in made.arms}) == 1
     assert [arm.name for arm in made.arms] == ["standard:r=2", "standard", "standard:r=5,growth=40"]
     assert made.arms[0].model.mechanism == "standard"
 
 
-def designed(request: ExperimentSpec, engine: Any) -> Design:
-    return plan(request, engine, notice=lambda text: None, command=("qkflow", "compare"))
+def designed(spec: ExperimentSpec, executor: Any) -> Design:
+    return make_design(spec, executor, notice=lambda text: None, command=("qkflow", "compare"))
 
 
 def test_every_run_of_an_arm_has_its_ratio_tuning_too(ask: Ask, inline: Any) -> None:
     arms = ("standard", "standard:r=20", "differential:r=5,growth=40")
     design = designed(ask(arms=arms, learning_rates=(1e-3, 3e-3)), inline())
     ratios = {"standard": (1.0, None), "standard:r=20": (20.0, None), "differential:r=5,growth=40": (5.0, 40.0)}
-    made = jobs(design, dict.fromkeys(arms, 1e-3))
+    made = planned_runs(design, dict.fromkeys(arms, 1e-3))
     assert {job.kind for job in made} == {"tuning", "main"}
     for job in made:
         assert job.config is not None
@@ -90,4 +88,4 @@ def test_a_design_from_before_there_were_ratios_is_read(ask: Ask, inline: Any, t
     data = json.loads(file.read_text())
     del data["base"]["qk_ratio"], data["base"]["qk_growth"]
     file.write_text(json.dumps(data))
-    assert jobs(read_design(tmp_path)) == jobs(design)
+    assert planned_runs(read_design(tmp_path)) == planned_runs(design)

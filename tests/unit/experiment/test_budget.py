@@ -17,11 +17,20 @@ from hypothesis import strategies as st
 from qkflow.data import Corpus, CorpusConfig, Split, open_corpus, windows
 from qkflow.errors import UsageError
 from qkflow.experiment import budget as module
-from qkflow.experiment import plan as planning
-from qkflow.experiment.budget import PREFERENCES, BudgetChoice, choose, options, predicted
-from qkflow.experiment.matching import Shape, shape
+from qkflow.experiment import design as planning
+from qkflow.experiment.budget import (
+    PREFERENCES,
+    BudgetChoice,
+    Workload,
+    choose_budget,
+    evaluation_tokens,
+    makespan,
+    predict_speeds,
+    size_options,
+    tuning_steps,
+)
+from qkflow.experiment.matching import SizedArms, match_arms
 from qkflow.experiment.spec import ExperimentSpec
-from qkflow.experiment.timing import Workload, evaluated, makespan, tuning_steps
 from qkflow.formatting import format_duration
 from qkflow.training.budget import Speed
 
@@ -38,42 +47,45 @@ class Machine:
         self.measured: list[str] = []
         self.notices: list[str] = []
 
-    def measure(self, made: Shape, seconds: float) -> tuple[Speed, ...]:
+    def measure(self, made: SizedArms, seconds: float) -> tuple[Speed, ...]:
         self.measured.append(made.size)
         self.now += self.measuring
         costs = [3 * arm.flops_per_token * self.per_flop for arm in made.arms]
         costs[1:] = [cost * self.slower for cost in costs[1:]]
         return tuple(Speed(step=cost * made.step_tokens, token=cost / 3, answer=cost) for cost in costs)
 
-    def choose(self, request: ExperimentSpec, corpus: Corpus, jobs: int = 2) -> BudgetChoice:
-        return choose(
-            request, corpus, jobs=jobs, measure=self.measure, notice=self.notices.append, clock=lambda: self.now
+    def choose_budget(self, spec: ExperimentSpec, corpus: Corpus, jobs: int = 2) -> BudgetChoice:
+        return choose_budget(
+            spec,
+            corpus,
+            jobs=jobs,
+            measure=self.measure,
+            notice=self.notices.append,
+            clock=lambda: self.now,
         )
 
 
 @pytest.fixture(autouse=True)
 def _shapes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matching the large sizes takes a while, and gives the same every time."""
-    monkeypatch.setattr(module, "shape", remembered)
+    monkeypatch.setattr(module, "match_arms", remembered)
 
 
 @functools.cache
-def remembered(request: ExperimentSpec, name: str, vocabulary: int, instance: int | None) -> Shape:
-    if plain(request) != request:
-        return remembered(plain(request), name, vocabulary, instance)
-    return shape(request, name, vocabulary, instance)
+def remembered(spec: ExperimentSpec, name: str, vocabulary: int, instance: int | None) -> SizedArms:
+    if plain(spec) != spec:
+        return remembered(plain(spec), name, vocabulary, instance)
+    return match_arms(spec, name, vocabulary, instance)
 
 
-def plain(request: ExperimentSpec) -> ExperimentSpec:
+def plain(spec: ExperimentSpec) -> ExperimentSpec:
     """The request without what its shape does not depend on."""
-    return ExperimentSpec(
-        corpus=CorpusConfig(), arms=request.arms, model=request.model, context=request.context, batch=request.batch
-    )
+    return ExperimentSpec(data=CorpusConfig(), arms=spec.arms, model=spec.model, context=spec.context, batch=spec.batch)
 
 
 @pytest.fixture
 def corpus(ask: Ask) -> Corpus:
-    return open_corpus(ask().corpus)
+    return open_corpus(ask().data)
 
 
 @pytest.fixture
@@ -91,18 +103,18 @@ def open_ask(ask: Ask) -> Ask:
 @pytest.mark.parametrize("match", ["tokens", "flops", "seconds"])
 def test_the_runs_fit_into_the_budget_and_fill_it(open_ask: Ask, corpus: Corpus, budget: float, match: str) -> None:
     machine = Machine(slower=1.7)
-    choice = machine.choose(open_ask(budget=budget, match=match), corpus)
+    choice = machine.choose_budget(open_ask(budget=budget, match=match), corpus)
     left = 0.9 * budget - machine.now
     assert choice.seconds is not None
     assert 0.8 * left <= choice.seconds <= left
-    assert (choice.shape.size, choice.seeds) in PREFERENCES
+    assert (choice.arms.size, choice.seeds) in PREFERENCES
     assert all(steps % 20 == 0 for steps in choice.steps)
 
 
 def test_more_time_buys_more(open_ask: Ask, corpus: Corpus) -> None:
     budgets = (20.0, 60.0, 300.0, 1800.0, 10_000.0, 1e6)
-    choices = [Machine().choose(open_ask(budget=budget), corpus) for budget in budgets]
-    ranks = [PREFERENCES.index((choice.shape.size, choice.seeds)) for choice in choices]
+    choices = [Machine().choose_budget(open_ask(budget=budget), corpus) for budget in budgets]
+    ranks = [PREFERENCES.index((choice.arms.size, choice.seeds)) for choice in choices]
     assert ranks == sorted(ranks, reverse=True)
     assert ranks[0] == len(PREFERENCES) - 1
     assert ranks[-1] == 0
@@ -110,42 +122,42 @@ def test_more_time_buys_more(open_ask: Ask, corpus: Corpus) -> None:
 
 def test_every_run_gets_ten_tokens_a_parameter_unless_nothing_smaller_is_left(open_ask: Ask, corpus: Corpus) -> None:
     for budget in (60.0, 600.0, 3600.0):
-        choice = Machine(slower=3.0).choose(open_ask(budget=budget, match="seconds"), corpus)
-        shortest = min(choice.steps) * choice.shape.step_tokens
-        if (choice.shape.size, choice.seeds) != PREFERENCES[-1]:
-            assert shortest >= 10 * choice.shape.parameters
+        choice = Machine(slower=3.0).choose_budget(open_ask(budget=budget, match="seconds"), corpus)
+        shortest = min(choice.steps) * choice.arms.step_tokens
+        if (choice.arms.size, choice.seeds) != PREFERENCES[-1]:
+            assert shortest >= 10 * choice.arms.parameters
     poor = Machine()
-    assert poor.choose(open_ask(budget=3.0), corpus).shape.size == "100k"
-    assert any("training tokens a parameter" in note for note in poor.notices)
+    assert poor.choose_budget(open_ask(budget=3.0), corpus).arms.size == "100k"
+    assert any("training tokens per parameter" in note for note in poor.notices)
 
 
 def test_the_size_that_is_taken_was_measured_itself(open_ask: Ask, corpus: Corpus) -> None:
     machine = Machine()
-    choice = machine.choose(open_ask(budget=1e6), corpus)
-    assert choice.shape.size == "5m"
+    choice = machine.choose_budget(open_ask(budget=1e6), corpus)
+    assert choice.arms.size == "5m"
     assert machine.measured == ["100k", "5m"]
-    assert choice.speeds == Machine().measure(choice.shape, 1.0)
+    assert choice.speeds == Machine().measure(choice.arms, 1.0)
 
 
 def test_a_size_that_turns_out_slower_than_predicted_is_left(open_ask: Ask, corpus: Corpus) -> None:
     class Slow(Machine):
-        def measure(self, made: Shape, seconds: float) -> tuple[Speed, ...]:
+        def measure(self, made: SizedArms, seconds: float) -> tuple[Speed, ...]:
             found = super().measure(made, seconds)
             return found if made.size == "100k" else tuple(Speed(step=1e6, token=1e6) for _ in found)
 
     machine = Slow()
-    assert machine.choose(open_ask(budget=1e6), corpus).shape.size == "100k"
+    assert machine.choose_budget(open_ask(budget=1e6), corpus).arms.size == "100k"
     assert machine.measured == ["100k", "5m", "1m", "500k"]
 
 
 def test_the_choice_is_said_in_a_line(open_ask: Ask, corpus: Corpus) -> None:
     machine = Machine()
-    choice = machine.choose(open_ask(budget=180.0, learning_rates=(1e-3, 3e-3)), corpus, jobs=3)
+    choice = machine.choose_budget(open_ask(budget=180.0, learning_rates=(1e-3, 3e-3)), corpus, jobs=3)
     line = next(note for note in machine.notices if note.startswith("budget"))
     assert re.fullmatch(
         rf"budget 3m: \d+k parameters, [\d.]+[kM] tokens per run, "
         rf"2 arms x {choice.seeds} seeds = {2 * choice.seeds} runs "
-        "after 4 short ones to choose learning rates, 3 at a time",
+        "after 4 tuning runs, 3 at a time",
         line,
     )
 
@@ -155,32 +167,32 @@ def test_the_choice_is_said_in_a_line(open_ask: Ask, corpus: Corpus) -> None:
 def test_what_is_fixed_stays_whatever_the_budget(
     open_ask: Ask, corpus: Corpus, fixed: dict[str, Any], budget: float
 ) -> None:
-    choice = Machine().choose(open_ask(budget=budget, **fixed), corpus)
-    assert choice.shape.size == fixed.get("size", choice.shape.size)
+    choice = Machine().choose_budget(open_ask(budget=budget, **fixed), corpus)
+    assert choice.arms.size == fixed.get("size", choice.arms.size)
     assert choice.seeds == fixed.get("seeds", choice.seeds)
     if "tokens" in fixed:
-        assert abs(choice.steps[0] * choice.shape.step_tokens / 10**6 - 1) < 0.1
+        assert abs(choice.steps[0] * choice.arms.step_tokens / 10**6 - 1) < 0.1
 
 
 def test_a_budget_that_what_is_fixed_exceeds_is_told(open_ask: Ask, corpus: Corpus) -> None:
     machine = Machine()
-    machine.choose(open_ask(budget=10.0, size="5m", seeds=10, tokens=10**8), corpus)
-    assert any("longer than the budget" in note for note in machine.notices)
+    machine.choose_budget(open_ask(budget=10.0, size="5m", seeds=10, tokens=10**8), corpus)
+    assert any("more than the budget" in note for note in machine.notices)
 
 
 def test_with_tokens_and_no_budget_nothing_is_measured(open_ask: Ask, corpus: Corpus) -> None:
     machine = Machine()
-    sizes = [machine.choose(open_ask(tokens=tokens), corpus).shape.size for tokens in (10**5, 6 * 10**6, 10**8)]
+    sizes = [machine.choose_budget(open_ask(tokens=tokens), corpus).arms.size for tokens in (10**5, 6 * 10**6, 10**8)]
     assert sizes == ["100k", "500k", "5m"]
-    assert machine.choose(open_ask(tokens=10**6), corpus).seeds == 5
+    assert machine.choose_budget(open_ask(tokens=10**6), corpus).seeds == 5
     assert not machine.measured
-    timed = machine.choose(open_ask(tokens=10**6, match="seconds"), corpus)
+    timed = machine.choose_budget(open_ask(tokens=10**6, match="seconds"), corpus)
     assert machine.measured == ["100k"]
     assert timed.speeds is not None
 
 
 def test_arms_that_share_seconds_make_steps_in_proportion(open_ask: Ask, corpus: Corpus) -> None:
-    choice = Machine(slower=2.0).choose(open_ask(budget=3600.0, match="seconds"), corpus)
+    choice = Machine(slower=2.0).choose_budget(open_ask(budget=3600.0, match="seconds"), corpus)
     assert choice.speeds is not None
     spent = [steps * speed.step for steps, speed in zip(choice.steps, choice.speeds, strict=True)]
     assert abs(spent[1] / spent[0] - 1) < 0.02
@@ -188,72 +200,72 @@ def test_arms_that_share_seconds_make_steps_in_proportion(open_ask: Ask, corpus:
 
 def test_a_text_too_small_for_the_budget_is_refused_with_advice_that_works(open_ask: Ask, corpus: Corpus) -> None:
     small = {"size": "100k", "seeds": 2, "context": 16, "batch": 4, "passes": 4.0}
-    with pytest.raises(UsageError, match="would read more than 4 times") as caught:
-        Machine(per_flop=1e-9).choose(open_ask(budget=3600.0, **small), corpus)
+    with pytest.raises(UsageError, match="allows more than 4 passes") as caught:
+        Machine(per_flop=1e-9).choose_budget(open_ask(budget=3600.0, **small), corpus)
     text = str(caught.value)
     assert "\n" not in text
     budget = re.search(r"--budget ([\d.]+)([smhd])", text)
     passes = re.search(r"--passes ([\d.]+)", text)
     assert budget
     assert passes
-    fits = Machine(per_flop=1e-9).choose(open_ask(budget=float(budget[1]) * SECONDS[budget[2]], **small), corpus)
-    read = max(fits.steps) * fits.shape.step_tokens / len(corpus.train.tokens)
+    fits = Machine(per_flop=1e-9).choose_budget(open_ask(budget=float(budget[1]) * SECONDS[budget[2]], **small), corpus)
+    read = max(fits.steps) * fits.arms.step_tokens / len(corpus.train.tokens)
     assert 2 < read <= 4
-    Machine(per_flop=1e-9).choose(open_ask(budget=3600.0, **{**small, "passes": float(passes[1])}), corpus)
+    Machine(per_flop=1e-9).choose_budget(open_ask(budget=3600.0, **{**small, "passes": float(passes[1])}), corpus)
 
 
 def test_the_usual_budget_is_shortened_to_what_the_text_allows(open_ask: Ask, corpus: Corpus) -> None:
     machine = Machine()
-    choice = machine.choose(open_ask(context=16, batch=4, passes=4.0), corpus)
-    assert max(choice.steps) * choice.shape.step_tokens <= 4 * len(corpus.train.tokens)
+    choice = machine.choose_budget(open_ask(context=16, batch=4, passes=4.0), corpus)
+    assert max(choice.steps) * choice.arms.step_tokens <= 4 * len(corpus.train.tokens)
     assert any("shortened" in note for note in machine.notices)
 
 
 def test_no_arm_reads_the_text_too_often_where_arms_differ_in_tokens(open_ask: Ask, corpus: Corpus) -> None:
     machine = Machine(slower=0.25)
-    choice = machine.choose(open_ask(context=16, batch=4, passes=4.0, match="seconds"), corpus)
+    choice = machine.choose_budget(open_ask(context=16, batch=4, passes=4.0, match="seconds"), corpus)
     assert choice.steps[1] > 3 * choice.steps[0]
-    assert max(choice.steps) * choice.shape.step_tokens <= 4 * len(corpus.train.tokens)
+    assert max(choice.steps) * choice.arms.step_tokens <= 4 * len(corpus.train.tokens)
 
 
 def test_more_tokens_than_the_text_allows_are_refused(open_ask: Ask, corpus: Corpus) -> None:
     """Also where it is not the baseline that would read the most."""
     small = {"size": "100k", "context": 16, "batch": 4, "passes": 4.0}
     for part, match, fits in ((1.05, "tokens", False), (0.97, "tokens", True), (0.97, "seconds", False)):
-        request = open_ask(tokens=round(part * 4 * len(corpus.train.tokens)), match=match, **small)
+        spec = open_ask(tokens=round(part * 4 * len(corpus.train.tokens)), match=match, **small)
         if fits:
-            Machine(slower=0.5).choose(request, corpus)
+            Machine(slower=0.5).choose_budget(spec, corpus)
             continue
-        with pytest.raises(UsageError, match=r"fewer --train-tokens, or allow --passes [\d.]+"):
-            Machine(slower=0.5).choose(request, corpus)
+        with pytest.raises(UsageError, match=r"fewer --train-tokens, or --passes [\d.]+"):
+            Machine(slower=0.5).choose_budget(spec, corpus)
 
 
 def test_a_text_too_small_for_the_shortest_run_is_refused(open_ask: Ask, corpus: Corpus) -> None:
-    with pytest.raises(UsageError, match=r"the shortest runs need [\d,]+ for 4 passes: give more text"):
-        Machine().choose(open_ask(passes=4.0, batch=64), corpus)
+    with pytest.raises(UsageError, match=r"the shortest runs need [\d,]+ for 4 passes: use more text"):
+        Machine().choose_budget(open_ask(passes=4.0, batch=64), corpus)
 
 
 def test_a_text_without_two_held_out_documents_is_refused(
     ask: Ask, inline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = open_corpus(ask().corpus)
-    one = replace(whole.validation, documents=whole.validation.documents[:1], sizes=whole.validation.sizes[:1])
-    monkeypatch.setattr(planning, "open_corpus", lambda config: replace(whole, validation=one))
-    with pytest.raises(UsageError, match="has 1 held-out documents, and a comparison needs at least 2"):
-        planning.plan(ask(), inline(), notice=lambda text: None)
+    corpus = open_corpus(ask().data)
+    one = replace(corpus.validation, documents=corpus.validation.documents[:1], sizes=corpus.validation.sizes[:1])
+    monkeypatch.setattr(planning, "open_corpus", lambda config: replace(corpus, validation=one))
+    with pytest.raises(UsageError, match="has 1 held-out documents, at least 2 are needed"):
+        planning.make_design(ask(), inline(), notice=lambda text: None)
 
 
 def test_a_text_without_enough_windows_for_a_batch_is_refused_before_any_run(ask: Ask, inline: Any) -> None:
-    engine = inline()
+    executor = inline()
     for changes in ({"tokens": 20 * 64 * 64}, {"tokens": None, "budget": 60.0}):
         with pytest.raises(UsageError, match=r"2000 is too large for the corpus"):
-            planning.plan(ask(batch=2000, passes=1e9, **changes), engine, notice=lambda text: None)
-    assert not engine.calls
+            planning.make_design(ask(batch=2000, passes=1e9, **changes), executor, notice=lambda text: None)
+    assert not executor.calls
 
 
 def test_sizes_are_predicted_by_their_flops(ask: Ask) -> None:
-    small, large = (shape(ask(model=None, context=None, batch=None), name, 257) for name in ("100k", "1m"))
-    guess = predicted(Machine().measure(small, 1.0), small, large)
+    small, large = (match_arms(ask(model=None, context=None, batch=None), name, 257) for name in ("100k", "1m"))
+    guess = predict_speeds(Machine().measure(small, 1.0), small, large)
     truth = Machine().measure(large, 1.0)
     assert [speed.step for speed in guess] == pytest.approx([speed.step for speed in truth])
     assert [speed.token for speed in guess] == pytest.approx([speed.token for speed in truth])
@@ -279,7 +291,7 @@ def held_out(tokens: int, documents: int = 100) -> Split:
 @given(tokens=st.integers(1, 10**9), there=st.integers(100, 10**6), documents=st.integers(2, 100))
 @settings(deadline=None, max_examples=25)
 def test_evaluations_cost_a_small_part_of_a_run(tokens: int, there: int, documents: int) -> None:
-    during, final = evaluated(tokens, held_out(there, documents))
+    during, final = evaluation_tokens(tokens, held_out(there, documents))
     assert 20 * during / 3 <= max(0.061 * tokens, 20 * 8192 / 3)
     assert 1 <= during <= there
     if final is not None:
@@ -290,7 +302,7 @@ def test_evaluations_cost_a_small_part_of_a_run(tokens: int, there: int, documen
 def test_the_last_evaluation_has_room_for_two_documents_of_any_length(
     ask: Ask, inline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = open_corpus(ask().corpus)
+    corpus = open_corpus(ask().data)
     unequal = held_out(10**6)
     spans = np.stack([np.arange(100) * 10, np.arange(100) * 10 + 9], axis=1)
     spans[1:] += 10**6 - 2000  # one of nearly all tokens, and the rest tiny
@@ -298,50 +310,65 @@ def test_the_last_evaluation_has_room_for_two_documents_of_any_length(
     several = np.array([[1, 400_000], [400_001, 900_000], [900_001, 1_000_000]])
     for documents in (spans, several):
         split = replace(unequal, documents=documents, sizes=np.diff(documents).ravel())
-        monkeypatch.setattr(planning, "open_corpus", lambda config, split=split: replace(whole, validation=split))
-        limit = planning.plan(ask(), inline(), notice=lambda text: None).base.final_tokens
+        monkeypatch.setattr(planning, "open_corpus", lambda config, split=split: replace(corpus, validation=split))
+        limit = planning.make_design(ask(), inline(), notice=lambda text: None).base.final_tokens
         assert len({window.document for window in windows(split, context=16, limit=limit)}) > 1
 
 
 def test_tuning_is_part_of_the_time(ask: Ask) -> None:
-    made = shape(ask(model=None, context=None, batch=None), "100k", 257)
+    made = match_arms(ask(model=None, context=None, batch=None), "100k", 257)
     speeds = Machine().measure(made, 1.0)
     plain, tuned = (
-        Workload(shape=made, seeds=2, speeds=speeds, match="tokens", rates=rates, jobs=2, held_out=held_out(10**5))
-        for rates in (1, 4)
+        Workload(
+            arms=made,
+            seeds=2,
+            speeds=speeds,
+            match="tokens",
+            rates=chosen_rates,
+            jobs=2,
+            held_out=held_out(10**5),
+        )
+        for chosen_rates in (1, 4)
     )
     assert 1.4 * plain.seconds(4000) < tuned.seconds(4000) < 1.8 * plain.seconds(4000)
     assert tuning_steps(4000) == 1000
 
 
 def test_the_answers_of_a_task_are_part_of_the_time(ask: Ask) -> None:
-    made = shape(ask(model=None, context=None, batch=None), "100k", 257)
+    made = match_arms(ask(model=None, context=None, batch=None), "100k", 257)
     speeds = Machine().measure(made, 1.0)
     plain, asked = (
         Workload(
-            shape=made, seeds=2, speeds=speeds, match="tokens", rates=1, jobs=1, held_out=held_out(10**5), graded=graded
+            arms=made,
+            seeds=2,
+            speeds=speeds,
+            match="tokens",
+            rates=1,
+            jobs=1,
+            held_out=held_out(10**5),
+            graded=graded,
         )
         for graded in (0, 10**6)
     )
-    reading = 2 * 10**6 * sum(speed.answer for speed in speeds)  # at the speed of test instances, which may be long
-    assert asked.seconds(400) - plain.seconds(400) == pytest.approx(reading)
+    answering = 2 * 10**6 * sum(speed.answer for speed in speeds)  # at the speed of test instances, which may be long
+    assert asked.seconds(400) - plain.seconds(400) == pytest.approx(answering)
 
 
 def test_a_task_with_one_held_out_instance_says_what_to_ask_of_it() -> None:
     task = CorpusConfig(source="mqar:pairs=2,length=16,keys=4,values=4,train=8,validation=1,each=2")
-    with pytest.raises(UsageError, match=r"needs at least 2: ask the task for more \(validation=N\)"):
-        planning.refuse_small(open_corpus(task))
+    with pytest.raises(UsageError, match=r"at least 2 are needed: set validation=N"):
+        planning._refuse_small_corpus(open_corpus(task))
 
 
 def test_a_task_too_small_for_the_budget_says_what_to_ask_of_it(ask: Ask) -> None:
     task = CorpusConfig(source="mqar:pairs=2,length=16,keys=4,values=4,train=64,validation=8,each=2")
-    asked = ask(corpus=task, model=None, size="100k", context=None, batch=None, tokens=None, budget=600.0)
-    with pytest.raises(UsageError, match=r"the task more instances \(train=N\)"):
-        Machine().choose(asked, open_corpus(task))
+    asked = ask(data=task, model=None, size="100k", context=None, batch=None, tokens=None, budget=600.0)
+    with pytest.raises(UsageError, match=r"more instances \(train=N\)"):
+        Machine().choose_budget(asked, open_corpus(task))
 
 
 def test_the_options_are_what_the_request_leaves_open(ask: Ask, open_ask: Ask) -> None:
-    assert options(open_ask()) == PREFERENCES
-    assert options(open_ask(seeds=4)) == (("5m", 4), ("1m", 4), ("500k", 4), ("100k", 4))
-    assert options(ask(seeds=None)) == (("own", 10), ("own", 5), ("own", 3), ("own", 2))
+    assert size_options(open_ask()) == PREFERENCES
+    assert size_options(open_ask(seeds=4)) == (("5m", 4), ("1m", 4), ("500k", 4), ("100k", 4))
+    assert size_options(ask(seeds=None)) == (("own", 10), ("own", 5), ("own", 3), ("own", 2))
     assert format_duration(3.3 * 60) == "3.3m"

@@ -65,12 +65,12 @@ def lower_bound(
 ) -> float:
     """Lower end of the interval of a rate, the runs resampled by data seed, since studies share runs."""
     rng = np.random.default_rng(seeds)
-    rates = []
+    chosen_rates = []
     for _ in range(times):
         pool = rng.integers(0, len(NATS), len(NATS))
         if len(np.unique(pool)) >= seeds:
-            rates.append(rate(draw(rng, seeds, pool, studies)).mean())
-    return float(np.quantile(rates, 0.025))
+            chosen_rates.append(rate(draw(rng, seeds, pool, studies)).mean())
+    return float(np.quantile(chosen_rates, 0.025))
 
 
 def kinds(studies: Studies, alpha: float = ALPHA) -> list[str]:

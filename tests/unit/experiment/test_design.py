@@ -19,9 +19,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
-from qkflow.experiment.design import Design, folder_names, jobs, read_design, write_design
-from qkflow.experiment.matching import shape, steps_of, whole
-from qkflow.experiment.plan import plan, shared_out
+from qkflow.experiment.design import (
+    Design,
+    allocate_cores,
+    folder_names,
+    make_design,
+    planned_runs,
+    read_design,
+    write_design,
+)
+from qkflow.experiment.matching import match_arms, round_steps, steps_per_arm
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.mechanisms import StandardAttention, StandardConfig, register
 from qkflow.models import Decoder, DecoderConfig, parameters
@@ -31,8 +38,8 @@ Ask = Callable[..., ExperimentSpec]
 ARMS = ("standard", "differential", "standard:key_heads=1", "standard:window=16")
 
 
-def designed(request: ExperimentSpec, engine: Any) -> Design:
-    return plan(request, engine, notice=lambda text: None, command=("qkflow", "compare"))
+def designed(spec: ExperimentSpec, executor: Any) -> Design:
+    return make_design(spec, executor, notice=lambda text: None, command=("qkflow", "compare"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +56,7 @@ class LargerConfig(StandardConfig):
 
 @pytest.mark.parametrize("size", ["100k", "500k", "1m", "5m"])
 def test_arms_have_the_baselines_parameters(ask: Ask, size: str) -> None:
-    made = shape(ask(arms=ARMS, model=None, size=size), size, 257)
+    made = match_arms(ask(arms=ARMS, model=None, size=size), size, 257)
     for arm in made.arms:
         assert arm.parameters == parameters(arm.model)
         assert abs(arm.parameters / made.parameters - 1) <= 0.005
@@ -58,30 +65,30 @@ def test_arms_have_the_baselines_parameters(ask: Ask, size: str) -> None:
 
 def test_an_arm_too_large_to_be_matched_is_named_with_the_reason(ask: Ask) -> None:
     register("larger", LargerConfig)
-    with pytest.raises(UsageError, match=r"matching impossible for the arm 'larger:more=100000': .* larger size"):
-        shape(ask(arms=("standard", "larger:more=100000")), "own", 257)
+    with pytest.raises(UsageError, match=r"cannot match the arm 'larger:more=100000': .* larger size"):
+        match_arms(ask(arms=("standard", "larger:more=100000")), "own", 257)
 
 
 def test_an_arm_that_comes_not_near_enough_is_named_with_what_is_left(ask: Ask) -> None:
     register("larger", LargerConfig)
     coarse = DecoderConfig(width=8, layers=4, heads=2, hidden=8)  # a unit of hidden width is 3 % of all parameters
-    with pytest.raises(UsageError, match=r"matching impossible for the arm 'larger:more=12': .*-1\.2%.* 0\.5%"):
-        shape(ask(arms=("standard", "larger:more=12"), model=coarse), "own", 257)
+    with pytest.raises(UsageError, match=r"cannot match the arm 'larger:more=12': .*-1\.2%.* 0\.5%"):
+        match_arms(ask(arms=("standard", "larger:more=12"), model=coarse), "own", 257)
 
 
 def test_two_ways_to_write_one_mechanism_are_one_arm_too_many(ask: Ask) -> None:
-    with pytest.raises(UsageError, match="'standard' and 'standard:window=None' are the same mechanism"):
-        shape(ask(arms=("standard", "standard:window=None")), "own", 257)
+    with pytest.raises(UsageError, match="'standard' and 'standard:window=None' are the same"):
+        match_arms(ask(arms=("standard", "standard:window=None")), "own", 257)
 
 
 def test_an_unknown_arm_is_answered_with_the_nearest(ask: Ask) -> None:
     with pytest.raises(UsageError, match="unknown mechanism 'diferential': did you mean 'differential'"):
-        shape(ask(arms=("standard", "diferential")), "own", 257)
+        match_arms(ask(arms=("standard", "diferential")), "own", 257)
 
 
 def test_declared_flops_are_those_that_torch_counts(ask: Ask) -> None:
     """On the maths path, whose squares are full: causal attention declares half of them."""
-    made = shape(ask(arms=ARMS, model=None, size="100k", context=None), "100k", 257)
+    made = match_arms(ask(arms=ARMS, model=None, size="100k", context=None), "100k", 257)
     t = made.context
     for arm in made.arms:
         model = Decoder(arm.model)
@@ -95,24 +102,24 @@ def test_declared_flops_are_those_that_torch_counts(ask: Ask) -> None:
 
 
 def test_equal_flops_give_a_costlier_arm_fewer_steps(ask: Ask) -> None:
-    made = shape(ask(arms=("standard", "differential"), model=None, size="100k"), "100k", 257)
-    steps = steps_of(made, 10_000, "flops")
+    made = match_arms(ask(arms=("standard", "differential"), model=None, size="100k"), "100k", 257)
+    steps = steps_per_arm(made, 10_000, "flops")
     spent = [n * arm.flops_per_token for n, arm in zip(steps, made.arms, strict=True)]
     assert abs(spent[1] / spent[0] - 1) < 0.002
-    assert steps != steps_of(made, 10_000, "tokens") == (10_000, 10_000)
+    assert steps != steps_per_arm(made, 10_000, "tokens") == (10_000, 10_000)
 
 
 @given(steps=st.floats(0, 1e7))
 @settings(deadline=None, max_examples=25)
 def test_an_evaluation_falls_on_the_end_of_the_plateau(steps: float) -> None:
-    made = whole(steps)
+    made = round_steps(steps)
     assert made >= 20
     assert made % 20 == 0
     assert abs(made - steps) <= 10 or made == 20
 
 
 def test_the_learning_rate_stands_until_the_evaluation_at_four_fifths(ask: Ask, inline: Any) -> None:
-    config = jobs(designed(ask(tokens=200 * 64), inline()))[0].config
+    config = planned_runs(designed(ask(tokens=200 * 64), inline()))[0].config
     assert config is not None
     plateau = config.steps * 4 // 5
     assert plateau % config.evaluate_every == 0
@@ -122,8 +129,8 @@ def test_the_learning_rate_stands_until_the_evaluation_at_four_fifths(ask: Ask, 
 
 def test_run_i_of_every_arm_has_seed_i_and_the_data_of_run_i(ask: Ask, inline: Any) -> None:
     design = designed(ask(seeds=3), inline())
-    made = jobs(design)
-    assert {(job.arm, job.seed) for job in made} == {(arm, seed) for arm in design.request.arms for seed in range(3)}
+    made = planned_runs(design)
+    assert {(job.arm, job.seed) for job in made} == {(arm, seed) for arm in design.spec.arms for seed in range(3)}
     for job in made:
         assert job.config is not None
         assert (job.config.seed, job.config.data_seed) == (job.seed, job.seed)
@@ -135,7 +142,7 @@ def test_run_i_of_every_arm_has_seed_i_and_the_data_of_run_i(ask: Ask, inline: A
 
 def test_runs_differ_in_nothing_but_arm_seed_and_rate(ask: Ask, inline: Any) -> None:
     design = designed(ask(), inline())
-    for job in jobs(design):
+    for job in planned_runs(design):
         assert job.config is not None
         same = replace(job.config, model=design.base.model, seed=0, data_seed=0)
         assert same == design.base
@@ -143,15 +150,15 @@ def test_runs_differ_in_nothing_but_arm_seed_and_rate(ask: Ask, inline: Any) -> 
 
 def test_tuning_runs_have_a_seed_of_their_own_and_equal_length(ask: Ask, inline: Any) -> None:
     design = designed(ask(learning_rates=(1e-3, 3e-3, 1e-2), tokens=400 * 64), inline())
-    made = jobs(design)
+    made = planned_runs(design)
     tuning = [job for job in made if job.kind == "tuning"]
     assert {(job.arm, job.config.lr) for job in tuning if job.config} == {
-        (arm, rate) for arm in design.request.arms for rate in (1e-3, 3e-3, 1e-2)
+        (arm, rate) for arm in design.spec.arms for rate in (1e-3, 3e-3, 1e-2)
     }
     assert {(job.seed, job.steps) for job in tuning} == {(1000, 100)}
     assert all(job.config and job.config.data_seed == 1000 for job in tuning)
     assert all(job.config is None for job in made if job.kind == "main")
-    chosen = jobs(design, {"standard": 1e-2})
+    chosen = planned_runs(design, {"standard": 1e-2})
     assert {(job.arm, job.config and job.config.lr) for job in chosen if job.kind == "main"} == {
         ("standard", 1e-2),
         ("differential", None),
@@ -173,17 +180,17 @@ def test_a_design_comes_back_from_its_file_as_it_was(ask: Ask, inline: Any, tmp_
 
 def test_a_window_of_a_task_is_an_instance_and_steps_keep_their_tokens(ask: Ask, inline: Any) -> None:
     task = CorpusConfig(source="mqar:pairs=2,length=16,keys=4,values=4,train=200,validation=8,each=2")
-    asked = ask(corpus=task, model=None, size="100k", context=None, batch=None, tokens=20 * 128 * 16, passes=99.0)
+    asked = ask(data=task, model=None, size="100k", context=None, batch=None, tokens=20 * 128 * 16, passes=99.0)
     design = designed(asked, inline())
     assert (design.unit, design.base.context, design.base.batch) == ("answer token", 16, 128)
     assert design.arms[0].model.vocabulary >= 10
     assert designed(replace(asked, context=16, batch=4), inline()).base.batch == 4
-    with pytest.raises(UsageError, match="16 tokens long, got a context of 32"):
+    with pytest.raises(UsageError, match="have 16 tokens, got a context length of 32"):
         designed(replace(asked, context=32), inline())
 
 
 def test_a_folder_without_a_design_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no study"):
+    with pytest.raises(UsageError, match="is not a study"):
         read_design(tmp_path)
     (tmp_path / "design.json").write_text('{"format": 99}')
     with pytest.raises(UsageError, match="is of format 99, expected 1"):
@@ -213,11 +220,11 @@ def test_runs_never_take_more_threads_than_their_machine_has_cores(
     cores: list[int], seeds: int | None, jobs: int | None, threads: int | None, request: pytest.FixtureRequest
 ) -> None:
     ask = request.getfixturevalue("ask")
-    at_once, each = shared_out(ask(seeds=seeds, jobs=jobs, threads=threads), cores, on_cpu=True)
-    assert (at_once, each) == (jobs or at_once, threads or each)
-    assert at_once >= 1
+    workers, each = allocate_cores(ask(seeds=seeds, jobs=jobs, threads=threads), cores, on_cpu=True)
+    assert (workers, each) == (jobs or workers, threads or each)
+    assert workers >= 1
     assert 1 <= each <= max(*cores, threads or 1)
     if jobs is None and each <= max(cores):
-        assert at_once <= sum(machine // each for machine in cores)
+        assert workers <= sum(machine // each for machine in cores)
     if jobs is None and threads is None and seeds is not None and 2 * seeds >= sum(cores):
-        assert (at_once, each) == (sum(cores), 1)
+        assert (workers, each) == (sum(cores), 1)

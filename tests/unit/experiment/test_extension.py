@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from qkflow.errors import DivergenceError, UsageError
-from qkflow.experiment import worker
-from qkflow.experiment.design import jobs, read_design
+from qkflow.experiment import runner as worker
+from qkflow.experiment.design import planned_runs, read_design
 from qkflow.experiment.extension import extend
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.runner import run_experiment
@@ -25,58 +25,61 @@ Ask = Callable[..., ExperimentSpec]
 @pytest.fixture
 def old(ask: Ask, inline: Any, tmp_path: Path) -> Path:
     """A finished study of one seed."""
-    run_experiment(ask(seeds=1), tmp_path / "old", engine=inline())
+    run_experiment(ask(seeds=1), tmp_path / "old", executor=inline())
     return tmp_path / "old"
 
 
 def weights(study: Path) -> dict[str, bytes]:
     return {
-        str(job.folder): (study / job.folder / "weights.safetensors").read_bytes() for job in jobs(read_design(study))
+        str(job.folder): (study / job.folder / "weights.safetensors").read_bytes()
+        for job in planned_runs(read_design(study))
     }
 
 
 def test_an_extension_keeps_the_old_runs_and_makes_only_the_new(
     ask: Ask, inline: Any, tmp_path: Path, old: Path
 ) -> None:
-    engine = inline()
-    design = run_experiment(extend(old, seeds=2), tmp_path / "new", engine=engine, command=("more",))
-    assert [Path(order.folder).name for order in engine.calls] == ["seed-1", "seed-1"]
+    executor = inline()
+    run_experiment(extend(old, seeds=2), tmp_path / "new", executor=executor, command=("more",))
+    design = read_design(tmp_path / "new")
+    assert [Path(order.folder).name for order in executor.calls] == ["seed-1", "seed-1"]
     before = read_design(old)
     assert design.extends is not None
     assert (design.extends.folder, design.extends.digest) == (str(old), checksum(old / "design.json"))
     assert (design.look, design.error_rate) == (2, pytest.approx(0.008))
-    same = {"request": before.request, "command": before.command, "date": before.date, "seeds": 1, "look": 1}
+    same = {"spec": before.spec, "command": before.command, "date": before.date, "seeds": 1, "look": 1}
     assert replace(design, **same, error_rate=before.error_rate, extends=None) == before
     shutil.rmtree(old)  # the new one is complete in itself
     again = inline()
-    run_experiment(None, tmp_path / "new", engine=again)
+    run_experiment(None, tmp_path / "new", executor=again)
     assert not again.calls
-    run_experiment(ask(seeds=2), tmp_path / "whole", engine=inline())
-    assert weights(tmp_path / "new") == weights(tmp_path / "whole")
+    run_experiment(ask(seeds=2), tmp_path / "round_steps", executor=inline())
+    assert weights(tmp_path / "new") == weights(tmp_path / "round_steps")
 
 
 def test_an_extension_can_be_extended(inline: Any, tmp_path: Path, old: Path) -> None:
-    run_experiment(extend(old, seeds=2), tmp_path / "new", engine=inline())
-    third = run_experiment(extend(tmp_path / "new", seeds=3), tmp_path / "newer", engine=inline())
+    run_experiment(extend(old, seeds=2), tmp_path / "new", executor=inline())
+    run_experiment(extend(tmp_path / "new", seeds=3), tmp_path / "newer", executor=inline())
+    third = read_design(tmp_path / "newer")
     assert (third.look, third.error_rate) == (3, pytest.approx(0.0016))
 
 
 @pytest.mark.parametrize("seeds", [0, 1])
 def test_no_more_seeds_are_no_extension(inline: Any, tmp_path: Path, old: Path, seeds: int) -> None:
     with pytest.raises(UsageError, match="seeds"):
-        run_experiment(extend(old, seeds=seeds), tmp_path / "new", engine=inline())
+        run_experiment(extend(old, seeds=seeds), tmp_path / "new", executor=inline())
     assert not (tmp_path / "new").exists()
 
 
 def test_another_question_is_no_extension(inline: Any, tmp_path: Path, old: Path) -> None:
-    with pytest.raises(UsageError, match="give nothing but more seeds"):
-        run_experiment(replace(extend(old, seeds=2), margin=0.01), tmp_path / "new", engine=inline())
+    with pytest.raises(UsageError, match="changes only the number of seeds"):
+        run_experiment(replace(extend(old, seeds=2), margin=0.01), tmp_path / "new", executor=inline())
 
 
 def test_a_study_that_is_not_finished_is_not_extended(inline: Any, tmp_path: Path, old: Path) -> None:
     (old / "runs" / "differential" / "seed-0" / "weights.safetensors").unlink()
-    with pytest.raises(UsageError, match=r"\(differential seed 0 is missing\): go on with `qkflow compare --resume"):
-        run_experiment(extend(old, seeds=2), tmp_path / "new", engine=inline())
+    with pytest.raises(UsageError, match=r"\(differential seed 0 is missing\): run `qkflow compare --resume"):
+        run_experiment(extend(old, seeds=2), tmp_path / "new", executor=inline())
 
 
 def test_a_run_that_failed_for_good_stays_so_in_the_extension(
@@ -91,10 +94,10 @@ def test_a_run_that_failed_for_good_stays_so_in_the_extension(
 
     with monkeypatch.context() as patch:
         patch.setattr(worker, "train", train)
-        run_experiment(ask(seeds=1), tmp_path / "old", engine=inline())
-    engine = inline()
-    run_experiment(extend(tmp_path / "old", seeds=2), tmp_path / "new", engine=engine, observer=watcher)
-    assert len(engine.calls) == 2
+        run_experiment(ask(seeds=1), tmp_path / "old", executor=inline())
+    executor = inline()
+    run_experiment(extend(tmp_path / "old", seeds=2), tmp_path / "new", executor=executor, observer=watcher)
+    assert len(executor.calls) == 2
     assert read_status(tmp_path / "new" / "runs" / "differential" / "seed-0").failed_for_good
     assert watcher.failures == [("differential seed 0", "too fast")]
 
@@ -102,12 +105,12 @@ def test_a_run_that_failed_for_good_stays_so_in_the_extension(
 def test_runs_of_a_study_that_is_gone_are_made_again_to_the_same_bits(
     inline: Any, watcher: Any, tmp_path: Path, old: Path
 ) -> None:
-    run_experiment(extend(old, seeds=2), tmp_path / "new", engine=inline())
-    whole = weights(tmp_path / "new")
+    run_experiment(extend(old, seeds=2), tmp_path / "new", executor=inline())
+    round_steps = weights(tmp_path / "new")
     shutil.rmtree(tmp_path / "new" / "runs" / "standard" / "seed-0")
     shutil.rmtree(old)
-    engine = inline()
-    run_experiment(None, tmp_path / "new", engine=engine, observer=watcher)
-    assert len(engine.calls) == 1
+    executor = inline()
+    run_experiment(None, tmp_path / "new", executor=executor, observer=watcher)
+    assert len(executor.calls) == 1
     assert any("no longer the study that this one extends" in note for note in watcher.notices)
-    assert weights(tmp_path / "new") == whole
+    assert weights(tmp_path / "new") == round_steps

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from qkflow.experiment.design import Design, PlannedRun, jobs
-from qkflow.experiment.plan import plan
-from qkflow.experiment.progress import ProgressMeter, tail
+from qkflow.experiment.design import Design, PlannedRun, make_design, planned_runs
+from qkflow.experiment.progress import ProgressMeter, last_step
 from qkflow.experiment.spec import ExperimentSpec
 
 
 @pytest.fixture
 def design(ask: Callable[..., ExperimentSpec], inline: Any) -> Design:
     """Four runs of a hundred steps, two at a time."""
-    return plan(ask(tokens=100 * 64), inline(), notice=lambda text: None)
+    return make_design(ask(tokens=100 * 64), inline(), notice=lambda text: None)
 
 
 class Clock:
@@ -36,29 +35,29 @@ def write(study: Path, job: PlannedRun, step: int) -> None:
 
 def test_the_last_whole_line_tells_the_step(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    assert tail(tmp_path) == (0, 0)
+    assert last_step(tmp_path) == (0, 0)
     lines = "".join(json.dumps({"step": step, "more": "x" * 50}) + "\n" for step in range(1000))
     file.write_text(lines)
-    assert tail(tmp_path) == (len(lines), 999)
+    assert last_step(tmp_path) == (len(lines), 999)
     file.write_text(lines + '{"step": 1000, "mo')
-    assert tail(tmp_path)[1] == 999
+    assert last_step(tmp_path)[1] == 999
     file.write_text("no json\n")
-    assert tail(tmp_path)[1] == 0
+    assert last_step(tmp_path)[1] == 0
 
 
 def test_speed_and_time_left_follow_from_what_was_done_in_this_session(design: Design, tmp_path: Path) -> None:
-    clock, made = Clock(), jobs(design)
+    clock, made = Clock(), planned_runs(design)
     write(tmp_path, made[0], 50)  # from an earlier session
     meter = ProgressMeter(tmp_path, design, made, clock)
     first = meter.read()
-    assert (first.tokens, first.tokens_per_second, first.seconds_left, first.running) == (50 * 64, None, None, ())
+    assert (first.items, first.items_per_second, first.seconds_left, first.running) == (50 * 64, None, None, ())
     clock.now = 10.0
     write(tmp_path, made[0], 70)
     write(tmp_path, made[1], 20)
     seen = meter.read()
-    assert seen.tokens == 90 * 64
-    assert seen.all_tokens == 400 * 64
-    assert seen.tokens_per_second == pytest.approx(40 * 64 / 10)
+    assert seen.items == 90 * 64
+    assert seen.all_items == 400 * 64
+    assert seen.items_per_second == pytest.approx(40 * 64 / 10)
     assert [(run.arm, run.seed, run.step, run.steps) for run in seen.running] == [
         (job.arm, 0, step, 100) for job, step in zip(made[:2], (70, 20), strict=True)
     ]
@@ -66,7 +65,7 @@ def test_speed_and_time_left_follow_from_what_was_done_in_this_session(design: D
 
 
 def test_finished_runs_count_whole_and_failed_ones_not_at_all(design: Design, tmp_path: Path) -> None:
-    clock, made = Clock(), jobs(design)
+    clock, made = Clock(), planned_runs(design)
     meter = ProgressMeter(tmp_path, design, made, clock)
     clock.now = 10.0
     write(tmp_path, made[1], 30)
@@ -74,12 +73,12 @@ def test_finished_runs_count_whole_and_failed_ones_not_at_all(design: Design, tm
     meter.fail(made[1])
     seen = meter.read()
     assert (seen.finished, seen.failed, seen.runs) == (1, 1, 4)
-    assert (seen.tokens, seen.all_tokens) == (100 * 64, 300 * 64)
+    assert (seen.items, seen.all_items) == (100 * 64, 300 * 64)
     assert seen.running == ()
 
 
 def test_what_was_finished_before_says_nothing_about_speed(design: Design, tmp_path: Path) -> None:
-    clock, made = Clock(), jobs(design)
+    clock, made = Clock(), planned_runs(design)
     meter = ProgressMeter(tmp_path, design, made, clock)
     for job in made[:2]:
         meter.count_as_old(job)
@@ -92,12 +91,12 @@ def test_what_was_finished_before_says_nothing_about_speed(design: Design, tmp_p
 
 
 def test_a_run_that_went_back_to_its_checkpoint_does_not_count_twice(design: Design, tmp_path: Path) -> None:
-    clock, made = Clock(), jobs(design)
+    clock, made = Clock(), planned_runs(design)
     write(tmp_path, made[0], 60)
     meter = ProgressMeter(tmp_path, design, made, clock)
     (tmp_path / made[0].folder / "metrics.jsonl").write_text('{"step": 40}\n')
     clock.now = 10.0
     seen = meter.read()
-    assert seen.tokens == 40 * 64
+    assert seen.items == 40 * 64
     assert seen.seconds_left is None
     assert len(seen.running) == 1

@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 from scipy.stats import t
 
 from qkflow.errors import UsageError
-from qkflow.experiment.answers import read_answers
-from qkflow.experiment.metrics.recall import LEVEL, GridCell, RecallGrid, RunAnswers, Tally, recall, seed_mean
+from qkflow.experiment.metrics.recall import (
+    LEVEL,
+    GridCell,
+    RecallGrid,
+    RunAnswers,
+    Tally,
+    read_recall_summary,
+    recall,
+    seed_mean,
+)
 
 NEEDLES = RecallGrid(
     task="s-niah-1",
@@ -117,7 +125,7 @@ def folders(place: Path, records: dict[str, dict[int, dict[str, Any] | str | Non
 
 
 def test_the_files_of_runs_are_put_together_and_missing_ones_left_out(tmp_path: Path) -> None:
-    found = read_answers(
+    found = read_recall_summary(
         folders(
             tmp_path,
             {"standard": {0: record((20, 10)), 1: record((20, 20))}, "qdelta": {0: record((10, 0)), 1: None}},
@@ -133,18 +141,18 @@ def test_the_files_of_runs_are_put_together_and_missing_ones_left_out(tmp_path: 
 
 
 def test_runs_on_text_have_no_recall(tmp_path: Path) -> None:
-    assert read_answers(folders(tmp_path, {"standard": {0: None}, "qdelta": {0: None}})) is None
+    assert read_recall_summary(folders(tmp_path, {"standard": {0: None}, "qdelta": {0: None}})) is None
 
 
 def test_runs_that_answered_other_questions_are_not_compared(tmp_path: Path) -> None:
     other = folders(tmp_path, {"standard": {0: record((1, 2))}, "qdelta": {0: record((1, 2), spec="mqar:seed=2")}})
     with pytest.raises(UsageError, match="other questions"):
-        read_answers(other)
+        read_recall_summary(other)
 
 
 def test_a_file_that_is_cut_short_is_left_out(tmp_path: Path) -> None:
-    whole = json.dumps(record((1, 2)))
-    found = read_answers(folders(tmp_path, {"standard": {0: whole, 1: whole[:-9]}}))
+    round_steps = json.dumps(record((1, 2)))
+    found = read_recall_summary(folders(tmp_path, {"standard": {0: round_steps, 1: round_steps[:-9]}}))
     assert found is not None
     assert [run.seed for run in found.arms[0].runs] == [0]
 
@@ -153,5 +161,5 @@ def test_a_file_that_is_cut_short_is_left_out(tmp_path: Path) -> None:
 def test_a_grid_without_its_axis_is_said_in_one_line(tmp_path: Path, axis: str) -> None:
     task = {"spec": "mqar", "chance": 0.1, "axes": [axis]}
     with pytest.raises(UsageError, match=r"recall\.json") as raised:
-        read_answers(folders(tmp_path, {"standard": {0: {**record((1, 2)), "task": task}}}))
+        read_recall_summary(folders(tmp_path, {"standard": {0: {**record((1, 2)), "task": task}}}))
     assert "\n" not in str(raised.value)

@@ -260,9 +260,9 @@ def test_a_margin_of_nothing_is_refused() -> None:
 
 
 def test_looks_share_out_the_error_rate_and_never_use_it_up() -> None:
-    rates = [look_rate(0.05, look) for look in range(1, 30)]
-    assert rates[:3] == pytest.approx([0.04, 0.008, 0.0016])
-    assert sum(rates) == pytest.approx(0.05)
-    assert sum(rates) <= 0.05
+    chosen_rates = [look_rate(0.05, look) for look in range(1, 30)]
+    assert chosen_rates[:3] == pytest.approx([0.04, 0.008, 0.0016])
+    assert sum(chosen_rates) == pytest.approx(0.05)
+    assert sum(chosen_rates) <= 0.05
     with pytest.raises(ValueError, match="counted from 1, got 0"):
         look_rate(0.05, 0)

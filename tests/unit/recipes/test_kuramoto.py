@@ -10,7 +10,7 @@ from rich.console import Console
 from qkflow.cli.reproduce import about, beside
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
-from qkflow.experiment.matching import shape
+from qkflow.experiment.matching import match_arms
 from qkflow.experiment.stats.verdict import Verdict
 from qkflow.models import parameters
 from qkflow.recipes import BitsChange, BitsPerCharacter, Finding, direction, models, recipe
@@ -100,23 +100,23 @@ def test_what_is_no_change_in_bits_is_refused(bounds: tuple[float, float | None]
 def test_at_the_papers_scale_bytes_are_read_to_convergence_with_five_seeds(name: str) -> None:
     found = recipe(name)
     source = "my.py" if name in BROUGHT else None
-    request = found.request("paper", found.corpus("paper", source))
-    assert request.corpus == CorpusConfig(source=source or "enwik8", tokens="bytes")
-    assert (request.size, request.seeds, request.tokens) == (name.rpartition("-")[2], 5, 10**9)
-    assert request.tokens is not None
-    assert request.tokens <= request.passes * 90_000_000  # of enwik8, nine tenths are there to train on
+    spec = found.spec("paper", found.corpus("paper", source))
+    assert spec.data == CorpusConfig(source=source or "enwik8", tokens="bytes")
+    assert (spec.size, spec.seeds, spec.tokens) == (name.rpartition("-")[2], 5, 10**9)
+    assert spec.tokens is not None
+    assert spec.tokens <= spec.passes * 90_000_000  # of enwik8, nine tenths are there to train on
     assert "1,000M a run" in found.ours
-    assert f"learning rate ({request.learning_rates[0]:g})" in found.ours
-    assert f"batch ({request.batch} windows)" in found.ours
-    assert f"context ({request.context})" in found.ours
+    assert f"learning rate ({spec.learning_rates[0]:g})" in found.ours
+    assert f"batch ({spec.batch} windows)" in found.ours
+    assert f"context ({spec.context})" in found.ours
     assert ("seeds (5)" in found.ours) == (name not in ("kuramoto-1m", "kuramoto-5m"))
 
 
 @pytest.mark.parametrize("name", BROUGHT)
 def test_code_is_asked_for_since_codeparrot_has_no_name_here(name: str) -> None:
     with pytest.raises(UsageError, match=r"\(CodeParrot\) has no name here"):
-        recipe(name).request("paper")
-    assert recipe(name).request("laptop").corpus.source == "python-stdlib"  # which is code
+        recipe(name).spec("paper")
+    assert recipe(name).spec("laptop").data.source == "python-stdlib"  # which is code
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -139,5 +139,5 @@ def test_named_phases_have_the_parameters_of_standard(size: str, arm: str, spec:
 
 @pytest.mark.parametrize("name", ["kuramoto-1m", "frustrated-1m"])
 def test_the_arms_can_be_matched_at_a_laptops_smallest_size(name: str) -> None:
-    made = shape(recipe(name).request("laptop"), "100k", 257)
+    made = match_arms(recipe(name).spec("laptop"), "100k", 257)
     assert [arm.parameters for arm in made.arms] == pytest.approx([made.parameters] * 2, rel=0.005)

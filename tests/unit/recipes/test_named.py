@@ -72,8 +72,8 @@ def test_every_spec_of_a_named_model_is_one_that_can_be_parsed() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_arms_of_every_recipe_have_named_models_at_its_size(name: str) -> None:
     found = recipe(name)
-    request = found.request("paper", found.corpus("paper", "my.txt"))
-    size = request.size or ("455m" if name == "coupled-affine" else name.rpartition("-")[2])
+    spec = found.spec("paper", found.corpus("paper", "my.txt"))
+    size = spec.size or ("455m" if name == "coupled-affine" else name.rpartition("-")[2])
     for arm in found.table:
         short = next(name for name, spec in ARMS.items() if spec == arm)
         assert f"{size}/{short}" in models()

@@ -10,7 +10,7 @@ import torch
 from qkflow.data import CorpusConfig, is_recall_task
 from qkflow.data.recall import parse_recall_spec
 from qkflow.errors import UsageError
-from qkflow.experiment.matching import shape
+from qkflow.experiment.matching import match_arms
 from qkflow.experiment.stats.verdict import Verdict
 from qkflow.models import SIZES, Decoder, parameters
 from qkflow.recipes import (
@@ -46,19 +46,19 @@ def test_a_recipe_asks_for_the_arms_of_its_table_with_the_same_baseline(
     name: str, scale: Literal["laptop", "paper"]
 ) -> None:
     found = recipe(name)
-    request = found.request(scale, found.corpus(scale, "my.txt"))
-    assert request.arms == tuple(found.table)
-    assert request.baseline == found.baseline
-    assert request.size is None or request.size in SIZES
+    spec = found.spec(scale, found.corpus(scale, "my.txt"))
+    assert spec.arms == tuple(found.table)
+    assert spec.baseline == found.baseline
+    assert spec.size is None or spec.size in SIZES
     assert "://" in found.source
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_at_laptop_scale_a_recipe_needs_no_data_but_what_is_built_in(name: str) -> None:
-    request = recipe(name).request("laptop")
-    assert request.corpus.tokens == "bytes"
-    assert request.corpus.source == "python-stdlib" or is_recall_task(request.corpus.source)
-    assert shape(request, "100k", 257).parameters > 0  # every arm can be matched at the smallest size
+    spec = recipe(name).spec("laptop")
+    assert spec.data.tokens == "bytes"
+    assert spec.data.source == "python-stdlib" or is_recall_task(spec.data.source)
+    assert match_arms(spec, "100k", 257).parameters > 0  # every arm can be matched at the smallest size
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -66,18 +66,18 @@ def test_at_the_papers_scale_the_text_is_the_papers_or_the_users(name: str) -> N
     found = recipe(name)
     if name in BROUGHT:
         with pytest.raises(UsageError, match="give one of yours as CORPUS"):
-            found.request("paper")
+            found.spec("paper")
         assert found.corpus("paper", "mine.txt") == replace(CorpusConfig(source="mine.txt"), tokens=BROUGHT[name])
     elif "needles" in name:
-        request = found.request("paper")
-        assert parse_recall_spec(request.corpus.source).length == request.context
-        assert request.model == recipe("qdelta-1.3b").request("paper").model
+        spec = found.spec("paper")
+        assert parse_recall_spec(spec.data.source).length == spec.context
+        assert spec.model == recipe("qdelta-1.3b").spec("paper").model
     elif name.startswith("qdelta-"):
-        assert found.request("paper").corpus == CorpusConfig(source="wikitext-103", tokens="bpe", vocabulary=32000)
+        assert found.spec("paper").data == CorpusConfig(source="wikitext-103", tokens="bpe", vocabulary=32000)
     elif name.startswith(("kuramoto-", "frustrated-")):
-        assert found.request("paper").corpus == CorpusConfig(source="enwik8", tokens="bytes")
+        assert found.spec("paper").data == CorpusConfig(source="enwik8", tokens="bytes")
     else:
-        assert found.request("paper").corpus == CorpusConfig(source="wikitext-103", tokens="gpt2")
+        assert found.spec("paper").data == CorpusConfig(source="wikitext-103", tokens="gpt2")
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -101,7 +101,7 @@ def test_only_figures_of_the_paper_are_shown_as_published(name: str) -> None:
 
 
 def test_another_corpus_takes_the_place_of_the_recipes_own() -> None:
-    assert recipe("differential").request("laptop", CorpusConfig(source="my.txt")).corpus.source == "my.txt"
+    assert recipe("differential").spec("laptop", CorpusConfig(source="my.txt")).data.source == "my.txt"
 
 
 def test_the_published_change_is_that_of_the_loss_a_token() -> None:
@@ -144,10 +144,10 @@ def test_the_steps_are_claimed_to_be_equivalent_to_one_step() -> None:
 
 
 def test_the_affine_coupling_is_asked_for_as_the_paper_has_it() -> None:
-    request = recipe("coupled-affine").request("paper")
-    assert (request.arms, request.seeds, request.context) == (("differential", "differential+affine"), 6, 512)
+    spec = recipe("coupled-affine").spec("paper")
+    assert (spec.arms, spec.seeds, spec.context) == (("differential", "differential+affine"), 6, 512)
     assert recipe("coupled-affine").published("differential+affine") is None
-    assert shape(request, "own", 50257).parameters == pytest.approx(455e6, rel=0.005)
+    assert match_arms(spec, "own", 50257).parameters == pytest.approx(455e6, rel=0.005)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +155,11 @@ def test_the_affine_coupling_is_asked_for_as_the_paper_has_it() -> None:
     [("qdelta-ablation-340m", 340e6, 128), ("qdelta-340m", 340e6, 128), ("qdelta-1.3b", 1.3e9, 256)],
 )
 def test_q_delta_is_asked_for_with_the_papers_heads_and_length(name: str, size: float, keys: int) -> None:
-    request = recipe(name).request("paper")
-    assert (request.context, request.size) == (4096, None)
-    assert request.model is not None
-    assert parameters(request.model) == pytest.approx(size, rel=0.02)
-    made = shape(replace(request, model=replace(request.model, layers=1)), "own", 32000)
+    spec = recipe(name).spec("paper")
+    assert (spec.context, spec.size) == (4096, None)
+    assert spec.model is not None
+    assert parameters(spec.model) == pytest.approx(size, rel=0.02)
+    made = match_arms(replace(spec, model=replace(spec.model, layers=1)), "own", 32000)
     assert [arm.name for arm in made.arms] == list(recipe(name).table)
     with torch.device("meta"):
         layers = [Decoder(arm.model).blocks[0].mechanism for arm in made.arms]

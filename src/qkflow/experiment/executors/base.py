@@ -1,4 +1,4 @@
-"""Where the runs of a study happen. An engine calls functions in processes; it knows nothing of studies."""
+"""Executors call functions in other processes. They know nothing about experiments."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from qkflow.errors import UsageError, unknown
 
 ExecutorName = Literal["local", "ray"]
 
-_PASSED_ON = ("QKFLOW_", "HF_", "XDG_CACHE_HOME")
+_FORWARDED = ("QKFLOW_", "HF_", "XDG_CACHE_HOME")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one call takes of a machine."""
+    """The resources of one call."""
 
     threads: int = 1
     """CPU threads."""
     gpus: int = 0
-    """GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallResult:
-    """A call that has come to its end."""
+    """A call that has ended."""
 
     index: int
-    """Which of the arguments it had."""
+    """The index of its argument."""
     value: Any = None
     """What the function returned."""
     crash: str | None = None
@@ -39,58 +38,69 @@ class CallResult:
 
 @runtime_checkable
 class Executor(Protocol):
-    """Calls a function in processes of their own, some at a time. Used in a `with` block."""
+    """Calls a function in separate processes, several at a time. A context manager."""
 
-    patience: float
-    """Seconds after which a process that was lost is surely dead, and its locks are free."""
+    lock_timeout: float
+    """Seconds after which a lost process is certainly dead and its locks are free."""
 
     def __enter__(self) -> Executor:
-        """Make ready."""
+        """Acquire the executor's resources."""
         ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give back what was taken."""
+        """Release them."""
         ...
 
     def cores(self) -> tuple[int, ...]:
-        """CPU cores of each machine that calls can be made on."""
+        """CPU cores of each machine."""
         ...
 
-    def work(
-        self, function: Callable[[Any], Any], arguments: Sequence[Any], *, at_once: int, need: Resources
+    def run(
+        self, function: Callable[[Any], Any], arguments: Sequence[Any], *, workers: int, resources: Resources
     ) -> Iterator[CallResult | None]:
-        """Call `function` (of a module) with each argument, each in a fresh process, `at_once` of them at a time.
+        """Call a module-level `function` with each argument, each in a fresh process, `workers` at a time.
 
-        Yields a `CallResult` for each call, and `None` about twice a second, so that the caller can look around.
+        Yields a `CallResult` per call as it ends, and `None` about twice a second so that the caller can check on
+        other things.
         """
         ...
 
     def stop(self) -> None:
-        """Ask the calls that run to stop (they get a signal), and begin no others: `work` comes to its end soon."""
+        """Signal the running calls to stop and start no others, so that `run` ends soon."""
         ...
 
 
 def make_executor(name: str, *, address: str | None = None) -> Executor:
-    """The engine of that name; `address` is that of a Ray cluster.
+    """The executor of that name; `address` is the address of a Ray cluster.
 
     >>> len(make_executor("local").cores())
     1
     """
     if name not in get_args(ExecutorName):
-        raise unknown("engine", name, get_args(ExecutorName))
+        raise unknown("executor", name, get_args(ExecutorName))
     if name == "ray":
-        from qkflow.experiment.executors.ray import RayExecutor  # here: ray may be absent
+        from qkflow.experiment.executors.ray import RayExecutor  # optional dependency
 
         return RayExecutor(address)
     if address is not None:
-        raise UsageError(f"the address {address!r} is one of a Ray cluster: choose the engine ray with it")
+        raise UsageError(f"the address {address!r} is for a Ray cluster: use --executor ray")
     from qkflow.experiment.executors.local import LocalExecutor
 
     return LocalExecutor()
 
 
-def surroundings() -> dict[str, str]:
-    """The environment variables that a call must see as its caller does, wherever its process came from."""
-    return {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+def forwarded_environment() -> dict[str, str]:
+    """The environment variables that a call needs from its caller."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception on one line.
+
+    >>> describe_error(RuntimeError("no memory"))
+    'RuntimeError: no memory'
+    """
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

@@ -1,13 +1,13 @@
-"""Accuracy on a task, arm by arm: over all questions, along the task's first axis, and in every cell of its test grid.
+"""Accuracy on a recall task: over all questions, along the first axis of the test grid, and in every cell.
 
-A run's accuracy in a cell is right answers over questions; elsewhere it is the mean over cells, each of which counts
-alike. Over the n seeds of an arm, with s the standard deviation,
+A run's accuracy in a cell is the number of right answers over the number of questions. Elsewhere it is the mean over
+cells. Over the n seeds of an arm, with standard deviation s,
 
     mean +- t_{n-1}((1 + level) / 2) s / sqrt(n)
 
-clipped to what an accuracy can be, and likewise for the differences to the baseline's run of the same seed. All runs
-answer the same questions: the interval is about other seeds, not about other questions, and no correction over arms or
-cells is made.
+clipped to the range of an accuracy, and likewise for the differences to the baseline's run of the same seed. All runs
+answer the same questions: the interval is about other seeds, not other questions. There is no correction over arms or
+cells.
 """
 
 from __future__ import annotations
@@ -16,39 +16,41 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from qkflow.errors import UsageError
 from qkflow.experiment.stats.t_dist import half_width
+from qkflow.training import RecallResult, read_recall
 
 LEVEL = 0.95
-"""Confidence of every interval."""
+"""Confidence level of all intervals."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GridCell:
-    """A place of the test grid; None where the task has no such thing."""
+    """A cell of the test grid; None for axes that the task does not have."""
 
     pairs: int | None = None
-    """Keys with values that an instance holds."""
+    """Key-value pairs per instance."""
     length: int | None = None
-    """Tokens of an instance."""
+    """Tokens per instance."""
     depth: int | None = None
-    """Where its needle lies, in per cent of its haystack."""
+    """Position of the needle, in percent of the haystack."""
 
     def at(self, axis: str) -> int:
-        """Its place along one axis.
+        """The coordinate along an axis.
 
         >>> GridCell(length=512, depth=25).at("depth")
         25
         """
-        if (place := getattr(self, axis)) is None:
+        if (coordinate := getattr(self, axis)) is None:
             raise ValueError(f"this cell has no {axis}")
-        return place
+        return coordinate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """What one run answered in one cell."""
+    """The answers of one run in one cell."""
 
     instances: int
     questions: int
@@ -57,19 +59,19 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class RunAnswers:
-    """What one run answered."""
+    """The answers of one run."""
 
     seed: int
     tallies: tuple[Tally, ...]
-    """One for each cell."""
+    """One per cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeedMean:
-    """A number of each seed, and what they say together.
+    """The mean over seeds, with its interval.
 
-    >>> found = seed_mean({0: 0.9, 1: 0.8, 2: 1.0}, least=0.0)
-    >>> round(found.mean, 3), round(found.half, 3), round(found.low, 3), found.high
+    >>> mean = seed_mean({0: 0.9, 1: 0.8, 2: 1.0}, least=0.0)
+    >>> round(mean.mean, 3), round(mean.half, 3), round(mean.low, 3), mean.high
     (0.9, 0.248, 0.652, 1.0)
     """
 
@@ -78,14 +80,14 @@ class SeedMean:
     """In the order of the seeds."""
     mean: float
     half: float | None
-    """Half the width of the interval before it is clipped; None with one seed."""
+    """Half the width of the interval before clipping; None with one seed."""
     low: float | None
     high: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracySummary:
-    """How an arm did somewhere on the grid; None where it has no run, or no pair with the baseline's."""
+    """Accuracy of an arm on some cells; None if it has no run, or no pair with the baseline."""
 
     accuracy: SeedMean | None
     difference: SeedMean | None
@@ -94,84 +96,105 @@ class AccuracySummary:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRecall:
-    """One arm's answers."""
+    """The answers of one arm."""
 
     arm: str
     runs: tuple[RunAnswers, ...]
-    """Of each seed whose run is finished."""
+    """Of each finished run."""
     overall: AccuracySummary
     """Mean over all cells."""
     along: tuple[AccuracySummary, ...]
-    """At each place of the first axis: mean over the cells there."""
+    """Mean over the cells at each coordinate of the first axis."""
     cells: tuple[AccuracySummary, ...]
-    """In each cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecallGrid:
-    """A task's test grid, as a run has it on record."""
+    """The test grid of a recall task."""
 
     task: str
-    """Its spec."""
+    """The task's spec."""
     chance: float
     """Accuracy of guessing."""
     axes: tuple[str, ...]
-    """What the grid goes along: pairs, or length and depth."""
+    """`pairs`, or `length` and `depth`."""
     context: int | None
-    """Tokens of a training instance."""
+    """Tokens per training instance."""
     cells: tuple[GridCell, ...]
-    """Its places."""
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Places of the first axis, ascending."""
+        """Coordinates along the first axis, ascending."""
         return places(self.cells, self.axes[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecallSummary(RecallGrid):
-    """Accuracy on the test instances of a task."""
+    """Accuracy on the test instances of a recall task."""
 
     level: float
-    """Confidence of the intervals."""
+    """Confidence level of the intervals."""
     arms: tuple[ArmRecall, ...]
     """The baseline first."""
 
 
-def recall(grid: RecallGrid, runs: Mapping[str, Sequence[RunAnswers]]) -> RecallSummary:
-    """The accuracy of every arm; `runs` are its finished runs by its name, the baseline's first."""
-    by_arm = {name: {run.seed: _accuracies(run, grid) for run in found} for name, found in runs.items()}
-    baseline = next(iter(by_arm.values()), {})
-    every = range(len(grid.cells))
-    first = [cell.at(grid.axes[0]) for cell in grid.cells]
-    groups = [[n for n in every if first[n] == place] for place in grid.places]
+def read_recall_summary(folders: Mapping[str, Mapping[int, Path]]) -> RecallSummary | None:
+    """The accuracy of every arm, from its run folders by seed, the baseline first; None if no run has recall.json."""
+    grids: dict[Path, RecallGrid] = {}
+    runs: dict[str, list[RunAnswers]] = {name: [] for name in folders}
+    for name, by_seed in folders.items():
+        for seed, folder in by_seed.items():
+            if (result := read_recall(folder)) is not None:
+                grids[folder] = _read_grid(folder, result)
+                runs[name].append(RunAnswers(seed=seed, tallies=_tallies(result)))
+    if not grids:
+        return None
+    first, grid = next(iter(grids.items()))
+    for folder, other in grids.items():
+        if other != grid:
+            raise UsageError(
+                f"{folder} answered other questions ({other.task}) than {first} ({grid.task}): the study's folder was "
+                "altered, restore it from a copy"
+            )
+    return recall(grid, runs)
 
-    def reading(name: str, cells: Sequence[int]) -> AccuracySummary:
+
+def recall(grid: RecallGrid, runs: Mapping[str, Sequence[RunAnswers]]) -> RecallSummary:
+    """The accuracy of every arm, given its finished runs by name, the baseline's first."""
+    accuracies = {name: {run.seed: _accuracies(run, grid) for run in arm_runs} for name, arm_runs in runs.items()}
+    baseline = next(iter(accuracies.values()), {})
+    all_cells = range(len(grid.cells))
+    coordinates = [cell.at(grid.axes[0]) for cell in grid.cells]
+    groups = [[n for n in all_cells if coordinates[n] == place] for place in grid.places]
+
+    def summarise(name: str, cells: Sequence[int]) -> AccuracySummary:
         own, other = (
-            {seed: statistics.fmean(values[n] for n in cells) for seed, values in found.items()}
-            for found in (by_arm[name], baseline)
+            {seed: statistics.fmean(values[n] for n in cells) for seed, values in by_seed.items()}
+            for by_seed in (accuracies[name], baseline)
         )
-        pairs = {} if by_arm[name] is baseline else {seed: own[seed] - other[seed] for seed in own if seed in other}
+        pairs = {}
+        if accuracies[name] is not baseline:
+            pairs = {seed: own[seed] - other[seed] for seed in own if seed in other}
         return AccuracySummary(
             accuracy=seed_mean(own, least=0.0) if own else None,
             difference=seed_mean(pairs, least=-1.0) if pairs else None,
         )
 
-    arms = [
+    arms = tuple(
         ArmRecall(
             arm=name,
-            runs=tuple(found),
-            overall=reading(name, every),
-            along=tuple(reading(name, group) for group in groups),
-            cells=tuple(reading(name, [n]) for n in every),
+            runs=tuple(arm_runs),
+            overall=summarise(name, all_cells),
+            along=tuple(summarise(name, group) for group in groups),
+            cells=tuple(summarise(name, [n]) for n in all_cells),
         )
-        for name, found in runs.items()
-    ]
-    return RecallSummary(**vars(grid), level=LEVEL, arms=tuple(arms))
+        for name, arm_runs in runs.items()
+    )
+    return RecallSummary(**vars(grid), level=LEVEL, arms=arms)
 
 
 def seed_mean(values: Mapping[int, float], *, least: float) -> SeedMean:
-    """The mean over seeds with its interval, which ends at `least` and at 1.
+    """The mean over seeds with its interval, clipped to [`least`, 1].
 
     >>> seed_mean({3: 0.5}, least=0.0).half is None
     True
@@ -192,7 +215,7 @@ def seed_mean(values: Mapping[int, float], *, least: float) -> SeedMean:
 
 
 def places(cells: Sequence[GridCell], axis: str) -> tuple[int, ...]:
-    """The places that a grid has along an axis, ascending.
+    """The coordinates of a grid along an axis, ascending.
 
     >>> places([GridCell(pairs=8), GridCell(pairs=4), GridCell(pairs=8)], "pairs")
     (4, 8)
@@ -203,7 +226,28 @@ def places(cells: Sequence[GridCell], axis: str) -> tuple[int, ...]:
 def _accuracies(run: RunAnswers, grid: RecallGrid) -> list[float]:
     if len(run.tallies) != len(grid.cells) or any(tally.questions < 1 for tally in run.tallies):
         raise UsageError(
-            f"a run of seed {run.seed} answered {len(run.tallies)} cells of a grid of {len(grid.cells)}, or none of "
-            "the questions of one: its recall.json was altered, restore it from a copy"
+            f"the run of seed {run.seed} has answers in {len(run.tallies)} cells, expected {len(grid.cells)} with "
+            "questions: its recall.json was altered, restore it from a copy"
         )
     return [tally.right / tally.questions for tally in run.tallies]
+
+
+def _read_grid(folder: Path, result: RecallResult) -> RecallGrid:
+    grid = RecallGrid(
+        task=result.task["spec"],
+        chance=float(result.task["chance"]),
+        axes=tuple(map(str, result.task["axes"])),
+        context=result.task.get("context"),
+        cells=tuple(GridCell(pairs=cell.pairs, length=cell.length, depth=cell.depth) for cell in result.cells),
+    )
+    try:
+        for axis in grid.axes:
+            for cell in grid.cells:
+                cell.at(axis)
+    except (ValueError, AttributeError) as error:
+        raise UsageError(f"{folder}/recall.json has an invalid grid ({error}): restore it from a copy") from error
+    return grid
+
+
+def _tallies(result: RecallResult) -> tuple[Tally, ...]:
+    return tuple(Tally(instances=cell.instances, questions=cell.questions, right=cell.right) for cell in result.cells)

@@ -8,7 +8,7 @@ from typing import get_args
 
 from qkflow.data.tasks import TaskConfig
 from qkflow.errors import UsageError, unknown
-from qkflow.experiment.arm import parse_arm
+from qkflow.experiment.spec import parse_arm
 from qkflow.models.one_layer import Form
 from qkflow.probes.attention import Pooling
 

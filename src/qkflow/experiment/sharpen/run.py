@@ -117,7 +117,7 @@ class _Session:
         while todo:
             again: list[PlannedRun] = []
             orders = [self._order(job) for job in todo]
-            for done in self.engine.work(make_run, orders, at_once=at_once, need=Resources(threads=1)):
+            for done in self.engine.run(make_run, orders, workers=at_once, resources=Resources(threads=1)):
                 if self.stop():
                     self.engine.stop()
                 if done is None:

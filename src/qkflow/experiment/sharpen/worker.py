@@ -25,8 +25,8 @@ from qkflow.config import to_dict
 from qkflow.data.tasks import Task
 from qkflow.data.tasks.vocab import subsample
 from qkflow.errors import DiskError, DivergenceError, Interrupted
+from qkflow.experiment.executors.base import describe_error
 from qkflow.experiment.metrics.rationale import TrainingPoint
-from qkflow.experiment.worker import described
 from qkflow.io import write_folder
 from qkflow.models import Decoder
 from qkflow.probes.attention import Pooling
@@ -78,7 +78,7 @@ def make_run(order: RunSpec) -> RunOutcome:
     except Interrupted as error:
         return RunOutcome(kind="stopped", reason=str(error))
     except Exception as error:  # a mechanism may be anyone's code
-        return RunOutcome(kind="crashed", reason=described(error))
+        return RunOutcome(kind="crashed", reason=describe_error(error))
     return RunOutcome(kind="finished")
 
 

@@ -193,7 +193,7 @@ def mean_difference(
 
     The equations are those above with documents of size one. If all seeds agree to the last digit (s = 0), V_int takes
     the place of s^2 / n: two seeds that each gain one right answer, on different instances, agree by chance. Without
-    this, 3 % of simulated studies of two seeds and 60 instances have an interval of width zero; with it at most 6 % err.
+    it, 3 % of simulated studies of two seeds and 60 instances have an interval of width zero; with it at most 6 % err.
 
     >>> right, wrong = np.array([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]), np.zeros((2, 3))
     >>> d = mean_difference(right, wrong, level=0.95)

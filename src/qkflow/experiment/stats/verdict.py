@@ -143,7 +143,8 @@ class _Judge:
             smaller, larger = sorted((abs(low), abs(high)))
             return (
                 f"{arm} is {kind} than {self.baseline}: its loss is {change} ({level} {smaller:.{digits}f} to "
-                f"{larger:.{digits}f}, {seeds}), {_percent(abs(difference.mean) / self.loss)} of {self.baseline}'s loss."
+                f"{larger:.{digits}f}, {seeds}), {_percent(abs(difference.mean) / self.loss)} of "
+                f"{self.baseline}'s loss."
             )
         interval = f"{level} {_signed(low, digits)} to {_signed(high, digits)}, {seeds}"
         if kind == "undecided":
@@ -180,8 +181,8 @@ class _Judge:
         sentences = []
         if difference.seeds < self.seeds:
             sentences.append(
-                f"Only {difference.seeds} of {self.seeds} seeds have finished runs of both arms: if runs failed because "
-                "of one arm, the comparison is biased in its favour."
+                f"Only {difference.seeds} of {self.seeds} seeds have finished runs of both arms: if runs failed "
+                "because of one arm, the comparison is biased in its favour."
             )
         if difference.documents == 1:
             sentences.append("There is only one held-out document: the result may not hold for others.")
@@ -195,8 +196,8 @@ class _Judge:
         """
         if difference.spread is None or difference.error is None:
             return (
-                "Use at least 3 seeds, better 5: `qkflow compare --extend STUDY --seeds 5` (a new design that keeps the "
-                "error rate)."
+                "Use at least 3 seeds, better 5: `qkflow compare --extend STUDY --seeds 5` (a new design that keeps "
+                "the error rate)."
             )
         rate = self.alpha * (1 - _SPENT)
         beyond_margin = abs(difference.mean) > self.margin

@@ -17,11 +17,12 @@ import pytest
 from qkflow.data import CorpusConfig
 from qkflow.errors import BusyError, DiskError, DivergenceError, Interrupted, UsageError
 from qkflow.experiment import runner as run_module
-from qkflow.experiment import worker
-from qkflow.experiment.design import jobs, read_design
+from qkflow.experiment import runner as worker
+from qkflow.experiment.design import planned_runs, read_design
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
+from qkflow.experiment.summary import read_result
 from qkflow.io import checksum, locked
 from qkflow.training import read_metrics
 from qkflow.training.run_dir import finished
@@ -32,7 +33,7 @@ Ask = Callable[..., ExperimentSpec]
 def losses(study: Path) -> dict[str, float]:
     """The last evaluation of every run."""
     found = {}
-    for job in jobs(read_design(study)):
+    for job in planned_runs(read_design(study)):
         result = finished(study / job.folder)
         if result is not None:
             found[str(job.folder)] = result.metrics["bits_per_byte"]
@@ -57,10 +58,13 @@ def broken(monkeypatch: pytest.MonkeyPatch, error: Exception, *, where: str, tim
 def test_a_study_is_a_folder_of_finished_runs_and_its_design(
     ask: Ask, inline: Any, watcher: Any, tmp_path: Path
 ) -> None:
-    study, engine = tmp_path / "study", inline()
+    study, executor = tmp_path / "study", inline()
     digests: set[str] = set()
-    engine.before = lambda order: digests.add(checksum(study / "design.json"))
-    design = run_experiment(ask(), study, engine=engine, observer=watcher, command=("qkflow", "compare"))
+    executor.before = lambda order: digests.add(checksum(study / "design.json"))
+    result = run_experiment(ask(), study, executor=executor, observer=watcher, command=("qkflow", "compare"))
+    assert result == read_result(study)
+    assert [verdict.arm for verdict in result.verdicts] == ["differential"]
+    design = read_design(study)
     assert digests == {checksum(study / "design.json")}  # there before the first run, and as it was after the last
     assert read_design(study) == design == watcher.designs[0]
     assert len(losses(study)) == 4
@@ -81,13 +85,13 @@ def test_a_study_is_a_folder_of_finished_runs_and_its_design(
     assert set(json.loads((study / "corpus.json").read_text())) == {"notes", "excerpts"}
     last = watcher.progress[-1]
     assert (last.finished, last.failed, last.runs) == (4, 0, 4)
-    assert last.tokens == last.all_tokens == 4 * 20 * 64
+    assert last.items == last.all_items == 4 * 20 * 64
     assert last.running == ()
     assert not watcher.failures
 
 
 def test_arms_of_one_seed_see_the_same_batches(ask: Ask, inline: Any, tmp_path: Path) -> None:
-    run_experiment(ask(), tmp_path / "study", engine=inline())
+    run_experiment(ask(), tmp_path / "study", executor=inline())
 
     def batches(arm: str, seed: int) -> list[str]:
         records = read_metrics(tmp_path / "study" / "runs" / arm / f"seed-{seed}" / "metrics.jsonl")
@@ -99,11 +103,11 @@ def test_arms_of_one_seed_see_the_same_batches(ask: Ask, inline: Any, tmp_path: 
 
 def test_a_finished_study_is_left_as_it_is(ask: Ask, inline: Any, tmp_path: Path) -> None:
     study = tmp_path / "study"
-    run_experiment(ask(), study, engine=inline())
+    run_experiment(ask(), study, executor=inline())
     before = {path: path.stat().st_mtime_ns for path in study.rglob("*") if path.is_file() and path.name != "lock"}
-    for request in (None, ask()):
+    for spec in (None, ask()):
         again = inline()
-        run_experiment(request, study, engine=again)
+        run_experiment(spec, study, executor=again)
         assert not again.calls
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
@@ -111,12 +115,12 @@ def test_a_finished_study_is_left_as_it_is(ask: Ask, inline: Any, tmp_path: Path
 def test_another_request_for_the_same_folder_is_refused_with_what_differs(
     ask: Ask, inline: Any, tmp_path: Path
 ) -> None:
-    run_experiment(ask(seeds=1), tmp_path / "study", engine=inline())
-    with pytest.raises(UsageError, match="holds a study of another design") as caught:
-        run_experiment(ask(seeds=3, arms=("standard", "standard:window=8")), tmp_path / "study", engine=inline())
+    run_experiment(ask(seeds=1), tmp_path / "study", executor=inline())
+    with pytest.raises(UsageError, match="holds a different study") as caught:
+        run_experiment(ask(seeds=3, arms=("standard", "standard:window=8")), tmp_path / "study", executor=inline())
     assert str(caught.value).splitlines()[1:] == [
-        "  arms: standard,differential there, standard,standard:window=8 here",
-        "  seeds: 1 there, 3 here",
+        "  arms: standard,differential in the study, standard,standard:window=8 requested",
+        "  seeds: 1 in the study, 3 requested",
     ]
 
 
@@ -124,19 +128,19 @@ def test_folders_that_are_no_study_are_refused_and_left_alone(ask: Ask, inline: 
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("mine")
-    with pytest.raises(UsageError, match=r"holds other things \(thesis.tex\) and no study"):
-        run_experiment(ask(), other, engine=inline())
+    with pytest.raises(UsageError, match=r"is not empty \(thesis.tex\)"):
+        run_experiment(ask(), other, executor=inline())
     with pytest.raises(UsageError, match="is a file"):
-        run_experiment(ask(), other / "thesis.tex", engine=inline())
-    with pytest.raises(UsageError, match="holds no study to go on with"):
-        run_experiment(None, tmp_path / "none", engine=inline())
+        run_experiment(ask(), other / "thesis.tex", executor=inline())
+    with pytest.raises(UsageError, match="holds no study to resume"):
+        run_experiment(None, tmp_path / "none", executor=inline())
     assert sorted(tmp_path.iterdir()) == [other]
     assert [path.name for path in other.iterdir()] == ["thesis.tex"]
 
 
 def test_a_study_that_cannot_be_planned_leaves_nothing(ask: Ask, inline: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="did you mean 'differential'"):
-        run_experiment(ask(arms=("standard", "diferential")), tmp_path / "study", engine=inline())
+        run_experiment(ask(arms=("standard", "diferential")), tmp_path / "study", executor=inline())
     assert not list(tmp_path.iterdir())
 
 
@@ -145,25 +149,25 @@ def test_what_a_kill_during_planning_left_is_no_obstacle(ask: Ask, inline: Any, 
     study.mkdir()
     for name in ("lock", ".design.json.123.tmp"):
         (study / name).write_text("1")
-    run_experiment(ask(seeds=1), study, engine=inline())
+    run_experiment(ask(seeds=1), study, executor=inline())
     assert len(losses(study)) == 2
     assert not list(study.glob(".*.tmp"))
 
 
 def test_a_study_that_another_process_runs_is_refused(ask: Ask, inline: Any, tmp_path: Path) -> None:
     with locked(tmp_path / "study" / "lock"), pytest.raises(BusyError, match="in use by another process"):
-        run_experiment(ask(), tmp_path / "study", engine=inline())
+        run_experiment(ask(), tmp_path / "study", executor=inline())
     assert (tmp_path / "study" / "lock").exists()  # it is the other's
 
 
 def test_a_text_that_has_changed_is_refused(ask: Ask, inline: Any, tmp_path: Path, texts: Path) -> None:
     copy = tmp_path / "texts.jsonl"
     shutil.copy(texts, copy)
-    request = ask(corpus=CorpusConfig(source=str(copy)), seeds=1)
-    run_experiment(request, tmp_path / "study", engine=inline())
+    spec = ask(data=CorpusConfig(source=str(copy)), seeds=1)
+    run_experiment(spec, tmp_path / "study", executor=inline())
     copy.write_text(texts.read_text() + json.dumps({"text": "other words"}) + "\n")
-    with pytest.raises(UsageError, match=r"is not the text .* began with"):
-        run_experiment(None, tmp_path / "study", engine=inline())
+    with pytest.raises(UsageError, match=r"has changed since .* was started"):
+        run_experiment(None, tmp_path / "study", executor=inline())
 
 
 def test_a_run_that_crashes_is_tried_three_times_and_does_not_stop_the_others(
@@ -172,7 +176,7 @@ def test_a_run_that_crashes_is_tried_three_times_and_does_not_stop_the_others(
     study = tmp_path / "study"
     with monkeypatch.context() as patch:
         begun = broken(patch, RuntimeError("no\nmemory"), where="differential/seed-0")
-        run_experiment(ask(), study, engine=inline(), observer=watcher)
+        run_experiment(ask(), study, executor=inline(), observer=watcher)
     assert begun.count("runs/differential/seed-0") == 3
     assert watcher.failures == [("differential seed 0", "RuntimeError: no memory")]
     assert [note for note in watcher.notices if "crashed" in note] == [
@@ -183,7 +187,7 @@ def test_a_run_that_crashes_is_tried_three_times_and_does_not_stop_the_others(
     assert (record.failed, record.failed_for_good) == ("RuntimeError: no memory", False)
     assert watcher.progress[-1].failed == 1
 
-    run_experiment(None, study, engine=inline())  # now nothing is broken
+    run_experiment(None, study, executor=inline())  # now nothing is broken
     assert len(losses(study)) == 4
     assert read_status(study / "runs" / "differential" / "seed-0").failed is None
 
@@ -192,7 +196,7 @@ def test_a_run_that_crashes_once_is_made_in_the_same_session(
     ask: Ask, inline: Any, watcher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch, OSError(5, "the network went away"), where="standard/seed-1", times=1)
-    run_experiment(ask(), tmp_path / "study", engine=inline(), observer=watcher)
+    run_experiment(ask(), tmp_path / "study", executor=inline(), observer=watcher)
     assert not watcher.failures
     assert len(losses(tmp_path / "study")) == 4
 
@@ -202,11 +206,11 @@ def test_a_run_that_diverges_is_tried_once_and_never_again(
 ) -> None:
     study, error = tmp_path / "study", DivergenceError("the loss of step 3 is not finite: all. Use a lower --lr")
     begun = broken(monkeypatch, error, where="differential")
-    run_experiment(ask(), study, engine=inline(), observer=watcher)
+    run_experiment(ask(), study, executor=inline(), observer=watcher)
     assert sum("differential" in path for path in begun) == 2
     assert watcher.failures == [(f"differential seed {n}", "the loss of step 3 is not finite: all") for n in (0, 1)]
     assert read_status(study / "runs" / "differential" / "seed-0").failed_for_good
-    run_experiment(None, study, engine=inline(), observer=watcher)
+    run_experiment(None, study, executor=inline(), observer=watcher)
     assert sum("differential" in path for path in begun) == 2
     assert len(watcher.failures) == 4  # told again
 
@@ -218,37 +222,37 @@ def test_a_full_disk_stops_the_study_with_what_to_do(
     with monkeypatch.context() as patch:
         begun = broken(patch, DiskError(28, "could not write x (No space left on device)"), where="seed-0")
         with pytest.raises(DiskError) as caught:
-            run_experiment(ask(), study, engine=inline())
+            run_experiment(ask(), study, executor=inline())
     assert caught.value.errno == 28
     assert caught.value.strerror == (
-        "could not write x (No space left on device): free some space, then go on with "
+        "could not write x (No space left on device): free some space, then resume with "
         f"`qkflow compare --resume {study}`"
     )
     assert len(begun) == 1
-    run_experiment(None, study, engine=inline())
+    run_experiment(None, study, executor=inline())
     assert len(losses(study)) == 4
 
 
 def test_a_study_asked_to_stop_says_how_to_go_on_and_goes_on(ask: Ask, inline: Any, tmp_path: Path) -> None:
-    study, engine = tmp_path / "a study", inline()
-    run_experiment(ask(), tmp_path / "whole", engine=inline())
-    engine.before = lambda order: os.kill(os.getpid(), signal.SIGTERM) if len(engine.calls) == 2 else None
+    study, executor = tmp_path / "a study", inline()
+    run_experiment(ask(), tmp_path / "round_steps", executor=inline())
+    executor.before = lambda order: os.kill(os.getpid(), signal.SIGTERM) if len(executor.calls) == 2 else None
     with pytest.raises(
-        Interrupted, match=r"stopped with \d of 4 runs finished: go on with `qkflow compare --resume '"
+        Interrupted, match=r"stopped with \d of 4 runs finished: resume with `qkflow compare --resume '"
     ) as caught:
-        run_experiment(ask(), study, engine=engine)
+        run_experiment(ask(), study, executor=executor)
     assert caught.value.signal == signal.SIGTERM
     assert len(losses(study)) < 4
-    run_experiment(None, study, engine=inline())
-    assert losses(study) == losses(tmp_path / "whole")
+    run_experiment(None, study, executor=inline())
+    assert losses(study) == losses(tmp_path / "round_steps")
 
 
 def test_every_arm_takes_the_rate_that_came_out_best_in_its_own_tuning(
     ask: Ask, inline: Any, watcher: Any, tmp_path: Path
 ) -> None:
     study = tmp_path / "study"
-    request = ask(learning_rates=(1e-5, 1e-2, 1e-4), seeds=1, tokens=80 * 64)
-    run_experiment(request, study, engine=inline(), observer=watcher)
+    spec = ask(learning_rates=(1e-5, 1e-2, 1e-4), seeds=1, tokens=80 * 64)
+    run_experiment(spec, study, executor=inline(), observer=watcher)
     record = json.loads((study / "tuning.json").read_text())
     for arm in ("standard", "differential"):
         assert record[arm]["chosen"] == 1e-2
@@ -261,7 +265,7 @@ def test_every_arm_takes_the_rate_that_came_out_best_in_its_own_tuning(
         assert (tuning["lr"], tuning["steps"], tuning["seed"]) == (1e-5, 20, 1000)
     assert watcher.progress[-1].runs == 8
     again = inline()
-    run_experiment(None, study, engine=again)
+    run_experiment(None, study, executor=again)
     assert not again.calls
 
 
@@ -280,13 +284,13 @@ def test_rates_that_fail_are_passed_over_and_an_arm_without_any_is_reported(
             return real(config, out, **options)
 
         patch.setattr(worker, "train", train)
-        run_experiment(ask(learning_rates=(1e-2, 1e-4), seeds=1), study, engine=inline(), observer=watcher)
+        run_experiment(ask(learning_rates=(1e-2, 1e-4), seeds=1), study, executor=inline(), observer=watcher)
     config = json.loads((study / "runs" / "standard" / "seed-0" / "config.json").read_text())
     assert config["lr"] == 1e-4
-    assert ("differential seed 0", "none of its learning rates came to an end") in watcher.failures
+    assert ("differential seed 0", "every learning-rate trial failed") in watcher.failures
     assert ("standard lr-0.01", "too fast") in watcher.failures
     again = inline()
-    run_experiment(None, study, engine=again)  # the choice stands, though nothing is broken any more
+    run_experiment(None, study, executor=again)  # the choice stands, though nothing is broken any more
     assert not again.calls
 
 
@@ -294,13 +298,13 @@ def test_a_run_folder_of_another_config_is_refused_and_the_others_are_made(
     ask: Ask, inline: Any, watcher: Any, tmp_path: Path
 ) -> None:
     study = tmp_path / "study"
-    run_experiment(ask(), study, engine=inline())
+    run_experiment(ask(), study, executor=inline())
     folder = study / "runs" / "standard" / "seed-0"
     (folder / "weights.safetensors").unlink()
     shutil.rmtree(study / "runs" / "differential" / "seed-1")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "lr": 1.0}))
-    run_experiment(None, study, engine=inline(), observer=watcher)
+    run_experiment(None, study, executor=inline(), observer=watcher)
     assert [name for name, _ in watcher.failures] == ["standard seed 0"]
     assert "is not the one of" in watcher.failures[0][1]
     assert len(losses(study)) == 3
@@ -308,18 +312,18 @@ def test_a_run_folder_of_another_config_is_refused_and_the_others_are_made(
 
 def test_a_run_whose_weights_were_damaged_is_made_again(ask: Ask, inline: Any, tmp_path: Path) -> None:
     study = tmp_path / "study"
-    run_experiment(ask(), study, engine=inline())
+    run_experiment(ask(), study, executor=inline())
     weights = study / "runs" / "standard" / "seed-0" / "weights.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
-    run_experiment(None, study, engine=inline())
+    run_experiment(None, study, executor=inline())
     assert weights.read_bytes() == content
 
 
 def test_all_arms_score_the_same_documents(ask: Ask, inline: Any, tmp_path: Path) -> None:
     study = tmp_path / "study"
-    run_experiment(ask(), study, engine=inline())
-    found = [np.load(study / job.folder / "documents.npy") for job in jobs(read_design(study))]
+    run_experiment(ask(), study, executor=inline())
+    found = [np.load(study / job.folder / "documents.npy") for job in planned_runs(read_design(study))]
     assert len(found[0]) >= 2
     assert all((one["bytes"] == found[0]["bytes"]).all() for one in found)
 
@@ -329,12 +333,12 @@ def test_a_run_is_given_up_when_its_lock_stays_held(ask: Ask, inline: Any, watch
     with locked(study / "runs" / "standard" / "seed-0" / "lock"):
         (study / "design.json").write_text("{}")  # not to be taken for a foreign folder
         (study / "design.json").unlink()
-        design = run_module.plan(ask(seeds=1), inline(), notice=lambda text: None)
+        design = run_module.make_design(ask(seeds=1), inline(), notice=lambda text: None)
         run_module.write_design(study, design)
-        run_experiment(None, study, engine=inline(), observer=watcher)
+        run_experiment(None, study, executor=inline(), observer=watcher)
     assert [name for name, _ in watcher.failures] == ["standard seed 0"]
     assert "in use by another process" in watcher.failures[0][1]
     assert not read_status(study / "runs" / "standard" / "seed-0").failed_for_good
-    run_experiment(None, study, engine=inline())
+    run_experiment(None, study, executor=inline())
     assert len(losses(study)) == 2
     assert replace(design, command=()) == read_design(study)

@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 
 from qkflow.data import Corpus, CorpusConfig, Split, open_corpus
-from qkflow.experiment.corpus_stats import EXCERPT, describe, excerpts, notes, similarity, vocabulary_growth
+from qkflow.experiment.corpus_stats import EXCERPT, describe_corpus, excerpts, similarity, vocabulary_growth
+
+
+def notes(corpus: Corpus) -> list[dict[str, str]]:
+    return describe_corpus(corpus)["notes"]
 
 
 def corpus_of(folder: Path, documents: list[str]) -> Corpus:
@@ -74,7 +78,7 @@ def test_excerpts_are_held_out_tokens_inside_one_document() -> None:
 def test_a_task_is_described_by_its_instances_its_words_and_chance() -> None:
     corpus = open_corpus(CorpusConfig(source="mqar:pairs=2+4,length=24,keys=8,values=8,train=300,validation=30,each=5"))
     found = {note["name"]: note["value"] for note in notes(corpus)}
-    assert found["instances"] == "300 to learn from, 30 held out, 10 to test"
+    assert found["instances"] == "300 for training, 30 held out, 10 for testing"
     assert found["test grid"] == "2 cells by pairs"
     assert found["vocabulary"] == f"{corpus.vocabulary} tokens"
     assert found["chance"] == "12.5 %"
@@ -96,7 +100,7 @@ def test_excerpts_of_a_task_end_with_the_question_and_hold_its_needle() -> None:
 
 def test_the_description_is_plain_data_and_the_same_every_time(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path / "text", [words(seed, 200, 50) for seed in range(30)])
-    found = describe(corpus)
-    assert found == describe(corpus)
+    found = describe_corpus(corpus)
+    assert found == describe_corpus(corpus)
     assert {type(token) for excerpt in found["excerpts"] for token in excerpt["tokens"]} == {int}
     assert all(isinstance(value, str) for note in found["notes"] for value in note.values())

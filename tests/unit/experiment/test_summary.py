@@ -11,10 +11,10 @@ import pytest
 from qkflow.config import to_dict
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
-from qkflow.experiment.run_status import RunStatus, write_status
+from qkflow.experiment.run_status import update_status
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
-from qkflow.experiment.summarise import read_result, run_folders
+from qkflow.experiment.summary import example_runs, read_result
 from qkflow.models import DecoderConfig
 from qkflow.report import export_json
 
@@ -29,7 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("QKFLOW_CACHE", str(place / "cache"))
         run_experiment(
             ExperimentSpec(
-                corpus=CorpusConfig(source=str(text)),
+                data=CorpusConfig(source=str(text)),
                 arms=("standard", "differential"),
                 model=DecoderConfig(width=16, layers=1, heads=2, hidden=600),
                 tokens=20 * 4 * 16,
@@ -80,7 +80,7 @@ def test_every_arm_comes_with_its_cost_its_curves_and_its_tuning(study: Path) ->
         assert arm.tokens == 20 * 4 * 16
         assert [len(curve.tokens) for curve in arm.curves] == [21, 21]
         assert {rate for rate, _ in arm.tuning} == {1e-3, 3e-3}
-        assert arm.learning_rate == min(arm.tuning, key=lambda tried: tried[1] or math.inf)[0]
+        assert arm.learning_rate == min(arm.tuning, key=lambda tuning_losses: tuning_losses[1] or math.inf)[0]
         assert arm.tokens_per_second is not None
         assert arm.peak_bytes is not None
         assert arm.failures == ()
@@ -100,7 +100,7 @@ def test_a_run_that_failed_leaves_the_pairs_of_the_others(study: Path) -> None:
     lost = study / "runs" / "differential" / "seed-1"
     shutil.rmtree(lost)
     lost.mkdir()
-    write_status(lost, RunStatus(attempts=1, failed="the loss went away", failed_for_good=True))
+    update_status(lost, attempts=1, failed="the loss went away", failed_for_good=True)
     found = read_result(study)
     difference = found.comparisons[0].difference
     assert difference is not None
@@ -144,7 +144,7 @@ def test_runs_from_different_machines_are_remarked_on(study: Path) -> None:
 
 def test_maps_are_drawn_from_the_first_finished_run_of_each_arm(study: Path) -> None:
     (study / "runs" / "standard" / "seed-0" / "weights.safetensors").unlink()
-    folders = run_folders(study)
+    folders = example_runs(study)
     assert folders["standard"].name == "seed-1"
     assert folders["differential"].name == "seed-0"
 
@@ -152,7 +152,7 @@ def test_maps_are_drawn_from_the_first_finished_run_of_each_arm(study: Path) -> 
 def test_runs_too_short_to_match_what_they_should_are_remarked_on(study: Path) -> None:
     path = study / "design.json"
     design = json.loads(path.read_text())
-    design["request"]["match"] = "flops"
+    design["spec"]["match"] = "flops"
     design["arms"][1]["flops_per_token"] = round(1.1 * design["arms"][0]["flops_per_token"])
     path.write_text(json.dumps(design))
-    assert any("off by up to 10% from the baseline's" in remark for remark in read_result(study).remarks)
+    assert any("from the baseline's by up to 10%" in remark for remark in read_result(study).remarks)

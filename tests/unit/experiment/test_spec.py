@@ -11,7 +11,7 @@ import pytest
 from qkflow.config import from_dict, to_dict
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
-from qkflow.experiment.spec import ExperimentSpec, differences
+from qkflow.experiment.spec import ExperimentSpec, spec_differences
 from qkflow.models import DecoderConfig
 
 Ask = Callable[..., ExperimentSpec]
@@ -21,17 +21,17 @@ Ask = Callable[..., ExperimentSpec]
     ("changes", "says"),
     [
         ({"arms": ("standard",)}, "at least two arms"),
-        ({"arms": ("standard", "differential", "standard")}, "'standard' is there twice"),
+        ({"arms": ("standard", "differential", "standard")}, "'standard' is given twice"),
         ({"model": None, "size": "1mb"}, "unknown size '1mb': did you mean '1m'"),
-        ({"size": "1m"}, "a size or a model, not both"),
+        ({"size": "1m"}, "both a size and a model"),
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
         ({"tokens": 0}, "tokens must be at least 1, got 0"),
         ({"jobs": -1}, "jobs must be at least 1, got -1"),
         ({"budget": 0.0}, "budget must be a finite number above 0, got 0"),
         ({"budget": float("nan")}, "budget must be a finite number above 0, got nan"),
         ({"passes": float("inf")}, "passes must be a finite number above 0"),
-        ({"margin": 0.0}, "margin must lie between 0 and 1"),
-        ({"error_rate": 1.0}, "error_rate must lie between 0 and 1"),
+        ({"margin": 0.0}, "margin must be between 0 and 1"),
+        ({"error_rate": 1.0}, "error_rate must be between 0 and 1"),
         ({"learning_rates": ()}, "learning rates must be given"),
         ({"learning_rates": (1e-3, 1e-3)}, "each once"),
         ({"learning_rates": (1e-3, -1.0)}, "a learning rate must be a finite number above 0, got -1"),
@@ -44,23 +44,23 @@ def test_what_makes_no_sense_is_refused_in_one_line(ask: Ask, changes: dict[str,
 
 
 def test_a_request_comes_back_from_json_as_it_was(ask: Ask) -> None:
-    for request in (ask(), ask(model=None, size="1m", learning_rates=(1e-3, 3e-3), budget=90.0, extends="there")):
-        assert from_dict(ExperimentSpec, json.loads(json.dumps(to_dict(request)))) == request
+    for spec in (ask(), ask(model=None, size="1m", learning_rates=(1e-3, 3e-3), budget=90.0, extends="there")):
+        assert from_dict(ExperimentSpec, json.loads(json.dumps(to_dict(spec)))) == spec
 
 
 def test_equal_requests_do_not_differ(ask: Ask) -> None:
-    assert differences(ask(), ask()) == ()
+    assert spec_differences(ask(), ask()) == ()
 
 
 def test_every_field_that_differs_is_a_line(ask: Ask) -> None:
     other = ask(
         arms=("standard", "standard:window=8"),
-        corpus=CorpusConfig(source="mine.txt", tokens="bpe"),
+        data=CorpusConfig(source="mine.txt", tokens="bpe"),
         budget=60.0,
         model=DecoderConfig(width=32, layers=1, heads=2, hidden=8),
     )
-    lines = differences(ask(), other)
-    assert [line.partition(":")[0] for line in lines] == ["corpus", "arms", "budget", "model"]
-    assert lines[1] == "arms: standard,differential there, standard,standard:window=8 here"
-    assert lines[0].endswith("there, mine.txt tokens=bpe here")
-    assert lines[2] == "budget: None there, 60 here"
+    lines = spec_differences(ask(), other)
+    assert [line.partition(":")[0] for line in lines] == ["data", "arms", "budget", "model"]
+    assert lines[1] == "arms: standard,differential in the study, standard,standard:window=8 requested"
+    assert lines[0].endswith("in the study, mine.txt tokens=bpe requested")
+    assert lines[2] == "budget: None in the study, 60 requested"

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from qkflow.errors import UsageError
+from qkflow.experiment.design import make_design
 from qkflow.experiment.executors.base import CallResult, Executor, Resources, make_executor
 from qkflow.experiment.executors.local import LocalExecutor
-from qkflow.experiment.plan import plan
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
@@ -87,15 +87,17 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(place)
 
 
-def work(function: Callable[[Any], Any], *arguments: Any, at_once: int = 2) -> list[CallResult]:
-    with LocalExecutor() as engine:
-        found = [done for done in engine.work(function, arguments, at_once=at_once, need=NEED) if done is not None]
+def work(function: Callable[[Any], Any], *arguments: Any, workers: int = 2) -> list[CallResult]:
+    with LocalExecutor() as executor:
+        found = [
+            done for done in executor.run(function, arguments, workers=workers, resources=NEED) if done is not None
+        ]
     return sorted(found, key=lambda done: done.index)
 
 
 def test_every_argument_is_answered_from_a_process_of_its_own(called: Any) -> None:
     assert [done.value for done in work(called.double, 1, 2, 3)] == [2, 4, 6]
-    processes = [done.value for done in work(called.process, 0, 1, 2, at_once=1)]
+    processes = [done.value for done in work(called.process, 0, 1, 2, workers=1)]
     assert len({pid for pid, _ in processes}) == 3
     assert os.getpid() not in {pid for pid, _ in processes}
     assert all(pid == session for pid, session in processes)  # a terminal's Ctrl-C goes to the parent alone
@@ -103,7 +105,7 @@ def test_every_argument_is_answered_from_a_process_of_its_own(called: Any) -> No
 
 def test_a_call_that_fails_or_dies_says_why_and_stops_no_other(called: Any) -> None:
     assert work(called.fail, "too\nbad")[0].crash == "RuntimeError: too bad"
-    assert work(called.leave, 3)[0].crash == "its process left with code 3"
+    assert work(called.leave, 3)[0].crash == "its process exited with code 3"
     killed, terminated = work(called.die, signal.SIGKILL, signal.SIGTERM)
     assert killed.crash == "its process was killed by SIGKILL, perhaps for want of memory"
     assert terminated.crash == "its process was killed by SIGTERM"
@@ -119,20 +121,20 @@ def test_calls_see_the_environment_of_their_caller(called: Any, monkeypatch: pyt
 def test_stopping_sends_a_signal_and_begins_nothing_more(called: Any, tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in "abc"]
     found = []
-    with LocalExecutor() as engine:
-        for done in engine.work(called.wait_for_term, files, at_once=2, need=NEED):
+    with LocalExecutor() as executor:
+        for done in executor.run(called.wait_for_term, files, workers=2, resources=NEED):
             if all(Path(file).exists() for file in files[:2]):
-                engine.stop()
+                executor.stop()
             found += [] if done is None else [done]
     assert [done.value for done in found] == ["stopped", "stopped"]
     assert not Path(files[2]).exists()
 
 
 def test_leaving_the_engine_ends_its_processes(called: Any, tmp_path: Path) -> None:
-    with LocalExecutor() as engine:
-        calls = engine.work(called.wait_for_term, [str(tmp_path / "a")], at_once=1, need=NEED)
+    with LocalExecutor() as executor:
+        calls = executor.run(called.wait_for_term, [str(tmp_path / "a")], workers=1, resources=NEED)
         assert next(calls) is None
-        process = engine._running[0].process
+        process = executor._running[0].process
         number = process.pid
     assert number is not None
     with pytest.raises(ProcessLookupError):
@@ -140,7 +142,7 @@ def test_leaving_the_engine_ends_its_processes(called: Any, tmp_path: Path) -> N
 
 
 def test_an_unknown_engine_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="unknown engine 'locale': did you mean 'local'"):
+    with pytest.raises(UsageError, match="unknown executor 'locale': did you mean 'local'"):
         make_executor("locale")
     with pytest.raises(UsageError, match="choose the engine ray"):
         make_executor("local", address="10.0.0.1:6379")
@@ -166,7 +168,7 @@ def test_an_arm_that_breaks_is_on_record_and_the_others_finish(
     run_experiment(ask(arms=arms, seeds=1), study, observer=watcher)
     reasons = dict(watcher.failures)
     assert reasons["broken:kind=raises seed 0"] == "RuntimeError: a mechanism of mine"
-    assert reasons["broken:kind=exits seed 0"] == "its process left with code 7"
+    assert reasons["broken:kind=exits seed 0"] == "its process exited with code 7"
     assert reasons["broken:kind=diverges seed 0"].startswith("the loss of step 1 is not finite")
     assert finished(study / "runs" / "standard" / "seed-0") is not None
     records = {kind: read_status(study / "runs" / f"broken_kind={kind}" / "seed-0") for kind in ("exits", "diverges")}
@@ -177,8 +179,8 @@ def test_an_arm_that_breaks_is_on_record_and_the_others_finish(
 @pytest.mark.usefixtures("plugin")
 def test_an_arm_that_cannot_be_measured_does_not_stop_the_planning(ask: Callable[..., ExperimentSpec]) -> None:
     notices: list[str] = []
-    request = ask(arms=("broken", "standard"), tokens=None, budget=60.0, passes=1000.0)
-    with LocalExecutor() as engine:
-        design = plan(request, engine, notice=notices.append)
-    assert "the speed of broken could not be measured: RuntimeError: a mechanism of mine" in notices
+    spec = ask(arms=("broken", "standard"), tokens=None, budget=60.0, passes=1000.0)
+    with LocalExecutor() as executor:
+        design = make_design(spec, executor, notice=notices.append)
+    assert "could not measure the speed of broken: RuntimeError: a mechanism of mine" in notices
     assert all(arm.seconds_per_step is not None for arm in design.arms)
