@@ -15,16 +15,16 @@ from qkflow.experiment.summary import read_result
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Make the page and the tables of a study again, from its folder; also of one that is not finished.
+    """Write the report and the tables of a study again; the study may be unfinished.
 
     For example:
       qkflow report runs/study
     """
 
     study: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="STUDY")]
-    """A folder that `qkflow compare` made."""
+    """Study folder of `qkflow compare`."""
 
     def run(self) -> int:
-        """Write report.html, results.json and the tables as CSV into the folder, and show the answer."""
+        """Write report.html, results.json and results*.csv to the folder, and print the verdicts."""
         present(read_result(self.study), self.study, Console())
         return 0
