@@ -16,11 +16,11 @@ from qkflow.state import KVCache, RecurrentState
 
 MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 WIDTHS = (3, 2)
-"""Two tensors of different widths a token, as keys and values may be."""
+"""Widths of the two tensors per token, as for keys and values."""
 
 
 def tokens(b: int, t: int, first: int = 0) -> list[Tensor]:
-    """Tokens that say who they are: row * 1000 + position, in every coordinate."""
+    """Tokens whose coordinates all are row * 1000 + position."""
     name = 1000.0 * torch.arange(b)[:, None] + torch.arange(first, first + t)
     return [name[..., None].expand(b, t, width).clone() for width in WIDTHS]
 
@@ -30,7 +30,7 @@ def started(b: int = 2, window: int | None = None) -> KVCache:
 
 
 def held(cache: KVCache) -> list[list[int]]:
-    """Positions of the tokens held of each row, in order, read off the tokens themselves."""
+    """Positions of the cached tokens per row, in order, from the values of the tokens."""
     positions = cache.positions.expand(len(cache.buffers[0]), -1)
     rows = []
     for row, places in enumerate(positions.tolist()):
@@ -42,7 +42,7 @@ def held(cache: KVCache) -> list[list[int]]:
 
 
 def ragged(cache: KVCache, counts: list[int]) -> KVCache:
-    """The cache with the next `counts[i]` tokens of each row, padded on the right with what must not be read."""
+    """The cache extended by `counts[i]` tokens of row i, padded on the right with NaN."""
     t = max(counts)
     new = [torch.full((len(counts), t, width), torch.nan) for width in WIDTHS]
     for row, (count, first) in enumerate(zip(counts, cache.length.tolist(), strict=True)):
@@ -56,7 +56,7 @@ def pointers(cache: KVCache) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_cache_holds_what_it_was_given_in_order(mode: Callable[[], Any]) -> None:
+def test_a_cache_holds_all_tokens_in_order(mode: Callable[[], Any]) -> None:
     with mode():
         cache = started()
         assert (cache.nbytes, cache.length.tolist(), cache.offset, held(cache)) == (0, [0, 0], 0, [[], []])
@@ -69,7 +69,7 @@ def test_a_cache_holds_what_it_was_given_in_order(mode: Callable[[], Any]) -> No
 @pytest.mark.parametrize("mode", MODES)
 @given(steps=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(any), min_size=1, max_size=12))
 @settings(deadline=None, max_examples=20)
-def test_rows_that_differ_keep_their_own_places(mode: Callable[[], Any], steps: list[tuple[int, int]]) -> None:
+def test_rows_of_different_lengths_keep_their_positions(mode: Callable[[], Any], steps: list[tuple[int, int]]) -> None:
     with mode():
         cache = started()
         for counts in steps:
@@ -80,7 +80,7 @@ def test_rows_that_differ_keep_their_own_places(mode: Callable[[], Any], steps: 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_rows_may_begin_alike_and_differ_later(mode: Callable[[], Any]) -> None:
+def test_rows_may_become_uneven(mode: Callable[[], Any]) -> None:
     with mode():
         alike = started().extend(tokens(2, 5))
         apart = ragged(alike, [1, 3])
@@ -90,7 +90,7 @@ def test_rows_may_begin_alike_and_differ_later(mode: Callable[[], Any]) -> None:
         assert held(alike) == [list(range(5))] * 2
 
 
-def test_in_inference_the_buffer_doubles_and_moves_only_then() -> None:
+def test_in_inference_the_buffer_doubles_when_full() -> None:
     a_slot = 2 * sum(WIDTHS) * 4
     with torch.no_grad():
         cache, capacities = started(), []
@@ -105,7 +105,7 @@ def test_in_inference_the_buffer_doubles_and_moves_only_then() -> None:
     assert all(after >= 2 * before for before, after in pairwise(capacities))
 
 
-def test_in_inference_nothing_of_the_past_is_read_or_written_for_a_new_token() -> None:
+def test_in_inference_appending_does_not_touch_past_tokens() -> None:
     """Between growths only the new slot changes, even if someone poisons what is held."""
     with torch.no_grad():
         cache = started().extend(tokens(2, 20))
@@ -119,21 +119,21 @@ def test_in_inference_nothing_of_the_past_is_read_or_written_for_a_new_token() -
         assert not x[:, 21].isnan().any()
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 7, 16, 40])
+@pytest.mark.parametrize("window", [1, 3, 16])
 @pytest.mark.parametrize("step", [1, 5])
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_window_bounds_the_cache_and_keeps_all_within_reach(
+def test_a_window_bounds_the_cache_and_keeps_all_visible_tokens(
     mode: Callable[[], Any], uneven: bool, step: int, window: int
 ) -> None:
     with mode():
         cache, largest = started(window=window), 0
-        for _ in range(160 // step):
+        for _ in range(80 // step):
             counts = [step, step - 1] if uneven and step > 1 else [step, step]
             cache = ragged(cache, counts) if uneven else cache.extend(tokens(2, step, cache.seen))
             for count, length, row in zip(counts, cache.length.tolist(), held(cache), strict=True):
                 reach = range(max(0, length - (window + count - 1)), length)
-                assert set(reach) <= set(row), "what the newest tokens may still see"
+                assert set(reach) <= set(row), "a visible token was dropped"
             cache = cache.trim()
             for length, row in zip(cache.length.tolist(), held(cache), strict=True):
                 assert row[-min(window, length) :] == list(range(max(0, length - window), length))
@@ -142,7 +142,7 @@ def test_a_window_bounds_the_cache_and_keeps_all_within_reach(
         assert largest <= max(2 * window + step, 16 + step)
 
 
-def test_a_row_that_stands_still_loses_nothing_to_one_that_runs_on() -> None:
+def test_a_row_without_new_tokens_keeps_its_tokens() -> None:
     with torch.no_grad():
         cache = started(window=4)
         for _ in range(6):
@@ -170,7 +170,7 @@ def test_with_gradients_on_a_cache_is_functional_and_differentiable() -> None:
         assert_close(x, value)
 
 
-def test_training_after_inference_writes_into_no_shared_buffer() -> None:
+def test_training_after_inference_does_not_write_to_a_shared_buffer() -> None:
     with torch.no_grad():
         shared = started().extend(tokens(2, 3))
     trained = shared.extend(tokens(2, 1, 3))
@@ -182,7 +182,7 @@ def test_training_after_inference_writes_into_no_shared_buffer() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("uneven", [False, True])
-def test_a_state_continued_twice_gives_two_futures(mode: Callable[[], Any], uneven: bool) -> None:
+def test_a_state_can_be_continued_twice(mode: Callable[[], Any], uneven: bool) -> None:
     with mode():
         root = started().extend(tokens(2, 3))
         root = ragged(root, [1, 2]) if uneven else root
@@ -195,7 +195,7 @@ def test_a_state_continued_twice_gives_two_futures(mode: Callable[[], Any], unev
                 assert_close(x[:, :3], root.tensors[WIDTHS.index(x.shape[-1])][:, :3])
 
 
-def test_rows_made_to_differ_do_not_disturb_the_state_that_was_alike() -> None:
+def test_adding_a_position_table_does_not_change_the_previous_state() -> None:
     with torch.no_grad():
         alike = started().extend(tokens(2, 3))
         differ = ragged(alike, [1, 2])
@@ -207,7 +207,7 @@ def test_rows_made_to_differ_do_not_disturb_the_state_that_was_alike() -> None:
 
 @pytest.mark.parametrize("after", [torch.no_grad, torch.enable_grad])
 @pytest.mark.parametrize("uneven", [False, True])
-def test_a_state_made_in_inference_mode_goes_on_outside_it(after: Callable[[], Any], uneven: bool) -> None:
+def test_a_state_created_in_inference_mode_can_be_used_outside(after: Callable[[], Any], uneven: bool) -> None:
     with torch.inference_mode():
         cache = started().extend(tokens(2, 3))
         cache = ragged(cache, [1, 2]) if uneven else cache
@@ -221,7 +221,7 @@ def test_a_state_made_in_inference_mode_goes_on_outside_it(after: Callable[[], A
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("uneven", [False, True])
-def test_selected_rows_are_copies_in_the_order_asked_for(mode: Callable[[], Any], uneven: bool) -> None:
+def test_selected_rows_are_copies_in_the_given_order(mode: Callable[[], Any], uneven: bool) -> None:
     with mode():
         cache = started().extend(tokens(2, 4))
         cache = ragged(cache, [1, 2]) if uneven else cache
@@ -234,7 +234,7 @@ def test_selected_rows_are_copies_in_the_order_asked_for(mode: Callable[[], Any]
         assert more.length.tolist() == [length + 1 for length in chosen.length.tolist()]
 
 
-def test_a_detached_cache_has_the_values_and_no_graph() -> None:
+def test_a_detached_cache_has_no_graph() -> None:
     cache = started().extend([x.requires_grad_() for x in tokens(2, 3)])
     assert all(x.requires_grad for x in cache.tensors)
     cut = cache.detach()
@@ -243,7 +243,7 @@ def test_a_detached_cache_has_the_values_and_no_graph() -> None:
 
 
 @pytest.mark.parametrize("uneven", [False, True])
-def test_a_cache_moves_to_another_device_whole(uneven: bool) -> None:
+def test_a_cache_moves_to_another_device(uneven: bool) -> None:
     cache = started().extend(tokens(2, 3))
     cache = ragged(cache, [1, 2]) if uneven else cache
     moved = cache.to("meta")
@@ -251,7 +251,7 @@ def test_a_cache_moves_to_another_device_whole(uneven: bool) -> None:
     assert (moved.used, moved.seen, moved.nbytes) == (cache.used, cache.seen, cache.nbytes)
 
 
-def test_bytes_are_of_what_is_held_and_of_what_is_reserved() -> None:
+def test_nbytes_counts_visible_tokens_and_reserved_counts_buffers() -> None:
     with torch.no_grad():
         cache = started().extend(tokens(2, 17)).extend(tokens(2, 1, 17))
     assert cache.nbytes == 2 * 18 * sum(WIDTHS) * 4
@@ -260,7 +260,7 @@ def test_bytes_are_of_what_is_held_and_of_what_is_reserved() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_another_number_of_rows_is_refused(mode: Callable[[], Any]) -> None:
+def test_a_wrong_number_of_rows_raises(mode: Callable[[], Any]) -> None:
     with mode():
         cache = started().extend(tokens(2, 3))
         with pytest.raises(UsageError, match=r"holds 2 rows, the input 3: select\(\) the rows first"):
@@ -275,7 +275,7 @@ def remembered(b: int = 2) -> RecurrentState:
     return RecurrentState.after(None, matrix, (torch.ones(b, 3, 4), torch.ones(b, 3, 2)), 5)
 
 
-def test_a_memory_counts_the_tokens_of_rows_that_are_alike_and_of_rows_that_are_not() -> None:
+def test_a_recurrent_state_counts_tokens_per_row() -> None:
     memory = remembered()
     assert (memory.length.tolist(), memory.lengths) == ([5, 5], None)
     more = RecurrentState.after(memory, memory.matrix, memory.conv_state, 2)
@@ -289,7 +289,7 @@ def test_a_memory_counts_the_tokens_of_rows_that_are_alike_and_of_rows_that_are_
 
 
 @pytest.mark.parametrize("lengths", [None, torch.tensor([2, 5])])
-def test_rows_of_a_memory_are_selected_in_order_and_copied(lengths: Tensor | None) -> None:
+def test_rows_of_a_recurrent_state_are_selected_and_copied(lengths: Tensor | None) -> None:
     memory = RecurrentState.after(None, remembered().matrix, remembered().conv_state, 5, lengths)
     chosen = memory.select(torch.tensor([1, 0, 1]))
     assert chosen.length.tolist() == [memory.length.tolist()[i] for i in (1, 0, 1)]
@@ -298,7 +298,7 @@ def test_rows_of_a_memory_are_selected_in_order_and_copied(lengths: Tensor | Non
         assert got.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
 
 
-def test_a_memory_has_a_size_moves_whole_and_can_be_cut_from_its_graph() -> None:
+def test_a_recurrent_state_has_a_size_moves_and_detaches() -> None:
     memory = remembered()
     assert memory.nbytes == 4 * (2 * 6 + 2 * 3 * 4 + 2 * 3 * 2)
     moved = memory.to("meta")

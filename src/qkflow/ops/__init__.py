@@ -1,1 +1,1 @@
-"""Mathematics on tensors: no parameters, no state. Layout `[b, t, h, k]` everywhere."""
+"""Functions of tensors, without parameters or state. The layout is `[b, t, h, k]` everywhere."""

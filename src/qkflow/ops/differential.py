@@ -1,4 +1,4 @@
-r"""Differential attention: the difference of two softmax maps, in which what both find noise cancels.
+r"""Differential attention: the difference of two softmax maps, which cancels common noise.
 
     A   = softmax(q^1 k^{1\top} / \sqrt{k}) - \lambda \, softmax(q^2 k^{2\top} / \sqrt{k})          (1)
     o_t = \sum_s A_{ts} v_s                                                                       (2)
@@ -6,7 +6,7 @@ r"""Differential attention: the difference of two softmax maps, in which what bo
 
 | symbol     | here | shape                                                        |
 |------------|------|--------------------------------------------------------------|
-| q^1, q^2   | `q`  | `[b t 2h k]`, the two of a head side by side (2i and 2i + 1) |
+| q^1, q^2   | `q`  | `[b t 2h k]`; heads 2i and 2i + 1 form a pair                |
 | k^1, k^2   | `k`  | `[b s 2g k]`, likewise                                       |
 | v          | `v`  | `[b s g 2k]`                                                 |
 
@@ -27,12 +27,12 @@ from qkflow.ops.attention import Mask, attention, attention_map
 def differential_lambda(
     q1: Float[Tensor, " k"], k1: Float[Tensor, " k"], q2: Float[Tensor, " k"], k2: Float[Tensor, " k"], init: float
 ) -> Float[Tensor, ""]:
-    """Equation (3), as sums of products: matrix products would lose digits under autocast."""
+    """Equation (3). Elementwise, because autocast would round matrix products."""
     return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + init
 
 
 def lambda_init(layer: int) -> float:
-    """The published start of lambda, growing with depth; layers count from 0.
+    """The published initial value of lambda, which increases with depth; layers count from 0.
 
     >>> round(lambda_init(0), 3), round(lambda_init(10), 3)
     (0.2, 0.77)
@@ -50,7 +50,7 @@ def differential_attention(
     mask: Mask | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "b t h v"]:
-    """Equations (1) and (2) through the fused kernel, which wants values as wide as keys: each half goes by itself."""
+    """Equations (1) and (2) by the fused kernel. It requires values as wide as keys, so each half is separate."""
     first, second = (
         torch.cat(
             [
@@ -73,6 +73,6 @@ def differential_map(
     mask: Mask | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "b h t s"]:
-    """Equation (1) alone: rows sum to 1 - lambda, and entries may be negative."""
+    """Equation (1): rows sum to 1 - lambda, and entries may be negative."""
     first, second = (attention_map(q[:, :, i::2], k[:, :, i::2], causal=causal, mask=mask, scale=scale) for i in (0, 1))
     return first - lam * second

@@ -1,11 +1,11 @@
-r"""Root-mean-square normalisation with a backward of its own.
+r"""Root-mean-square normalization with a custom backward pass.
 
     y = w \odot x / r          r = \sqrt{mean(x^2) + \epsilon}                                           (1)
     \bar x = (w \odot \bar y - \hat x \, mean(\hat x \odot w \odot \bar y)) / r,   \hat x = x / r         (2)
 
-Written out because torch's CPU form is a chain of elementwise kernels, each a trip through memory, forward and back.
-Torch does have a fused kernel for layer norm's backward: told that the mean is 0, it computes (2) less the term
-mean(w \odot \bar y) / r, which is put back.
+PyTorch's CPU form is a chain of elementwise kernels, each of which passes over memory. PyTorch does have a fused
+backward kernel for layer norm. With a mean of 0 it computes (2) minus the term mean(w \odot \bar y) / r, which is added
+here.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, inverse = ctx.saved_tensors
         (grad,), size = grads, x.shape[-1]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # someone will differentiate (2) once more
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for a second derivative
             inverse = _inverse_root(x, ctx.eps)
-            hat, pulled = x * inverse, weight * grad
-            grad_x = (pulled - hat * (hat * pulled).mean(-1, keepdim=True)) * inverse
-            return grad_x, (grad * hat).flatten(0, -2).sum(0), None
+            x_hat, grad_hat = x * inverse, weight * grad
+            grad_x = (grad_hat - x_hat * (x_hat * grad_hat).mean(-1, keepdim=True)) * inverse  # (2)
+            return grad_x, (grad * x_hat).flatten(0, -2).sum(0), None
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
             grad, x, [size], torch.zeros_like(inverse), inverse, weight, None, [True, True, False]
         )
@@ -51,7 +51,7 @@ def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float 
     >>> rms_norm(torch.tensor([[1.0, 7.0]]), torch.ones(2), eps=0.0).tolist()
     [[0.20000000298023224, 1.399999976158142]]
     """
-    if x.dtype in (torch.bfloat16, torch.float16):  # sums of squares need float32's range and digits
+    if x.dtype in (torch.bfloat16, torch.float16):  # sum squares in float32
         return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
     if not torch.is_grad_enabled():
         return (x * _inverse_root(x, eps)).mul_(weight)

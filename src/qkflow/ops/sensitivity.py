@@ -1,10 +1,10 @@
-r"""How much of a moved query or key depends on where its partner was: the Jacobian of a motion of pairs, by blocks.
+r"""The Jacobian of a map of query-key pairs: how much a moved query or key depends on its partner.
 
     J = [ dq'/dq   dq'/dk ]          |B| = \sqrt{ mean over pairs of \|B\|_F^2 / k },   so that |c I| = |c|
         [ dk'/dq   dk'/dk ]
 
-Pairs do not see each other, so k copies of all of them, each asked for another coordinate, give a row of blocks in one
-backward pass.
+Pairs are independent, so one backward pass over k copies of them, each with another output coordinate, gives a row of
+blocks.
 
 | symbol   | here    | shape      |
 |----------|---------|------------|
@@ -27,11 +27,11 @@ from qkflow.errors import UsageError
 Point = Float[Tensor, "... k"]
 Block = Float[Tensor, "... k k"]
 Move = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From queries and keys, those after a motion."""
+"""Maps queries and keys to queries and keys."""
 
 
-class Blocks(NamedTuple):
-    """The Jacobian of each pair: rows are coordinates after the motion, columns before it."""
+class JacobianBlocks(NamedTuple):
+    """The Jacobian of each pair; rows are output coordinates, columns input coordinates."""
 
     query_on_query: Block
     query_on_key: Block
@@ -41,24 +41,24 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """Root-mean-square sizes of the Jacobian's blocks; the identity has size 1."""
+    """Root-mean-square norms of the Jacobian's blocks; the identity has norm 1."""
 
     query_on_query: float
     """|dq'/dq|."""
     query_on_key: float
-    """|dq'/dk|: how much of a moved query depends on its key."""
+    """|dq'/dk|."""
     key_on_query: float
-    """|dk'/dq|: how much of a moved key depends on its query."""
+    """|dk'/dq|."""
     key_on_key: float
     """|dk'/dk|."""
     query_change: float
-    """|dq'/dq - I|: how far a query's own part is from being left alone."""
+    """|dq'/dq - I|."""
     key_change: float
-    """|dk'/dk - I|: how far a key's own part is from being left alone."""
+    """|dk'/dk - I|."""
 
 
-def jacobian(move: Move, q: Point, k: Point) -> Blocks:
-    """The four blocks at each pair, exactly; `move` is given one dimension more, in front.
+def jacobian(move: Move, q: Point, k: Point) -> JacobianBlocks:
+    """The four blocks at each pair, exactly; `move` is called with an additional leading dimension.
 
     >>> q = k = torch.zeros(1, 2)
     >>> jacobian(lambda q, k: (q + 0.5 * k, k), q, k).query_on_key
@@ -66,36 +66,36 @@ def jacobian(move: Move, q: Point, k: Point) -> Blocks:
              [0.0000, 0.5000]]])
     """
     if q.shape != k.shape:
-        raise UsageError(f"queries and keys move in pairs: got {list(q.shape)} queries and {list(k.shape)} keys")
+        raise UsageError(f"queries and keys must have the same shape, got {list(q.shape)} and {list(k.shape)}")
     width = q.shape[-1]
     with torch.inference_mode(mode=False), torch.enable_grad():
-        start = [x.detach().clone().expand(width, *x.shape).clone().requires_grad_() for x in (q, k)]
-        pick = torch.eye(width, dtype=q.dtype, device=q.device).view(width, *[1] * (q.ndim - 1), width)
+        inputs = [x.detach().clone().expand(width, *x.shape).clone().requires_grad_() for x in (q, k)]
+        basis = torch.eye(width, dtype=q.dtype, device=q.device).view(width, *[1] * (q.ndim - 1), width)
         rows = [
             torch.autograd.grad(
-                end, start, pick.expand_as(end), retain_graph=True, allow_unused=True, materialize_grads=True
+                output, inputs, basis.expand_as(output), retain_graph=True, allow_unused=True, materialize_grads=True
             )
-            for end in move(*start)
+            for output in move(*inputs)
         ]
-    return Blocks(*(block.movedim(0, -2) for row in rows for block in row))
+    return JacobianBlocks(*(block.movedim(0, -2) for row in rows for block in row))
 
 
 def sensitivity(move: Move, q: Point, k: Point) -> Sensitivity:
-    """The sizes of the four blocks over all pairs.
+    """The norms of the four blocks over all pairs.
 
     >>> q = k = torch.zeros(3, 2)
-    >>> found = sensitivity(lambda q, k: (q + 0.5 * k, 2 * k), q, k)
-    >>> found.query_on_key, found.key_on_query, found.key_on_key, found.key_change
+    >>> result = sensitivity(lambda q, k: (q + 0.5 * k, 2 * k), q, k)
+    >>> result.query_on_key, result.key_on_query, result.key_on_key, result.key_change
     (0.5, 0.0, 2.0, 1.0)
     """
     blocks = jacobian(move, q, k)
-    own = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
+    identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
     return Sensitivity(
-        **{name: _size(block) for name, block in blocks._asdict().items()},
-        query_change=_size(blocks.query_on_query - own),
-        key_change=_size(blocks.key_on_key - own),
+        **{name: _norm(block) for name, block in blocks._asdict().items()},
+        query_change=_norm(blocks.query_on_query - identity),
+        key_change=_norm(blocks.key_on_key - identity),
     )
 
 
-def _size(block: Block) -> float:
+def _norm(block: Block) -> float:
     return float((block.square().sum((-2, -1)).mean() / block.shape[-1]).sqrt())

@@ -1,4 +1,4 @@
-"""The contract of a state."""
+"""The interface of a state."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor
 
 
 class State(ABC):
-    """What every carried memory can do. Rows are the sequences of the batch: for packed input, one a segment."""
+    """The interface of all states. Rows are the sequences of the batch; packed input has one row per sequence."""
 
     @property
     @abstractmethod
     def length(self) -> Int[Tensor, " b"]:
-        """Tokens seen so far of each row."""
+        """Number of tokens seen, per row."""
 
     @abstractmethod
     def select(self, rows: Int[Tensor, " n"]) -> State:
-        """The state of the given rows, in that order, repeated where asked for: copies, never shared memory."""
+        """A copy of the given rows, in that order; rows may be repeated."""
 
     @abstractmethod
     def detach(self) -> State:
-        """The same values, cut from the graph that made them."""
+        """The same values, detached from the autograd graph."""
 
     @abstractmethod
     def to(self, device: torch.device | str) -> State:
-        """The same state on another device."""
+        """The state on another device."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of what the state holds."""
+        """Size in bytes."""

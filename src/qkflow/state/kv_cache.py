@@ -1,4 +1,4 @@
-"""Every past token, in buffers that grow without copying the past."""
+"""A cache of all past tokens, in buffers that grow geometrically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qkflow.state.base import State
 
 @dataclass(eq=False)
 class _Extent:
-    """How many slots of a shared buffer are written: the one thing that states on the same buffer agree on."""
+    """Number of written slots of a buffer, shared by all states on that buffer."""
 
     filled: int
 
@@ -24,32 +24,31 @@ class _Extent:
 class KVCache(State):
     """Past tokens, one slot each, in one or several tensors `[b, slots, ...]`.
 
-    As long as all rows have seen the same tokens, slot j holds position `seen - used + j` of every row and no table is
-    kept. After padded or packed input the rows differ: then a table tells the position in each slot, -1 where it is
-    empty.
+    While all rows have the same length, slot j holds position `seen - used + j` of every row. After padded or packed
+    input the rows differ, and a table holds the position in each slot, or -1 if it is empty.
     """
 
     buffers: tuple[Shaped[Tensor, "b capacity ..."], ...]
     used: int
-    """Slots in use, from the first."""
+    """Number of slots in use."""
     seen: int
-    """Tokens seen, while all rows are alike."""
+    """Number of tokens seen, while all rows have the same length."""
     window: int | None = None
-    """How far back the mechanism looks, itself included; `None` is all the way."""
+    """Size of the sliding window, including the current token; None for no window."""
     table: Int[Tensor, "b capacity"] | None = None
-    """Position held by each slot, -1 for none; `None` while all rows are alike."""
+    """Position in each slot, -1 if empty; None while all rows have the same length."""
     lengths: Int[Tensor, " b"] | None = None
-    """Tokens seen of each row; `None` while all rows are alike."""
+    """Number of tokens seen, per row; None while all rows have the same length."""
     extent: _Extent = field(default_factory=lambda: _Extent(0))
 
     @staticmethod
     def start(like: Sequence[Shaped[Tensor, "b t ..."]], window: int | None = None) -> KVCache:
-        """A cache that has seen nothing, for tensors shaped like these."""
+        """An empty cache for tensors shaped like these."""
         return KVCache(tuple(x.new_empty(x.shape[0], 0, *x.shape[2:]) for x in like), 0, 0, window)
 
     @property
     def length(self) -> Int[Tensor, " b"]:
-        """Tokens seen so far of each row."""
+        """Number of tokens seen, per row."""
         if self.lengths is not None:
             return self.lengths
         first = self.buffers[0]
@@ -57,65 +56,67 @@ class KVCache(State):
 
     @property
     def offset(self) -> int | Int[Tensor, " b"]:
-        """The position the next token will have: a number while all rows are alike, else one for each row."""
+        """Position of the next token: an int while all rows have the same length, else one per row."""
         return self.seen if self.lengths is None else self.lengths
 
     @property
     def tensors(self) -> tuple[Shaped[Tensor, "b used ..."], ...]:
-        """The slots in use."""
+        """The buffers, restricted to the slots in use."""
         return tuple(buffer[:, : self.used] for buffer in self.buffers)
 
     @property
     def positions(self) -> Int[Tensor, " used"] | Int[Tensor, "b used"]:
-        """The position in each slot, -1 for none."""
+        """Position in each slot, -1 if empty."""
         if self.table is not None:
             return self.table[:, : self.used]
         return torch.arange(self.seen - self.used, self.seen, device=self.buffers[0].device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens that can still be seen, and of the table of their positions if there is one."""
-        held = self.used if self.window is None else min(self.used, self.window)
-        every = self.buffers if self.table is None else (*self.buffers, self.table)
-        return sum(x[:, :held].nbytes for x in every)
+        """Bytes of the visible tokens, and of their position table if there is one."""
+        visible = self.used if self.window is None else min(self.used, self.window)
+        tensors = self.buffers if self.table is None else (*self.buffers, self.table)
+        return sum(x[:, :visible].nbytes for x in tensors)
 
     @property
     def reserved(self) -> int:
-        """Bytes of the buffers, room to grow included."""
+        """Bytes of the buffers, including free slots."""
         return sum(x.nbytes for x in self.buffers) + (0 if self.table is None else self.table.nbytes)
 
     def extend(self, new: Sequence[Shaped[Tensor, "b t ..."]], lengths: Int[Tensor, " b"] | None = None) -> KVCache:
-        """The cache followed by `new` tokens in row form, of which row i has `lengths[i]` (all, if not given)."""
+        """The cache extended by `new` tokens in row form; row i has `lengths[i]` of them (default: all)."""
         rows, t = new[0].shape[:2]
         if rows != self.buffers[0].shape[0]:
             raise UsageError(
                 f"the state holds {self.buffers[0].shape[0]} rows, the input {rows}: select() the rows first"
             )
         if self.lengths is not None or lengths is not None:
-            return self._uneven()._append([*new], lengths if lengths is not None else self.length.new_full((rows,), t))
+            return self._with_table()._append(
+                [*new], lengths if lengths is not None else self.length.new_full((rows,), t)
+            )
         return self._append([*new], None)
 
     def trim(self) -> KVCache:
-        """The cache to hand on: what lies past a sliding window's reach is given up (in inference, once it is much)."""
+        """The cache without tokens outside the window (in inference, only once there are many of them)."""
         if self.window is None:
             return self
         keep = self.window if torch.is_grad_enabled() else 2 * self.window
         return self._recent(self.window) if self.used > keep else self
 
     def select(self, rows: Int[Tensor, " n"]) -> KVCache:
-        """The rows asked for, copied."""
+        """A copy of the given rows."""
         return self._map(lambda x: x[rows.to(x.device)])
 
     def detach(self) -> KVCache:
-        """The same values, cut from the graph that made them."""
+        """The same values, detached from the autograd graph."""
         return self._map(Tensor.detach)
 
     def to(self, device: torch.device | str) -> KVCache:
-        """The same cache on another device."""
+        """The cache on another device."""
         return self._map(lambda x: x.to(device))
 
     def _map(self, f: Callable[[Tensor], Tensor]) -> KVCache:
-        """The cache with `f` over the slots in use; `f` may change rows, not slots."""
+        """Apply `f` to the slots in use; `f` may change rows, but not slots."""
         return replace(
             self,
             buffers=tuple(f(x) for x in self.tensors),
@@ -124,8 +125,8 @@ class KVCache(State):
             extent=_Extent(0),
         )
 
-    def _uneven(self) -> KVCache:
-        """The same cache with a table of positions, as rows that differ need it."""
+    def _with_table(self) -> KVCache:
+        """The same cache with a position table, for rows of different lengths."""
         if self.table is not None:
             return self
         capacity = self.buffers[0].shape[1]
@@ -140,10 +141,10 @@ class KVCache(State):
             column = torch.arange(t, device=counts.device)
             new.append(torch.where(column < counts[:, None], self.lengths[:, None] + column, -1))
             lengths = self.lengths + counts
-        if self.used == 0:  # nothing to put it behind: the new tokens are the buffers, full to the brim
+        if self.used == 0:  # the new tokens become the buffers, without free slots
             slots, extent, written = self, _Extent(t), new
         elif torch.is_grad_enabled():
-            slots, extent = self, _Extent(0)  # nothing may later be written in place into what autograd has seen
+            slots, extent = self, _Extent(0)  # later calls must not modify tensors saved by autograd
             old = self.tensors if self.table is None else (*self.tensors, self.table[:, : self.used])
             written = [torch.cat([past, x], 1) for past, x in zip(old, new, strict=True)]
         else:
@@ -173,20 +174,20 @@ class KVCache(State):
         return free and (torch.is_inference_mode_enabled() or not first.is_inference())
 
     def _grown(self, t: int) -> KVCache:
-        """A copy with room for `t` more: twice the size, or, under a window, room for the window once more."""
+        """A copy with room for `t` more tokens: twice the size, counting only tokens inside the window."""
         live = self if self.window is None or self.used < self.window else self._recent(self.window - 1)
         capacity = max(live.used + t, 2 * live.used, 16)
 
-        def roomy(x: Tensor) -> Tensor:
+        def enlarge(x: Tensor) -> Tensor:
             buffer = x.new_empty(x.shape[0], capacity, *x.shape[2:])
             buffer[:, : live.used] = x[:, : live.used]
             return buffer
 
-        table = None if live.table is None else roomy(live.table)
-        return replace(live, buffers=tuple(map(roomy, live.buffers)), table=table, extent=_Extent(live.used))
+        table = None if live.table is None else enlarge(live.table)
+        return replace(live, buffers=tuple(map(enlarge, live.buffers)), table=table, extent=_Extent(live.used))
 
     def _recent(self, count: int) -> KVCache:
-        """A copy of the `count` latest tokens of each row."""
+        """A copy of the `count` most recent tokens of each row."""
         if self.table is None:
             buffers = tuple(x[:, self.used - count :].clone() for x in self.tensors)
             return replace(self, buffers=buffers, used=count, extent=_Extent(0))

@@ -34,7 +34,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "load_error", lambda: "there is no C compiler (cc, gcc or clang)")
 
 
-def test_every_form_that_runs_here_is_near_its_reference() -> None:
+def test_every_available_kernel_is_accurate() -> None:
     rows = run_kernel_checks()
     assert [row for row in rows if not row.ok] == []
     names = {row.kernel for row in rows}
@@ -46,7 +46,7 @@ def test_every_form_that_runs_here_is_near_its_reference() -> None:
 
 
 @pytest.mark.usefixtures("no_kernels")
-def test_without_kernels_the_plain_form_is_tried_alone() -> None:
+def test_without_c_kernels_only_the_chunked_form_is_checked() -> None:
     assert [(row.kernel, row.precision) for row in run_kernel_checks()] == [
         ("delta rule, chunked", "float32"),
         ("delta rule, chunked", "float64"),
@@ -54,7 +54,7 @@ def test_without_kernels_the_plain_form_is_tried_alone() -> None:
 
 
 @pytest.mark.usefixtures("no_kernels")
-def test_values_that_are_off_are_found_in_the_precision_in_which_they_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_values_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     changed(monkeypatch, "chunked", lambda o, q: o * (1 + 1e-6))
     few, many = run_kernel_checks()
     assert few.ok
@@ -63,7 +63,7 @@ def test_values_that_are_off_are_found_in_the_precision_in_which_they_matter(mon
 
 
 @pytest.mark.usefixtures("no_kernels")
-def test_gradients_that_are_off_are_found_where_values_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_gradients_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     changed(monkeypatch, "chunked", lambda o, q: o + (q.sum() - q.sum().detach()))
     for row in run_kernel_checks():
         assert row.values < KERNEL_TOLERANCES[row.precision]
@@ -71,7 +71,7 @@ def test_gradients_that_are_off_are_found_where_values_are_right(monkeypatch: py
 
 
 @pytest.mark.usefixtures("no_kernels")
-def test_what_is_not_a_number_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     changed(
         monkeypatch, "chunked", lambda o, q: torch.where(torch.arange(o.shape[1])[:, None, None] == 9, torch.nan, o)
     )
@@ -81,5 +81,5 @@ def test_what_is_not_a_number_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("values", "gradients", "ok"), [(9e-5, None, True), (9e-5, 9e-5, True), (9e-5, 2e-4, False)])
-def test_both_values_and_gradients_must_be_near(values: float, gradients: float | None, ok: bool) -> None:
+def test_both_values_and_gradients_count(values: float, gradients: float | None, ok: bool) -> None:
     assert KernelCheck(kernel="mine", precision="float32", values=values, gradients=gradients).ok == ok

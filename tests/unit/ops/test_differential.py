@@ -36,7 +36,7 @@ def inputs(t: int, heads: int, groups: int) -> list[Tensor]:
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (2, 2), (4, 2), (4, 1)])
 @pytest.mark.parametrize("t", [1, 2, 5])
 @pytest.mark.parametrize("scale", [None, 0.2])
-def test_both_forms_are_the_formulas(t: int, heads: int, groups: int, scale: float | None) -> None:
+def test_both_forms_match_the_formulas(t: int, heads: int, groups: int, scale: float | None) -> None:
     q, k, v = inputs(t, heads, groups)
     weights, out = by_hand(q, k, v, 0.37, 4**-0.5 if scale is None else scale)
     lam = torch.tensor(0.37, dtype=torch.float64)
@@ -45,7 +45,7 @@ def test_both_forms_are_the_formulas(t: int, heads: int, groups: int, scale: flo
 
 
 @pytest.mark.parametrize("t", [1, 7])
-def test_the_fused_form_is_the_map_times_the_values_in_gradients_too(t: int) -> None:
+def test_the_fused_form_equals_the_map_times_the_values_with_gradients(t: int) -> None:
     q, k, v = inputs(t, 4, 2)
     lam = torch.tensor(0.6, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(t, t) < 0.6
@@ -64,7 +64,7 @@ def test_rows_of_the_map_sum_to_one_minus_lambda() -> None:
     assert_close(weights.sum(-1), torch.full_like(weights.sum(-1), 0.7))
 
 
-def test_without_lambda_it_is_the_first_map_alone() -> None:
+def test_with_lambda_zero_it_is_the_first_map() -> None:
     q, k, v = inputs(5, 2, 2)
     none = torch.tensor(0.0, dtype=torch.float64)
     changed = k.detach().clone()
@@ -74,13 +74,13 @@ def test_without_lambda_it_is_the_first_map_alone() -> None:
     )
 
 
-def test_lambda_is_the_formula() -> None:
+def test_lambda_matches_the_formula() -> None:
     q1, k1, q2, k2 = torch.randn(4, 6, dtype=torch.float64)
     want = math.exp(sum((q1 * k1).tolist())) - math.exp(sum((q2 * k2).tolist())) + 0.25
     assert float(differential_lambda(q1, k1, q2, k2, 0.25)) == pytest.approx(want, abs=1e-13)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 5, 30])
-def test_lambda_starts_larger_the_deeper_the_layer(layer: int) -> None:
+def test_initial_lambda_increases_with_depth(layer: int) -> None:
     assert lambda_init(layer) == pytest.approx(0.8 - 0.6 * math.exp(-0.3 * layer), abs=1e-15)
     assert lambda_init(layer) < lambda_init(layer + 1) < 0.8

@@ -49,7 +49,7 @@ def same(got: Tensor, want: Tensor, *leaves: Tensor) -> None:
         assert_close(*grads, rtol=0, atol=1e-12)
 
 
-def test_the_coupling_is_the_sum_of_sines_pair_by_pair() -> None:
+def test_the_coupling_is_the_sum_of_sines() -> None:
     theta, map = phases(2, 3, 2, 2).detach(), weights(2, 2, 3).detach()
     got = kuramoto.coupling(theta, map)
     for b, t, h, j in product(range(2), range(3), range(2), range(2)):
@@ -59,14 +59,14 @@ def test_the_coupling_is_the_sum_of_sines_pair_by_pair() -> None:
         assert float(got[b, t, h, j]) == pytest.approx(sum(sines), abs=1e-12)
 
 
-def test_the_pull_along_the_circular_mean_is_the_coupling(form: str) -> None:
+def test_the_tangent_to_the_circular_mean_is_the_coupling(form: str) -> None:
     theta, map = phases(2, 5, 3, 4), weights(2, 3, 5)
     points = kuramoto.points(theta)
     mean = torch.einsum("bhtu,buhjc->bthjc", map, points)
     same(kuramoto.tangent(points, mean), kuramoto.coupling(theta, map), theta, map)
 
 
-def test_the_pull_of_turned_harmonics_is_that_of_lagging_sines(form: str) -> None:
+def test_rotated_harmonics_give_sines_with_a_lag(form: str) -> None:
     theta, map, lag = phases(2, 4, 1, 3), weights(2, 1, 4), phases(3)
     apart = theta[:, None] - theta[:, :, None]
     for m, points in enumerate(kuramoto.harmonics(kuramoto.points(theta), 3), 1):
@@ -77,7 +77,7 @@ def test_the_pull_of_turned_harmonics_is_that_of_lagging_sines(form: str) -> Non
 
 
 @pytest.mark.parametrize("lagging", [False, True])
-def test_a_pull_by_steps_and_lags_is_that_of_lagging_sines(lagging: bool, form: str) -> None:
+def test_phase_increments_are_sines_with_a_lag(lagging: bool, form: str) -> None:
     theta, map, step, lag = phases(2, 4, 2, 3), weights(2, 2, 4), phases(2, 3), phases(2, 3)
     points, apart = kuramoto.points(theta), theta[:, None] - theta[:, :, None]
     mean = torch.einsum("bhtu,buhjc->bthjc", map, points)
@@ -90,7 +90,7 @@ def test_a_pull_by_steps_and_lags_is_that_of_lagging_sines(lagging: bool, form: 
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("drifting", ["not", "alike", "each row"])
-def test_late_points_are_those_of_the_token_before(drifting: str, count: int, form: str) -> None:
+def test_shifted_points_are_those_of_the_previous_token(drifting: str, count: int, form: str) -> None:
     theta, firsts = phases(2, 5, 2, 3), [phases(2, 1, 2, 3, 2), phases(2, 1, 2, 3, 2)]
     points = kuramoto.points(theta)
     by = {"not": None, "alike": phases(5, 2, 3), "each row": phases(2, 5, 2, 3)}[drifting]
@@ -108,7 +108,7 @@ def test_late_points_are_those_of_the_token_before(drifting: str, count: int, fo
     assert all(torch.equal(x[:, 1:], y[:, 1:]) for x, y in zip(nothing, gots, strict=True))
 
 
-def test_points_are_cosines_and_sines_and_powers_those_of_multiples(form: str) -> None:
+def test_points_and_harmonics_are_cosines_and_sines(form: str) -> None:
     theta = phases(3, 4)
     same(kuramoto.points(theta), torch.stack([theta.cos(), theta.sin()], -1), theta)
     for m, points in enumerate(kuramoto.harmonics(kuramoto.points(theta), 4), 1):
@@ -118,7 +118,7 @@ def test_points_are_cosines_and_sines_and_powers_those_of_multiples(form: str) -
 
 
 @pytest.mark.parametrize("widest", [4.0, 1e3, 1.9e4, 2.1e4, 1e7, 1e30])
-def test_points_keep_the_digits_of_single_precision_however_far_angles_go(widest: float, form: str) -> None:
+def test_points_are_accurate_for_large_angles(widest: float, form: str) -> None:
     theta = (widest * (2 * torch.rand(5000) - 1)).requires_grad_()
     far = theta.detach().double()
     truth, points = torch.stack([far.cos(), far.sin()], -1), kuramoto.points(theta)
@@ -128,13 +128,13 @@ def test_points_keep_the_digits_of_single_precision_however_far_angles_go(widest
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_points_of_short_numbers_are_exact_but_for_their_own_rounding(dtype: torch.dtype) -> None:
+def test_16_bit_points_are_rounded_once(dtype: torch.dtype) -> None:
     theta = (30 * torch.randn(100)).to(dtype)
     assert kuramoto.points(theta).dtype == dtype
     assert_close(kuramoto.points(theta), kuramoto.points(theta.double()).to(dtype), rtol=0, atol=4e-3)
 
 
-def test_angles_of_any_stride_have_their_own_points(form: str) -> None:
+def test_points_of_non_contiguous_angles(form: str) -> None:
     theta = phases(4, 6)
     views: list[Callable[[Tensor], Tensor]] = [lambda x: x.mT, lambda x: x[:, ::2], lambda x: x[:1].expand(3, 6)]
     for view in views:
@@ -147,12 +147,12 @@ def test_angles_of_any_stride_have_their_own_points(form: str) -> None:
 
 @given(theta=st.lists(ANGLES, min_size=1, max_size=5), turns=st.integers(-51, 51))
 @settings(deadline=None, max_examples=25)
-def test_whole_turns_are_none(theta: list[float], turns: int) -> None:
+def test_full_turns_change_nothing(theta: list[float], turns: int) -> None:
     here = torch.tensor(theta, dtype=torch.float64)
     same(kuramoto.points(here + TURN * turns), kuramoto.points(here))
 
 
-def test_a_common_turn_changes_no_coupling_and_no_energy() -> None:
+def test_a_common_rotation_changes_neither_coupling_nor_energy() -> None:
     theta, map, by = phases(2, 4, 2, 3), weights(2, 2, 4), phases(2, 3)
     same(kuramoto.coupling(theta + by, map), kuramoto.coupling(theta, map), theta, map)
     same(kuramoto.energy(theta + by, map), kuramoto.energy(theta, map), theta, map)
@@ -187,7 +187,7 @@ def test_a_causal_coupling_descends_no_energy_at_all() -> None:
 
 @given(theta=st.lists(st.floats(-4, 4), min_size=1, max_size=12), step=st.floats(0, 1))
 @settings(deadline=None, max_examples=25)
-def test_uniform_coupling_never_lowers_the_order(theta: list[float], step: float) -> None:
+def test_uniform_coupling_never_lowers_the_order_parameter(theta: list[float], step: float) -> None:
     here = torch.tensor(theta, dtype=torch.float64).view(1, -1, 1, 1)
     uniform = torch.full((1, 1, len(theta), len(theta)), 1 / len(theta), dtype=torch.float64)
     for _ in range(4):
@@ -196,7 +196,7 @@ def test_uniform_coupling_never_lowers_the_order(theta: list[float], step: float
         assert float(kuramoto.order_parameter(here[:, :, 0]) - before) > -1e-12
 
 
-def test_too_long_a_step_of_uniform_coupling_lowers_the_order() -> None:
+def test_a_too_large_step_can_lower_the_order_parameter() -> None:
     """So that the test above says something: near agreement, steps above 2 leap to the other side and beyond."""
     theta = torch.tensor([-0.3, 0.3], dtype=torch.float64).view(1, 2, 1, 1)
     uniform = torch.full((1, 1, 2, 2), 0.5, dtype=torch.float64)
@@ -204,13 +204,13 @@ def test_too_long_a_step_of_uniform_coupling_lowers_the_order() -> None:
     assert float(kuramoto.order_parameter(after[:, :, 0])) < float(kuramoto.order_parameter(theta[:, :, 0]))
 
 
-def test_the_order_is_the_length_of_the_mean_point_of_each_coordinate() -> None:
+def test_the_order_parameter_is_the_length_of_the_mean_point() -> None:
     theta = phases(2, 5, 3)
     want = torch.polar(torch.ones_like(theta), theta).mean(-2).abs()
     same(kuramoto.order_parameter(theta), want, theta)
 
 
-def test_first_and_second_derivatives_are_those_of_differences(form: str) -> None:
+def test_first_and_second_derivatives_match_finite_differences(form: str) -> None:
     theta, points, mean = phases(3), phases(3, 2), phases(3, 2)
     for check in (gradcheck, gradgradcheck):
         assert check(kuramoto.points, theta)
@@ -227,7 +227,7 @@ def delayed(theta: Tensor, by: Tensor, first: Tensor) -> tuple[Tensor, ...]:
     return kuramoto.shift_points(theta, kuramoto.points(theta), by, (first, first))
 
 
-def test_first_and_second_derivatives_of_pulls_and_delays_are_those_of_differences(form: str) -> None:
+def test_derivatives_of_increments_and_shifts_match_finite_differences(form: str) -> None:
     theta, mean, along, across = phases(2, 1, 2), phases(2, 1, 2, 2), phases(1, 2), phases(1, 2)
     late, by, first = phases(1, 3, 1, 1), phases(3, 1, 1, 2).detach(), phases(1, 1, 1, 1, 2)
     for check in (gradcheck, gradgradcheck):
@@ -238,7 +238,7 @@ def test_first_and_second_derivatives_of_pulls_and_delays_are_those_of_differenc
         assert gradgradcheck(pulled, fixed)
 
 
-def test_a_gradient_that_will_be_differentiated_again_is_the_same(form: str) -> None:
+def test_gradients_with_create_graph_are_the_same(form: str) -> None:
     """It is made by another path: kernels have no derivative of their own."""
     theta, mean, along, across = phases(2, 1, 2), phases(2, 1, 2, 2), phases(1, 2), phases(1, 2)
     late, by, first = phases(1, 3, 1, 1), kuramoto.points(phases(3, 1, 1).detach()), phases(1, 1, 1, 1, 2)
@@ -252,7 +252,7 @@ def test_a_gradient_that_will_be_differentiated_again_is_the_same(form: str) -> 
         assert_close(torch.autograd.grad(y, leaves, weight, create_graph=True), plain, rtol=0, atol=1e-12)
 
 
-def test_one_weight_for_all_coordinates_of_a_head_is_the_same_for_each(form: str) -> None:
+def test_weights_may_be_broadcast_over_coordinates(form: str) -> None:
     theta, mean, *weighed = phases(2, 3, 4, 5), phases(2, 3, 4, 5, 2), phases(4, 1), phases(4, 1)
     spread = [x.expand(4, 5).contiguous() for x in weighed]
     assert_close(pulled(theta, mean, *weighed), pulled(theta, mean, *spread), rtol=0, atol=1e-12)
@@ -261,9 +261,7 @@ def test_one_weight_for_all_coordinates_of_a_head_is_the_same_for_each(form: str
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_angles_that_are_not_finite_are_refused(
-    bad: float, dtype: torch.dtype, mode: Callable[[], Any], form: str
-) -> None:
+def test_non_finite_angles_raise(bad: float, dtype: torch.dtype, mode: Callable[[], Any], form: str) -> None:
     theta = torch.zeros(2000, dtype=dtype)
     theta[1234] = bad
     with mode(), pytest.raises(NotFiniteError, match="phases must be finite") as raised:

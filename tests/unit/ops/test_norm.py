@@ -23,7 +23,7 @@ def gradients(y: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from([0.0, 30.0]), st.sampled_from([1e-5, 0.5]))
 @settings(deadline=None, max_examples=25)
-def test_values_and_gradients_are_those_of_torch(shape: list[int], shift: float, eps: float) -> None:
+def test_values_and_gradients_match_pytorch(shape: list[int], shift: float, eps: float) -> None:
     x, weight = inputs(*shape, shift=shift)
     got, want = rms_norm(x, weight, eps), F.rms_norm(x, x.shape[-1:], weight, eps)
     assert_close(got, want, rtol=0, atol=1e-13)
@@ -31,7 +31,7 @@ def test_values_and_gradients_are_those_of_torch(shape: list[int], shift: float,
         assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_match_finite_differences() -> None:
     assert torch.autograd.gradcheck(rms_norm, inputs(2, 3, 5))
 
 
@@ -42,7 +42,7 @@ def test_the_default_eps_is_1e_5_also_without_gradients(grad: bool) -> None:
         assert_close(rms_norm(1e-3 * x, weight), F.rms_norm(1e-3 * x, (4,), weight, 1e-5), rtol=1e-12, atol=0)
 
 
-def test_zeros_come_out_as_zeros_with_finite_gradients() -> None:
+def test_zeros_give_zeros_and_finite_gradients() -> None:
     x, weight = torch.zeros(2, 4, requires_grad=True), torch.ones(4, requires_grad=True)
     y = rms_norm(x, weight)
     assert torch.equal(y, torch.zeros(2, 4))
@@ -51,7 +51,7 @@ def test_zeros_come_out_as_zeros_with_finite_gradients() -> None:
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_short_formats_are_summed_in_float32(dtype: torch.dtype, grad: bool) -> None:
+def test_16_bit_inputs_are_summed_in_float32(dtype: torch.dtype, grad: bool) -> None:
     x, weight = inputs(3, 512, dtype=dtype, shift=200.0)
     with torch.set_grad_enabled(grad):
         got = rms_norm(x, weight)
@@ -65,7 +65,7 @@ def test_short_formats_are_summed_in_float32(dtype: torch.dtype, grad: bool) -> 
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_autocast_mixes_formats_and_keeps_the_inputs(grad: bool) -> None:
+def test_autocast_keeps_the_input_dtype(grad: bool) -> None:
     x, weight = inputs(3, 8, dtype=torch.bfloat16)[0], torch.randn(8, requires_grad=True)
     with torch.set_grad_enabled(grad):
         got = rms_norm(x, weight)
@@ -75,7 +75,7 @@ def test_autocast_mixes_formats_and_keeps_the_inputs(grad: bool) -> None:
         assert [g.dtype for g in gradients(got, x, weight)] == [torch.bfloat16, torch.float32]
 
 
-def test_the_input_may_lie_in_memory_as_it_likes() -> None:
+def test_non_contiguous_inputs() -> None:
     x, weight = inputs(3, 4, 5)
     for view in (x.transpose(0, 1), x.permute(2, 0, 1)[:5].permute(1, 2, 0), x[:, ::2], x[:1].expand(3, 4, 5)):
         got, want = rms_norm(view, weight), F.rms_norm(view, (5,), weight, 1e-5)
@@ -88,7 +88,7 @@ def test_the_input_may_lie_in_memory_as_it_likes() -> None:
     assert_close(got, torch.autograd.grad(F.rms_norm(flat, (4,), weight, 1e-5), flat, strided)[0], rtol=0, atol=1e-12)
 
 
-def test_neither_input_is_changed() -> None:
+def test_inputs_are_not_modified() -> None:
     x, weight = inputs(3, 4)
     before = x.detach().clone(), weight.detach().clone()
     rms_norm(x, weight).sum().backward()

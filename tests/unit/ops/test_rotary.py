@@ -36,19 +36,19 @@ def by_hand(x: Tensor, first: list[int], base: float) -> Tensor:
 @pytest.mark.parametrize("base", [BASE, 500.0])
 @pytest.mark.parametrize("offset", [0, 7, 4096])
 @pytest.mark.parametrize("k", [2, 6, 8])
-def test_a_turn_is_the_formula(k: int, offset: int, base: float) -> None:
+def test_rotations_match_the_formula(k: int, offset: int, base: float) -> None:
     x = random(k=k)
     assert_close(turned(x, offset, base=base), by_hand(x, [offset, offset], base), rtol=0, atol=1e-11)
 
 
-def test_every_row_may_begin_at_a_place_of_its_own() -> None:
+def test_rows_may_have_different_offsets() -> None:
     x = random()
     assert_close(turned(x, torch.tensor([3, 11])), by_hand(x, [3, 11], BASE), rtol=0, atol=1e-12)
 
 
 @given(st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 5000))
 @settings(deadline=None, max_examples=25)
-def test_dot_products_depend_on_distance_alone(a: int, b: int, shift: int) -> None:
+def test_dot_products_depend_only_on_distance(a: int, b: int, shift: int) -> None:
     generator = torch.Generator().manual_seed(a)
     q, k = (torch.randn(1, 1, 1, 8, dtype=torch.float64, generator=generator) for _ in range(2))
     here = (turned(q, a) * turned(k, b)).sum()
@@ -56,23 +56,23 @@ def test_dot_products_depend_on_distance_alone(a: int, b: int, shift: int) -> No
     assert_close(there, here, rtol=0, atol=1e-10)
 
 
-def test_turning_keeps_every_pairs_length() -> None:
+def test_rotations_keep_the_length_of_pairs() -> None:
     x = random()
     assert_close(turned(x, 9).unflatten(-1, (-1, 2)).norm(dim=-1), x.unflatten(-1, (-1, 2)).norm(dim=-1))
 
 
-def test_position_zero_turns_nothing() -> None:
+def test_position_zero_is_the_identity() -> None:
     x = random(t=1)
     assert torch.equal(turned(x), x)
 
 
 @pytest.mark.parametrize("offset", [3, torch.tensor([3, 8])])
-def test_fewer_heads_take_the_turns_of_more(offset: int | Tensor) -> None:
+def test_factors_may_have_more_heads(offset: int | Tensor) -> None:
     x = random(h=2)
     assert torch.equal(turned(x, offset, heads=6), turned(x, offset))
 
 
-def test_the_same_turns_asked_for_again_and_in_other_formats_are_right() -> None:
+def test_cached_factors_are_correct_for_every_dtype() -> None:
     """They are kept from call to call: what is kept must not be mistaken for what is asked."""
     x = random()
     want = by_hand(x, [5, 5], BASE)
@@ -100,7 +100,7 @@ def test_complex_numbers_and_cosines_give_the_same_values_and_gradients() -> Non
 
 
 @pytest.mark.parametrize("offset", [0, 10_000])
-def test_bfloat16_is_turned_by_exact_angles(offset: int) -> None:
+def test_bfloat16_uses_float32_angles(offset: int) -> None:
     x = random().bfloat16()
     got = turned(x, offset)
     assert got.dtype == torch.bfloat16
@@ -112,7 +112,7 @@ def test_bfloat16_is_turned_by_exact_angles(offset: int) -> None:
     [random().transpose(1, 2), random(k=10)[..., 1:9], random(h=6)[:, :, ::2], random(b=1)[:, :1].expand(2, 5, 3, 8)],
     ids=["transposed", "odd offset", "every other head", "expanded"],
 )
-def test_the_input_may_lie_in_memory_as_it_likes(x: Tensor) -> None:
+def test_non_contiguous_inputs(x: Tensor) -> None:
     assert torch.equal(turned(x, 2), turned(x.contiguous(), 2))
 
 
@@ -126,7 +126,7 @@ def test_halves_become_pairs_and_back() -> None:
     assert torch.equal(head[1::2], weight[12:16])
 
 
-def test_turning_pairs_is_turning_halves_in_another_order() -> None:
+def test_rotating_pairs_equals_rotating_reordered_halves() -> None:
     """Llama's way: x cos + (-second half, first half) sin."""
     x = random(h=1)
     angles = torch.arange(5.0, dtype=torch.float64)[:, None] * BASE ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from qkflow.errors import UsageError
-from qkflow.ops.sensitivity import Blocks, jacobian, sensitivity
+from qkflow.ops.sensitivity import JacobianBlocks, jacobian, sensitivity
 from qkflow.ops.symplectic.naive import leapfrog, mlp_force
 
 
@@ -25,16 +25,21 @@ def moved(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 @given(n=st.integers(1, 4), g=st.integers(1, 3), seed=st.integers(0, 100))
 @settings(deadline=None, max_examples=10)
-def test_blocks_are_those_of_torchs_jacobian_at_each_pair(n: int, g: int, seed: int) -> None:
+def test_blocks_match_torch_func_jacobian(n: int, g: int, seed: int) -> None:
     q, k = pairs(n, g, 3, seed=seed)
     found = jacobian(moved, q, k)
     for i in range(n):
         for j in range(g):
             want = torch.autograd.functional.jacobian(moved, (q[i, j], k[i, j]))
-            assert_close(Blocks(*(block[i, j] for block in found)), Blocks(*want[0], *want[1]), rtol=1e-12, atol=1e-12)
+            assert_close(
+                JacobianBlocks(*(block[i, j] for block in found)),
+                JacobianBlocks(*want[0], *want[1]),
+                rtol=1e-12,
+                atol=1e-12,
+            )
 
 
-def test_sizes_are_root_mean_squares_over_pairs_in_units_of_the_identity() -> None:
+def test_norms_are_root_mean_squares_over_pairs() -> None:
     q, k = pairs(5, 4)
     found = sensitivity(lambda q, k: (q + 0.25 * k, 3 * k - 0.5 * q), q, k)
     assert (found.query_on_query, found.query_on_key) == pytest.approx((1.0, 0.25), abs=1e-15)
@@ -45,13 +50,13 @@ def test_sizes_are_root_mean_squares_over_pairs_in_units_of_the_identity() -> No
     assert sensitivity(moved, *pairs(6, 3)).key_on_query == pytest.approx(float(want.sqrt()))
 
 
-def test_what_is_left_out_counts_for_nothing() -> None:
+def test_unused_inputs_have_zero_blocks() -> None:
     found = sensitivity(lambda q, k: (2 * q, k), *pairs(3, 2))
     assert (found.query_on_key, found.key_on_query, found.key_change) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_it_can_be_asked_for_where_gradients_are_off(mode: type) -> None:
+def test_it_works_without_grad_mode(mode: type) -> None:
     want = sensitivity(moved, *pairs(2, 3))
     with mode():
         q, k = pairs(2, 3)
@@ -59,6 +64,6 @@ def test_it_can_be_asked_for_where_gradients_are_off(mode: type) -> None:
     assert not q.requires_grad
 
 
-def test_queries_and_keys_that_do_not_pair_are_refused() -> None:
-    with pytest.raises(UsageError, match="in pairs"):
+def test_different_shapes_raise() -> None:
+    with pytest.raises(UsageError, match="must have the same shape"):
         jacobian(moved, torch.zeros(2, 3), torch.zeros(1, 3))

@@ -47,16 +47,14 @@ def by_torch(x: Tensor, weight: Tensor, tail: Tensor | None = None) -> Tensor:
 
 @PATIENT
 @given(n=st.integers(1, 3), t=st.integers(1, 20), c=st.integers(1, 20), taps=st.integers(2, 6), tail=st.booleans())
-def test_it_is_torchs_convolution_in_values_and_gradients(
-    form: str, n: int, t: int, c: int, taps: int, tail: bool
-) -> None:
+def test_values_and_gradients_match_conv1d(form: str, n: int, t: int, c: int, taps: int, tail: bool) -> None:
     same_as_torch(*given_to_it(n, t, c, taps, tail=tail))
 
 
 @pytest.mark.parametrize(
     ("t", "c", "taps"), [(127, 3, 4), (128, 5, 4), (131, 3, 4), (260, 2, 7), (5, 300, 4), (3, 257, 9)]
 )
-def test_it_is_so_where_the_work_is_cut(form: str, t: int, c: int, taps: int) -> None:
+def test_values_and_gradients_match_across_task_boundaries(form: str, t: int, c: int, taps: int) -> None:
     same_as_torch(*given_to_it(2, t, c, taps, tail=True))
 
 
@@ -72,7 +70,7 @@ def same_as_torch(*inputs: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
-def test_fewer_bits_are_rounded_once(form: str, dtype: torch.dtype, within: float) -> None:
+def test_16_bit_outputs_are_rounded_once(form: str, dtype: torch.dtype, within: float) -> None:
     inputs = given_to_it(2, 140, 33, 4, tail=True, dtype=dtype)
     got, want = short_conv(*inputs), by_torch(*(x.detach().double() for x in inputs))
     assert got.dtype == dtype
@@ -80,19 +78,19 @@ def test_fewer_bits_are_rounded_once(form: str, dtype: torch.dtype, within: floa
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_tail_in_another_precision_is_read_as_the_numbers_it_holds(form: str, dtype: torch.dtype) -> None:
+def test_a_state_of_another_dtype_is_cast(form: str, dtype: torch.dtype) -> None:
     x, weight, tail = given_to_it(2, 5, 3, 4, tail=True, dtype=torch.float32)
     tail = tail.detach().to(dtype)
     assert torch.equal(short_conv(x, weight, tail), short_conv(x, weight, tail.float()))
     assert next_conv_state(x[:, :1], 4, tail).dtype == x.dtype
 
 
-def test_no_rows_give_no_gradient(form: str) -> None:
+def test_an_empty_batch_gives_zero_gradients(form: str) -> None:
     x, weight = given_to_it(0, 5, 4000, 4, tail=False)
     assert not torch.autograd.grad(short_conv(x, weight).sum(), weight)[0].any()
 
 
-def test_shapes_that_do_not_fit_are_named(form: str) -> None:
+def test_wrong_shapes_raise(form: str) -> None:
     x, weight, tail = given_to_it(2, 5, 3, 4, tail=True)
     unchecked: Any = inspect.unwrap(short_conv)
     with pytest.raises(UsageError, match=r"got \[2, 5, 3\] and \[2, 4\]"):
@@ -102,13 +100,13 @@ def test_shapes_that_do_not_fit_are_named(form: str) -> None:
             unchecked(x, weight, wrong)
 
 
-def test_it_can_be_differentiated_twice(form: str) -> None:
+def test_second_derivatives_are_correct(form: str) -> None:
     inputs = given_to_it(1, 4, 2, 3, tail=True)
     assert torch.autograd.gradcheck(short_conv, inputs)
     assert torch.autograd.gradgradcheck(short_conv, inputs)
 
 
-def test_the_bits_do_not_depend_on_the_threads() -> None:
+def test_the_number_of_threads_changes_no_result() -> None:
     x, weight = given_to_it(2, 600, 64, 4, tail=False, dtype=torch.float32)
     threads, seen = torch.get_num_threads(), []
     try:
@@ -121,7 +119,7 @@ def test_the_bits_do_not_depend_on_the_threads() -> None:
     assert all(torch.equal(one, two) for one, two in zip(*seen, strict=True))
 
 
-def test_layouts_that_are_not_contiguous_are_read_as_they_are(form: str) -> None:
+def test_non_contiguous_inputs_are_supported(form: str) -> None:
     x, weight = given_to_it(2, 6, 4, 4, tail=False)
     apart, turned = x.detach()[:, ::2], weight.detach().t().contiguous().t()
     assert_close(short_conv(apart, turned), by_torch(apart, turned), rtol=1e-12, atol=1e-12)
@@ -130,7 +128,7 @@ def test_layouts_that_are_not_contiguous_are_read_as_they_are(form: str) -> None
     assert_close(got, torch.autograd.grad(by_torch(x, weight).sum(), x)[0], rtol=1e-12, atol=1e-12)
 
 
-def test_what_is_not_a_number_shows_where_it_is_seen_and_nowhere_else(form: str) -> None:
+def test_a_nan_affects_only_the_tokens_that_read_it(form: str) -> None:
     x = torch.zeros(1, 9, 2)
     x[0, 2, 1] = torch.nan
     seen = short_conv(x, torch.ones(2, 4)).isnan()
@@ -140,7 +138,7 @@ def test_what_is_not_a_number_shows_where_it_is_seen_and_nowhere_else(form: str)
 
 @PATIENT
 @given(data=st.data())
-def test_a_tail_is_the_last_tokens_seen_of_each_row(data: st.DataObject) -> None:
+def test_the_next_state_has_the_last_tokens_of_each_row(data: st.DataObject) -> None:
     taps, t, n = (data.draw(st.integers(low, high)) for low, high in ((2, 6), (1, 7), (1, 4)))
     lengths = data.draw(st.none() | st.lists(st.integers(0, t), min_size=n, max_size=n))
     tail = torch.arange(1.0, taps).expand(n, -1)[..., None] if data.draw(st.booleans()) else None
@@ -152,14 +150,14 @@ def test_a_tail_is_the_last_tokens_seen_of_each_row(data: st.DataObject) -> None
         assert got[row].flatten().tolist() == [*before, *own][-(taps - 1) :]
 
 
-def test_a_tail_holds_on_to_nothing_else() -> None:
+def test_the_next_state_is_not_a_view() -> None:
     tail = next_conv_state(torch.randn(1, 1000, 4), 4)
     assert tail.untyped_storage().nbytes() == tail.nbytes
 
 
 @pytest.mark.compiled
-@pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
-def test_it_compiles_whole_for_any_length(form: str) -> None:
+@pytest.mark.filterwarnings("ignore")  # torch.compile emits warnings
+def test_it_compiles_for_any_length(form: str) -> None:
     torch.compiler.reset()
     compiled = torch.compile(short_conv, fullgraph=True, backend="aot_eager")
     for t in (4, 5, 9, 13):

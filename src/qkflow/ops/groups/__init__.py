@@ -1,16 +1,17 @@
-r"""Compact groups behind one protocol: what attention needs to let tokens synchronise on any of them.
+r"""Compact groups behind one protocol, on which tokens can synchronize.
 
-An element is a point of Euclidean space, where similarity is the dot product, invariant under translations of both. A
-weighted mean is the sum's nearest element; what pulls an element is the part of the sum along the group.
+An element is a point of Euclidean space. Similarity is the dot product, which is invariant under translations of both
+elements. A weighted mean is the element nearest to the weighted sum. The force on an element is the component of the
+sum tangent to the group.
 
-| group       | element            | stream numbers | similarity   | mean               | tangent at g         |
+| group       | element            | coordinates    | similarity   | mean               | tangent at g         |
 |-------------|--------------------|----------------|--------------|--------------------|----------------------|
 | torus U(1)  | e^{i \theta}       | 1, the angle   | cos          | m / |m|            | Im(\bar g m)         |
 | SU(2)       | unit quaternion    | 4              | <g, h>       | m / |m|            | m - <m, g> g         |
-| SO(n)       | rotation matrix    | n^2            | tr(g^T h)    | polar part of m    | g skew(g^T m)        |
+| SO(n)       | rotation matrix    | n^2            | tr(g^T h)    | polar factor of m  | g skew(g^T m)        |
 
-The stream of a model holds coordinates: angles, unwrapped, or the element itself. A new group takes a class with these
-methods, and `check_axioms` tries it.
+The stream of a model holds coordinates: unwrapped angles, or the element itself. To add a group, write a class with the
+methods of `Group` and test it with `check_axioms`.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ __all__ = [
 ]
 
 
-def near_identity(on: Group, *shape: int, spread: float) -> Coordinates:
-    """Coordinates of elements a normal motion away from the identity, so far in each direction as `spread` says.
+def near_identity(group: Group, *shape: int, spread: float) -> Coordinates:
+    """Random coordinates near the identity: normal displacements with standard deviation `spread` per direction.
 
     >>> near_identity(SU2, 5, spread=0.0).tolist() == [[1.0, 0.0, 0.0, 0.0]] * 5
     True
     """
-    start = on.identity().expand(*shape, -1)
-    return on.retract(start, on.push(on.points(start), spread * torch.randn(*shape, on.dim)))
+    start = group.identity().expand(*shape, -1)
+    return group.retract(start, group.push(group.points(start), spread * torch.randn(*shape, group.dim)))
 
 
 def find_group(name: str) -> Group:
-    """A group by name: torus, su2, so3, and so on.
+    """A group by name: torus, su2, so3, so4 and so on.
 
     >>> find_group("so4").size
     16

@@ -1,4 +1,4 @@
-"""What attention asks of a group, and what follows from a group's lying in space."""
+"""The protocol of a group, and the methods that all embedded groups share."""
 
 from __future__ import annotations
 
@@ -16,75 +16,75 @@ Algebra = Float[Tensor, "*n dim"]
 
 @runtime_checkable
 class Group(Protocol):
-    """What a group tells attention."""
+    """A compact group embedded in Euclidean space. `check_axioms` tests an implementation."""
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Name in configs, for example `su2`."""
         ...
 
     @property
     def size(self) -> int:
-        """Numbers of the stream that hold an element."""
+        """Number of coordinates per element in the stream."""
         ...
 
     @property
     def ambient(self) -> int:
-        """Numbers of an element as a point in space."""
+        """Dimension of the Euclidean space."""
         ...
 
     @property
     def dim(self) -> int:
-        """Directions an element can move in."""
+        """Dimension of the group."""
         ...
 
     def points(self, x: Coordinates) -> Elements:
-        """The elements that coordinates stand for; of any numbers, the nearest. Padding, zeros, is nobody's element."""
+        """The elements nearest to the coordinates. Zeros are padding and need not give an element."""
         ...
 
     def similarity(self, g: Elements, h: Elements) -> Float[Tensor, "*n"]:
-        """How alike two elements are: the same after a translation of both."""
+        """Similarity, invariant under translation of both elements."""
         ...
 
     def mean(self, g: Float[Tensor, "*n s ambient"], weights: Float[Tensor, "*n s"]) -> Elements:
-        """The element nearest to a weighted sum."""
+        """The element nearest to the weighted sum."""
         ...
 
     def tangent(self, g: Elements, m: Elements) -> Coordinates:
-        """The part of a point in space that lies along the group at `g`, as a change of coordinates."""
+        """The component of a point tangent to the group at `g`, as a change of coordinates."""
         ...
 
     def push(self, g: Elements, a: Algebra) -> Coordinates:
-        """A motion of the group as a change of the coordinates at `g`."""
+        """A Lie algebra element as a change of coordinates at `g`."""
         ...
 
     def retract(self, x: Coordinates, change: Coordinates) -> Coordinates:
-        """The coordinates after a change: an element again."""
+        """The coordinates after a change, projected back to the group."""
         ...
 
     def multiply(self, g: Elements, h: Elements) -> Elements:
-        """The product, linear in both, so that it also takes points in space."""
+        """The group product, extended bilinearly to points of the Euclidean space."""
         ...
 
     def turn(self, angle: Float[Tensor, "*n"]) -> Elements:
-        """A one-parameter subgroup: turns by two angles make the turn by their sum. It is what positions drift by."""
+        """The element of a one-parameter subgroup, so that angles add. Positions rotate by it."""
         ...
 
     def identity(self) -> Coordinates:
-        """Coordinates of the element that multiplies as one."""
+        """Coordinates of the identity."""
         ...
 
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Coordinates:
-        """Coordinates of elements drawn evenly from the group."""
+        """Coordinates of elements drawn from the Haar measure."""
         ...
 
     def distance(self, g: Elements, h: Elements) -> Float[Tensor, "*n"]:
-        """The length of the shortest way between two elements."""
+        """The geodesic distance of two elements."""
         ...
 
 
-class Embedded:
-    """What follows from a group's lying in space."""
+class EmbeddedGroup:
+    """Methods that follow from the embedding."""
 
     def similarity(self, g: Elements, h: Elements) -> Float[Tensor, "*n"]:
         """The dot product."""
@@ -92,6 +92,6 @@ class Embedded:
 
 
 def unit(x: Tensor) -> Tensor:
-    """At unit length; zeros stay, and what is too short for its length to be a number stays shorter than that."""
+    """Normalize to unit length; zeros and vectors too short to normalize stay short."""
     tiny = torch.finfo(x.dtype).tiny
     return F.normalize(x, dim=-1, eps=tiny if x.dtype == torch.float16 else tiny**0.5)

@@ -1,4 +1,4 @@
-"""SU(2), the smallest group whose elements do not commute."""
+"""SU(2) as unit quaternions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkflow.ops import kuramoto
-from qkflow.ops.groups.protocol import Algebra, Coordinates, Elements, Embedded, unit
+from qkflow.ops.groups.protocol import Algebra, Coordinates, Elements, EmbeddedGroup, unit
 
 
 @dataclass(frozen=True)
-class Quaternions(Embedded):
-    """SU(2), as quaternions of unit length  w + x i + y j + z k.
+class Quaternions(EmbeddedGroup):
+    """SU(2), as unit quaternions w + x i + y j + z k.
 
     >>> i, j = torch.eye(4)[1], torch.eye(4)[2]
     >>> SU2.multiply(i, j).tolist()
@@ -29,51 +29,51 @@ class Quaternions(Embedded):
     dim: int = 3
 
     def points(self, x: Coordinates) -> Elements:
-        """At unit length."""
+        """Normalized to unit length."""
         return unit(x)
 
     def mean(self, g: Float[Tensor, "*n s ambient"], weights: Float[Tensor, "*n s"]) -> Elements:
-        """The sum at unit length."""
+        """The sum, normalized to unit length."""
         return self.points(einsum(weights, g, "... s, ... s a -> ... a"))
 
     def tangent(self, g: Elements, m: Elements) -> Coordinates:
-        """What is left of `m` without its part along `g`."""
+        """`m` minus its component along `g`."""
         return m - self.similarity(m, g).unsqueeze(-1) * g
 
     def push(self, g: Elements, a: Algebra) -> Coordinates:
-        """`g` times an imaginary quaternion."""
+        """`g` times the imaginary quaternion `a`."""
         return self.multiply(g, F.pad(a, (1, 0)))
 
     def retract(self, x: Coordinates, change: Coordinates) -> Coordinates:
-        """The sum at unit length."""
+        """The sum, normalized to unit length."""
         return self.points(x + change)
 
     def multiply(self, g: Elements, h: Elements) -> Elements:
-        """Hamilton's product."""
+        """The Hamilton product."""
         a, b, c, d = g.unbind(-1)
         e, f, i, j = h.unbind(-1)
-        parts = (
+        product = (
             a * e - b * f - c * i - d * j,
             a * f + b * e + c * j - d * i,
             a * i - b * j + c * e + d * f,
             a * j + b * i - c * f + d * e,
         )
-        return torch.stack(parts, -1)
+        return torch.stack(product, -1)
 
     def turn(self, angle: Float[Tensor, "*n"]) -> Elements:
-        """Turns about the first axis."""
+        """Rotations about the first axis."""
         return F.pad(kuramoto.points(angle), (0, 2))
 
     def identity(self) -> Coordinates:
-        """The number 1."""
+        """The quaternion 1."""
         return torch.eye(4)[0]
 
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Coordinates:
-        """Directions of normal vectors are even."""
+        """Normalized Gaussian vectors."""
         return self.points(torch.randn(*shape, 4, generator=generator))
 
     def distance(self, g: Elements, h: Elements) -> Float[Tensor, "*n"]:
-        """The angle on the sphere, by half chords: a cosine near 1 has no digits left."""
+        """The angle on the sphere, from chords: the arc cosine would lose digits near 0."""
         return 2 * torch.atan2((g - h).norm(dim=-1), (g + h).norm(dim=-1))
 
 

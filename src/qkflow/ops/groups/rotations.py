@@ -1,4 +1,4 @@
-"""SO(n): rotations of n dimensions, and the one that is nearest to a matrix."""
+"""SO(n): rotation matrices, with the projection of a matrix to the nearest rotation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from qkflow.errors import NotFiniteError, UsageError
 from qkflow.ops import kuramoto
-from qkflow.ops.groups.protocol import Algebra, Coordinates, Elements, Embedded
+from qkflow.ops.groups.protocol import Algebra, Coordinates, Elements, EmbeddedGroup
 
 
 @dataclass(frozen=True)
-class Rotations(Embedded):
-    """SO(n), as matrices, row by row.
+class Rotations(EmbeddedGroup):
+    """SO(n), as matrices in row-major order.
 
     >>> SO3.points(torch.eye(3).flatten() * 2).tolist() == torch.eye(3).flatten().tolist()
     True
@@ -28,26 +28,26 @@ class Rotations(Embedded):
 
     def __post_init__(self) -> None:
         if self.n < 2:
-            raise UsageError(f"rotations need a space of at least 2 dimensions, got {self.n}")
+            raise UsageError(f"rotations need at least 2 dimensions, got {self.n}")
 
     @property
     def name(self) -> str:
-        """So and the number of dimensions."""
+        """For example `so3`."""
         return f"so{self.n}"
 
     @property
     def size(self) -> int:
-        """The entries of the matrix."""
+        """Number of matrix entries."""
         return self.n**2
 
     @property
     def ambient(self) -> int:
-        """The entries of the matrix."""
+        """Number of matrix entries."""
         return self.n**2
 
     @property
     def dim(self) -> int:
-        """Planes to turn in."""
+        """Number of coordinate planes."""
         return self.n * (self.n - 1) // 2
 
     def points(self, x: Coordinates) -> Elements:
@@ -59,15 +59,15 @@ class Rotations(Embedded):
         return self.points(einsum(weights, g, "... s, ... s a -> ... a"))
 
     def tangent(self, g: Elements, m: Elements) -> Coordinates:
-        """`g` times the skew part of  g^T m."""
-        g, seen = self._matrix(g), _times(self._matrix(g).mT, self._matrix(m))
-        return _times(g, (seen - seen.mT) / 2).flatten(-2)
+        """`g` times the skew-symmetric part of g^T m."""
+        g, product = self._matrix(g), _times(self._matrix(g).mT, self._matrix(m))
+        return _times(g, (product - product.mT) / 2).flatten(-2)
 
     def push(self, g: Elements, a: Algebra) -> Coordinates:
-        """`g` times the skew matrix of `a`."""
+        """`g` times the skew-symmetric matrix with entries `a`."""
         rows, columns = torch.triu_indices(self.n, self.n, 1, device=a.device).unbind(0)
-        place = F.one_hot(rows * self.n + columns, self.n**2) - F.one_hot(columns * self.n + rows, self.n**2)
-        skew = (a.unsqueeze(-1) * place.to(a.dtype)).sum(-2)
+        basis = F.one_hot(rows * self.n + columns, self.n**2) - F.one_hot(columns * self.n + rows, self.n**2)
+        skew = (a.unsqueeze(-1) * basis.to(a.dtype)).sum(-2)
         return self.multiply(g, skew)
 
     def retract(self, x: Coordinates, change: Coordinates) -> Coordinates:
@@ -75,11 +75,11 @@ class Rotations(Embedded):
         return self.points(x + change)
 
     def multiply(self, g: Elements, h: Elements) -> Elements:
-        """The product of matrices."""
+        """The matrix product."""
         return _times(self._matrix(g), self._matrix(h)).flatten(-2)
 
     def turn(self, angle: Float[Tensor, "*n"]) -> Elements:
-        """Turns in the planes of the first two axes, of the next two, and so on."""
+        """Rotations by the same angle in the planes of axes 1 and 2, 3 and 4, and so on."""
         cos, sin = kuramoto.points(angle).unbind(-1)
         one, nothing, planes = torch.ones_like(cos), torch.zeros_like(cos), self.n // 2
         rows = []
@@ -92,15 +92,15 @@ class Rotations(Embedded):
         return torch.stack(rows, -1)
 
     def identity(self) -> Coordinates:
-        """The unit matrix."""
+        """The identity matrix."""
         return torch.eye(self.n).flatten()
 
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Coordinates:
-        """The polar part of normal matrices is even."""
+        """Polar factors of Gaussian matrices."""
         return self.points(torch.randn(*shape, self.n**2, generator=generator))
 
     def distance(self, g: Elements, h: Elements) -> Float[Tensor, "*n"]:
-        """The root of the squared angles, one a plane, that turn one into the other."""
+        """The root of the sum of the squared rotation angles, one per plane."""
         angles = torch.linalg.eigvals(_times(self._matrix(g).mT, self._matrix(h))).angle()
         return (angles.square().sum(-1) / 2).sqrt()
 
@@ -109,11 +109,11 @@ class Rotations(Embedded):
 
 
 class _Polar(torch.autograd.Function):
-    r"""The rotation nearest to a matrix  M = U \Sigma V^\top,  R = U V^\top,  with signs such that det R = 1.
+    r"""The rotation nearest to a matrix M = U \Sigma V^\top: R = U V^\top, with signs such that det R = 1.
 
-    dR = U ((U^\top dM V - V^\top dM^\top U)_{ij} / (\sigma_i + \sigma_j)) V^\top,  its own adjoint; torch's derivative
-    of U and V apart divides by \sigma_i - \sigma_j, which is zero on the group itself. To be differentiated once more
-    it is  R X  with  X P + P X = R^\top dM - dM^\top R,  P = R^\top M.
+    dR = U ((U^\top dM V - V^\top dM^\top U)_{ij} / (\sigma_i + \sigma_j)) V^\top,  which is self-adjoint. PyTorch's
+    derivatives of U and V divide by \sigma_i - \sigma_j, which is zero on the group. For a second derivative it is R X
+    with  X P + P X = R^\top dM - dM^\top R,  P = R^\top M.
     """
 
     @staticmethod
@@ -122,7 +122,7 @@ class _Polar(torch.autograd.Function):
         try:
             u, s, vh = torch.linalg.svd(wide)
         except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
-            raise NotFiniteError("rotations must be finite numbers, got some that are not") from error
+            raise NotFiniteError("rotations must be finite, got NaN or infinite values") from error
         flip = torch.ones_like(s)
         flip[..., -1] = (torch.linalg.det(u) * torch.linalg.det(vh)).sign()
         u, s = u * flip.unsqueeze(-2), s * flip
@@ -150,7 +150,7 @@ def _polar_backward(m: Tensor, grad: Tensor) -> Tensor:
 
 
 def _times(a: Tensor, b: Tensor) -> Tensor:
-    """The product of many small matrices: for these a sum is faster than a call for each."""
+    """The product of many small matrices, as a sum, which is faster than batched matrix products."""
     return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
 
 

@@ -1,4 +1,4 @@
-"""The circle, and tori of several: the abelian case, in closed form."""
+"""The circle and the torus, in closed form."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkflow.ops import kuramoto
-from qkflow.ops.groups.protocol import Algebra, Coordinates, Elements, Embedded, unit
+from qkflow.ops.groups.protocol import Algebra, Coordinates, Elements, EmbeddedGroup, unit
 
 
 @dataclass(frozen=True)
-class Torus(Embedded):
-    """The circle U(1); several coordinates of it are a torus.
+class Torus(EmbeddedGroup):
+    """The circle U(1); several coordinates form a torus.
 
     >>> theta = torch.tensor([[0.1], [0.5]])
     >>> TORUS.distance(*TORUS.points(theta)).item()
@@ -37,23 +37,23 @@ class Torus(Embedded):
         return unit(einsum(weights, g, "... s, ... s a -> ... a"))
 
     def tangent(self, g: Elements, m: Elements) -> Coordinates:
-        """The sine of the angle to `m`, times its length."""
+        """The sine of the angle to `m`, times the length of `m`."""
         return kuramoto.tangent(g, m).unsqueeze(-1)
 
     def push(self, g: Elements, a: Algebra) -> Coordinates:
-        """An angle is a motion already."""
+        """The angle itself."""
         return a
 
     def retract(self, x: Coordinates, change: Coordinates) -> Coordinates:
-        """Angles add, unwrapped."""
+        """The sum of the angles, unwrapped."""
         return x + change
 
     def multiply(self, g: Elements, h: Elements) -> Elements:
-        """The product of complex numbers."""
+        """The complex product."""
         return kuramoto.rotate_points(g, h)
 
     def turn(self, angle: Float[Tensor, "*n"]) -> Elements:
-        """The whole group."""
+        """Rotation by an angle."""
         return kuramoto.points(angle)
 
     def identity(self) -> Coordinates:

@@ -16,7 +16,7 @@ from qkflow.ops.delta_rule import delta_rule
 NAMES = ("q", "k", "v", "beta", "log_alpha", "lam", "state")
 
 
-def test_gradients_are_those_of_differences(bench: Any, backend: str) -> None:
+def test_gradients_match_finite_differences(bench: Any, backend: str) -> None:
     given = bench.case(3, rows=1, heads=1, key=2, value=2)
     leaves = tuple(x.requires_grad_() for x in given.values())
     assert gradcheck(partial(_by_place, list(given), backend), leaves)
@@ -26,13 +26,13 @@ def _by_place(names: list[str], backend: str, *args: Tensor) -> tuple[Tensor, Te
     return delta_rule(**dict(zip(names, args, strict=True)), backend=backend, chunk=2)
 
 
-def test_the_reference_can_be_differentiated_twice(bench: Any) -> None:
+def test_the_naive_form_has_second_derivatives(bench: Any) -> None:
     given = bench.case(2, rows=1, heads=1, key=2, value=1)
     leaves = tuple(x.requires_grad_() for x in given.values())
     assert gradgradcheck(partial(_by_place, list(given), "naive"), leaves)
 
 
-def test_a_fast_form_refuses_to_be_differentiated_twice(bench: Any, fast: str) -> None:
+def test_second_derivatives_of_fast_forms_raise(bench: Any, fast: str) -> None:
     given = {name: x.requires_grad_() for name, x in bench.case(5).items()}
     o, _ = delta_rule(**given, backend=fast)
     with pytest.raises(NotImplementedError, match="use backend 'naive'"):
@@ -41,9 +41,7 @@ def test_a_fast_form_refuses_to_be_differentiated_twice(bench: Any, fast: str) -
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fast_form_refuses_forward_derivatives_and_the_reference_has_them(
-    bench: Any, backend: str, name: str
-) -> None:
+def test_only_the_naive_form_has_forward_mode_derivatives(bench: Any, backend: str, name: str) -> None:
     given, tangent = bench.case(5), torch.ones_like(bench.case(5)[name])
     with forward_ad.dual_level():
         dual = {**given, name: forward_ad.make_dual(given[name], tangent)}
@@ -56,14 +54,14 @@ def test_a_fast_form_refuses_forward_derivatives_and_the_reference_has_them(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_gradient_alone_is_the_same_as_with_the_others(bench: Any, backend: str, name: str) -> None:
+def test_each_input_alone_can_require_grad(bench: Any, backend: str, name: str) -> None:
     given, want = bench.case(9), bench.outcome(bench.case(9), backend=backend)
     got = bench.outcome({name: given[name]}, lambda **one: delta_rule(**{**given, **one}, backend=backend))
     bench.agree(got, {part: want[part] for part in ("o", "final", name)}, within=1e-14)
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_outputs_or_the_final_state_may_be_left_unused(bench: Any, backend: str, part: int) -> None:
+def test_outputs_or_the_final_state_may_be_unused(bench: Any, backend: str, part: int) -> None:
     given = {name: x.requires_grad_() for name, x in bench.case(70).items()}
     weight = torch.randn_like((given["v"], given["state"])[part])
 
@@ -75,7 +73,7 @@ def test_outputs_or_the_final_state_may_be_left_unused(bench: Any, backend: str,
 
 
 @pytest.mark.parametrize("nothing", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_values_are_the_same(bench: Any, backend: str, nothing: Any) -> None:
+def test_values_are_the_same_without_grad(bench: Any, backend: str, nothing: Any) -> None:
     for t in (1, 2, 5, 70):
         given = {name: x.requires_grad_() for name, x in bench.case(t).items()}
         want = delta_rule(**given, backend=backend)
@@ -86,7 +84,7 @@ def test_without_gradients_values_are_the_same(bench: Any, backend: str, nothing
         bench.agree(dict(enumerate(got)), dict(enumerate(want)), within=1e-13)
 
 
-def test_a_graph_may_be_used_again(bench: Any, backend: str) -> None:
+def test_a_retained_graph_can_be_used_again(bench: Any, backend: str) -> None:
     given = {name: x.requires_grad_() for name, x in bench.case(40).items()}
     total = sum(x.square().sum() for x in delta_rule(**given, backend=backend))
     first = torch.autograd.grad(total, list(given.values()), retain_graph=True)
@@ -114,9 +112,7 @@ def _offset(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("lay", [_transposed, _sliced, _offset])
-def test_where_the_numbers_lie_does_not_matter(
-    bench: Any, backend: str, lay: Callable[[Tensor], Tensor], dtype: torch.dtype
-) -> None:
+def test_non_contiguous_inputs(bench: Any, backend: str, lay: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     for t in (2, 37):
         given = bench.case(t, rows=3, dtype=dtype)
         moved = {name: lay(x) for name, x in given.items()}
@@ -124,7 +120,7 @@ def test_where_the_numbers_lie_does_not_matter(
         bench.agree(got, bench.outcome(given, backend=backend), within=1e-12 if dtype == torch.float64 else 1e-5)
 
 
-def test_expanded_arguments_and_gradients_are_read_as_they_are(bench: Any, backend: str) -> None:
+def test_expanded_inputs_and_gradients(bench: Any, backend: str) -> None:
     given = {name: x[:1, :1].expand(3, 37, *x.shape[2:]) for name, x in bench.case(1).items() if name != "state"}
     given["state"] = bench.case(1)["state"][:1].expand(3, -1, -1, -1)
     dense = {name: x.contiguous() for name, x in given.items()}
@@ -137,7 +133,7 @@ def test_expanded_arguments_and_gradients_are_read_as_they_are(bench: Any, backe
     bench.agree(*found)
 
 
-def test_a_shared_tensor_gets_the_sum_of_its_gradients(bench: Any, backend: str) -> None:
+def test_a_shared_tensor_accumulates_its_gradients(bench: Any, backend: str) -> None:
     given = bench.case(20, key=3, without=("q", "k"))
     bench.agree(
         bench.outcome(given, lambda v, **rest: delta_rule(v, v, v, **rest, backend=backend)),
@@ -146,8 +142,8 @@ def test_a_shared_tensor_gets_the_sum_of_its_gradients(bench: Any, backend: str)
 
 
 @pytest.mark.compiled
-@pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
-def test_a_compiled_graph_holds_it_whole_for_any_length(bench: Any, fast: str) -> None:
+@pytest.mark.filterwarnings("ignore")  # torch.compile emits warnings
+def test_it_compiles_to_one_graph_for_any_length(bench: Any, fast: str) -> None:
     torch.compiler.reset()
     rule = partial(delta_rule, backend=fast)
     compiled = torch.compile(rule, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -66,7 +66,7 @@ def alone() -> dict[Any, Any]:
     [((), math.nan), ((), math.inf), ((), -3e30), (("log_alpha", "lam"), math.nan), (("state",), math.nan)],
 )
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_sequences_of_a_batch_do_not_meet(
+def test_sequences_are_independent(
     bench: Any, alone: dict[Any, Any], backend: str, name: str, without: tuple[str, ...], garbage: float
 ) -> None:
     layout = LAYOUTS[name]
@@ -78,7 +78,7 @@ def test_sequences_of_a_batch_do_not_meet(
 
 
 @pytest.mark.parametrize("name", ["right", "left", "wide"])
-def test_padding_is_zero_in_outputs_and_in_gradients(bench: Any, backend: str, name: str) -> None:
+def test_outputs_and_gradients_at_padding_are_zero(bench: Any, backend: str, name: str) -> None:
     layout = LAYOUTS[name]
     given = littered(layout, arguments(bench, layout), math.nan)
     got = bench.outcome(given, layout=layout, backend=backend)
@@ -86,7 +86,7 @@ def test_padding_is_zero_in_outputs_and_in_gradients(bench: Any, backend: str, n
         assert not got[part][~layout.valid].any(), part
 
 
-def test_a_row_without_tokens_keeps_its_memory(bench: Any, backend: str) -> None:
+def test_a_row_without_tokens_keeps_its_state(bench: Any, backend: str) -> None:
     layout = LAYOUTS["left"]
     given = arguments(bench, layout)
     _, final = delta_rule(**given, layout=layout, backend=backend)

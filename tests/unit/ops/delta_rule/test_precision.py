@@ -14,7 +14,7 @@ from qkflow.ops.delta_rule import delta_rule
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("without", [(), ("log_alpha",)])
 @pytest.mark.parametrize(("chunk", "values"), [(64, 1e-4), (32, 3e-5)])
-def test_float32_keeps_its_digits_when_keys_are_alike(
+def test_float32_is_accurate_for_similar_keys(
     bench: Any, fast: str, chunk: int, values: float, apart: bool, without: tuple[str, ...]
 ) -> None:
     made = {"rows": 1, "key": 64, "value": 64, "rho": 0.95, "apart": apart, "without": without, "dtype": torch.float32}
@@ -24,7 +24,7 @@ def test_float32_keeps_its_digits_when_keys_are_alike(
 
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
-def test_half_precision_has_a_float32_memory_and_gradients_of_its_own_kind(
+def test_16_bit_inputs_have_a_float32_state_and_16_bit_gradients(
     bench: Any, backend: str, dtype: torch.dtype, within: float
 ) -> None:
     given = bench.case(70, rho=0.95, dtype=dtype)
@@ -45,7 +45,7 @@ def test_the_dtype_of_values_is_the_dtype_of_outputs(bench: Any, backend: str) -
     assert (o.dtype, final.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_autocast_takes_no_digits(bench: Any, backend: str) -> None:
+def test_autocast_does_not_reduce_precision(bench: Any, backend: str) -> None:
     given = bench.case(70, rho=0.95, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         got = bench.outcome(given, backend=backend)
@@ -55,9 +55,7 @@ def test_autocast_takes_no_digits(bench: Any, backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("decay", [-50.0, -1e4])
-def test_decay_that_forgets_all_is_right_in_values_and_gradients(
-    bench: Any, backend: str, decay: float, dtype: torch.dtype
-) -> None:
+def test_complete_decay_is_accurate(bench: Any, backend: str, decay: float, dtype: torch.dtype) -> None:
     given = bench.case(70, rho=0.95, dtype=dtype)
     given["log_alpha"] = torch.full_like(given["log_alpha"], decay)
     exact = {name: x.double() for name, x in given.items()}
@@ -67,7 +65,7 @@ def test_decay_that_forgets_all_is_right_in_values_and_gradients(
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-4), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("decay", [-50.0, -1e4, -1e10, -1e20, -math.inf])
-def test_a_token_that_forgets_all_takes_no_digits_of_the_tokens_after_it(
+def test_tokens_after_a_complete_decay_are_accurate(
     bench: Any, fast: str, decay: float, dtype: torch.dtype, within: float
 ) -> None:
     """Up to the strongest decay that is a finite number, as one would set it to begin anew."""
@@ -76,14 +74,14 @@ def test_a_token_that_forgets_all_takes_no_digits_of_the_tokens_after_it(
     bench.agree(bench.outcome(given, backend=fast), bench.outcome(given, backend="naive"), within=within)
 
 
-def test_many_tokens_that_forget_take_no_digits_of_the_tokens_after_them(bench: Any, fast: str) -> None:
+def test_tokens_after_many_complete_decays_are_accurate(bench: Any, fast: str) -> None:
     given = bench.case(64, rho=0.95, dtype=torch.float32)
     given["log_alpha"][:, :32] = -100.0
     bench.agree(bench.outcome(given, backend=fast), bench.outcome(given, backend="naive"), within=5e-5)
 
 
 @pytest.mark.parametrize("decay", [-1e-12, -1e-3, -3.0])
-def test_decay_of_any_strength_is_right(bench: Any, fast: str, decay: float) -> None:
+def test_every_decay_strength_is_accurate(bench: Any, fast: str, decay: float) -> None:
     given = bench.case(70, rho=0.95)
     given["log_alpha"] = torch.full_like(given["log_alpha"], decay)
     bench.agree(bench.outcome(given, backend=fast), bench.outcome(given, backend="naive"))

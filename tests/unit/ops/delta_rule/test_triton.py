@@ -30,40 +30,38 @@ def agree(bench: Any, t: int, within: float = 1e-4, chunk: int | None = None, **
 
 
 @pytest.mark.parametrize("chunk", [16, 32, 64])
-def test_alike_keys_keep_their_digits(bench: Any, chunk: int) -> None:
+def test_similar_keys_are_accurate(bench: Any, chunk: int) -> None:
     agree(bench, 130, 3e-5, chunk, **{**SINGLE, "rho": 0.95, "apart": chunk == 32})
 
 
 @pytest.mark.parametrize(
     ("t", "chunk"), [(1, 16), (15, 16), (16, 16), (17, 16), (63, 64), (64, 64), (65, 64), (49, 16)]
 )
-def test_any_length_is_right(bench: Any, t: int, chunk: int) -> None:
+def test_every_length_is_accurate(bench: Any, t: int, chunk: int) -> None:
     agree(bench, t, 1e-5, chunk, **SINGLE, key=5, value=3)
 
 
 @pytest.mark.parametrize(
     ("key", "value"), [(1, 1), (5, 17), (16, 16), (17, 33), (64, 64), (65, 20), (100, 70), (256, 8), (9, 130)]
 )
-def test_any_width_is_right_over_a_chunk_boundary(bench: Any, key: int, value: int) -> None:
+def test_every_width_is_accurate_across_a_chunk_boundary(bench: Any, key: int, value: int) -> None:
     agree(bench, 18, 1e-5, 16, **SINGLE, key=key, value=value)
 
 
 @pytest.mark.parametrize(
     "without", [tuple(x for x, out in zip(OPTIONS, outs, strict=True) if out) for outs in product([0, 1], repeat=3)]
 )
-def test_every_option_may_be_left_out(bench: Any, without: tuple[str, ...]) -> None:
+def test_every_optional_input_may_be_omitted(bench: Any, without: tuple[str, ...]) -> None:
     agree(bench, 18, 3e-5, 16, **{**SINGLE, "rho": 0.95, "without": without})
 
 
-def test_rows_and_heads_find_their_own(bench: Any) -> None:
+def test_several_rows_and_heads(bench: Any) -> None:
     agree(bench, 18, 1e-5, 16, rows=2, heads=3, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("rho", [0.0, 0.95])
-def test_half_precision_is_near_in_values_and_gradients_of_its_own_kind(
-    bench: Any, dtype: torch.dtype, within: float, rho: float
-) -> None:
+def test_16_bit_values_and_gradients_are_accurate(bench: Any, dtype: torch.dtype, within: float, rho: float) -> None:
     given = bench.case(70, rows=1, heads=1, key=32, value=16, rho=rho, dtype=dtype)
     given["state"] = given["state"].float()
     got = bench.outcome(given, triton, chunk=64)
@@ -73,7 +71,7 @@ def test_half_precision_is_near_in_values_and_gradients_of_its_own_kind(
     bench.agree(got, bench.outcome(exact, bench.published), within=within)
 
 
-def test_mechanisms_may_mix_their_types(bench: Any) -> None:
+def test_mixed_dtypes(bench: Any) -> None:
     """Queries and keys in float32, values in bfloat16: what is multiplied is bfloat16, gradients are as the tensors."""
     given = bench.case(18, **SINGLE)
     given["v"] = given["v"].bfloat16()
@@ -84,7 +82,7 @@ def test_mechanisms_may_mix_their_types(bench: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decoding_is_the_training_form(bench: Any, dtype: torch.dtype) -> None:
+def test_decoding_equals_the_training_form(bench: Any, dtype: torch.dtype) -> None:
     given = bench.case(19, rows=2, heads=1, key=5, value=3, rho=0.95, dtype=dtype)
     whole = triton(**given)
     for sizes in ([1] * 19, [4, 2, 3, 6, 4]):
@@ -98,7 +96,7 @@ def test_decoding_is_the_training_form(bench: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("width", [(256, 70), (3, 300), (64, 8)])
-def test_decoding_is_right_at_any_width_and_without_options(bench: Any, width: tuple[int, int]) -> None:
+def test_decoding_is_accurate_at_every_width(bench: Any, width: tuple[int, int]) -> None:
     for without in ((), OPTIONS):
         given = bench.case(3, rows=1, heads=2, key=width[0], value=width[1], without=without, dtype=torch.float32)
         got, want = triton(**given), bench.published(**{name: x.double() for name, x in given.items()})
@@ -114,7 +112,7 @@ def test_decoding_is_right_at_any_width_and_without_options(bench: Any, width: t
     ],
     ids=["left", "right", "packed"],
 )
-def test_sequences_of_a_batch_do_not_meet(bench: Any, layout: Layout) -> None:
+def test_sequences_are_independent(bench: Any, layout: Layout) -> None:
     rows, t = layout.valid.shape
     given = bench.case(t, rows=rows, heads=1, rho=0.95, dtype=torch.float32)
     given["state"] = bench.case(1, rows=len(layout.lengths), heads=1, seed=5, dtype=torch.float32)["state"]
@@ -129,7 +127,7 @@ def test_sequences_of_a_batch_do_not_meet(bench: Any, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("decay", [-1e-12, -3.0, -50.0, -1e4])
-def test_decay_of_any_strength_takes_no_digits_of_what_follows(bench: Any, decay: float) -> None:
+def test_every_decay_strength_is_accurate(bench: Any, decay: float) -> None:
     given = bench.case(37, **SINGLE, rho=0.95)
     given["log_alpha"][:, 5::20] = decay
     exact = {name: x.double() for name, x in given.items()}
@@ -137,7 +135,7 @@ def test_decay_of_any_strength_takes_no_digits_of_what_follows(bench: Any, decay
 
 
 @pytest.mark.parametrize("strength", [0.0, 2.0])
-def test_the_ends_of_the_range_of_beta_are_right(bench: Any, strength: float) -> None:
+def test_the_limits_of_beta_are_correct(bench: Any, strength: float) -> None:
     given = bench.case(18, **SINGLE, without=("lam",))
     given["beta"] = torch.full_like(given["beta"], strength)
     exact = {name: x.double() for name, x in given.items()}
@@ -145,7 +143,7 @@ def test_the_ends_of_the_range_of_beta_are_right(bench: Any, strength: float) ->
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_outputs_or_the_final_state_may_be_left_unused(bench: Any, part: int) -> None:
+def test_outputs_or_the_final_state_may_be_unused(bench: Any, part: int) -> None:
     given = {name: x.requires_grad_() for name, x in bench.case(18, **SINGLE).items()}
     exact = {name: x.detach().double().requires_grad_() for name, x in given.items()}
     found = [
@@ -155,14 +153,14 @@ def test_outputs_or_the_final_state_may_be_left_unused(bench: Any, part: int) ->
     bench.agree(*(dict(zip(given, x, strict=True)) for x in found), within=1e-5)
 
 
-def test_where_the_numbers_lie_does_not_matter(bench: Any) -> None:
+def test_non_contiguous_inputs(bench: Any) -> None:
     given = bench.case(18, rows=2, heads=2, dtype=torch.float32)
     turned = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in given.items()}
     got, want = bench.outcome(turned, triton), bench.outcome(given, triton)
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_memory_that_was_never_written_is_never_read_and_bits_never_change(bench: Any) -> None:
+def test_uninitialized_memory_is_never_read_and_results_are_deterministic(bench: Any) -> None:
     """New tensors are filled with NaN here."""
     given, before = bench.case(18, **SINGLE, key=70), torch.are_deterministic_algorithms_enabled()
     first = bench.outcome(given, triton)
@@ -178,7 +176,7 @@ def test_memory_that_was_never_written_is_never_read_and_bits_never_change(bench
     assert torch.equal(plain[0], first["o"])
 
 
-def test_a_row_that_is_not_finite_stays_by_itself(bench: Any) -> None:
+def test_a_nan_stays_in_its_row_and_head(bench: Any) -> None:
     given = bench.case(18, rows=2, heads=2, dtype=torch.float32)
     want = triton(**given)
     given["v"][1, 3, 0] = torch.nan
@@ -188,7 +186,7 @@ def test_a_row_that_is_not_finite_stays_by_itself(bench: Any) -> None:
     assert torch.equal(final[1, 1], want[1][1, 1])
 
 
-def test_torch_counts_the_products_and_knows_the_shapes(bench: Any) -> None:
+def test_flops_and_meta_shapes(bench: Any) -> None:
     given = bench.case(18, **SINGLE)
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         triton(**given)
@@ -211,8 +209,8 @@ def _operands(made: dict[str, Tensor]) -> list[Tensor]:
     return [x if name in ("q", "k", "v") else x.float() for name, x in made.items()]
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
-def test_a_compiled_graph_holds_it_whole_for_any_length(bench: Any) -> None:
+@pytest.mark.filterwarnings("ignore")  # torch.compile emits warnings
+def test_it_compiles_to_one_graph_for_any_length(bench: Any) -> None:
     torch.compiler.reset()
     compiled = torch.compile(triton, fullgraph=True, backend="aot_eager", dynamic=True)
     for t in (5, 18):

@@ -77,7 +77,7 @@ def broken_form(j: Tensor) -> float:
 @pytest.mark.parametrize("scheme", KEEPING)
 @given(seed=seeds, steps=steps_of, dt=dts, rho=correlations)
 @several
-def test_a_slope_moves_the_pair_symplectically(scheme: Scheme, seed: int, steps: int, dt: float, rho: float) -> None:
+def test_gradient_forces_give_symplectic_maps(scheme: Scheme, seed: int, steps: int, dt: float, rho: float) -> None:
     assert broken_form(matrix(scheme, potential(seed), dt, steps, seed=seed, rho=rho)) < 1e-12
 
 
@@ -85,7 +85,7 @@ def test_a_slope_moves_the_pair_symplectically(scheme: Scheme, seed: int, steps:
 @pytest.mark.parametrize("scheme", KEEPING)
 @given(seed=seeds, steps=steps_of, dt=dts, rho=correlations)
 @several
-def test_any_force_keeps_volume(
+def test_every_force_preserves_volume(
     scheme: Scheme, force: Callable[[int], naive.Force], seed: int, steps: int, dt: float, rho: float
 ) -> None:
     assert abs(matrix(scheme, force(seed), dt, steps, seed=seed, rho=rho).det() - 1) < 1e-12
@@ -93,13 +93,13 @@ def test_any_force_keeps_volume(
 
 @pytest.mark.parametrize("scheme", KEEPING)
 @pytest.mark.parametrize("seed", range(5))
-def test_a_perceptron_is_no_slope_and_keeps_no_symplectic_form(scheme: Scheme, seed: int) -> None:
+def test_an_mlp_force_is_not_symplectic(scheme: Scheme, seed: int) -> None:
     assert broken_form(matrix(scheme, mlp(seed), 0.1, 1, seed=seed, rho=0.0)) > 1e-3
 
 
 @pytest.mark.parametrize("force", [mlp, potential])
 @pytest.mark.parametrize("seed", range(5))
-def test_euler_keeps_neither_volume_nor_the_form(force: Callable[[int], naive.Force], seed: int) -> None:
+def test_euler_preserves_neither_volume_nor_the_symplectic_form(force: Callable[[int], naive.Force], seed: int) -> None:
     j = matrix(euler, force(seed), 0.1, 3, seed=seed, rho=0.0)
     assert abs(j.det() - 1) > 1e-4
     assert broken_form(j) > 1e-4
@@ -119,7 +119,7 @@ def confined() -> tuple[naive.Force, Tensor]:
 
 @pytest.mark.parametrize("motion", [oscillator, confined])
 @pytest.mark.parametrize(("scheme", "order"), [(euler, 1), (symplectic_euler, 1), (leapfrog, 2)])
-def test_the_error_falls_with_the_step_as_the_order_says(
+def test_integrators_have_their_stated_order(
     scheme: Scheme, order: int, motion: Callable[[], tuple[naive.Force, Tensor]]
 ) -> None:
     force, want = motion()
@@ -133,7 +133,7 @@ def test_the_error_falls_with_the_step_as_the_order_says(
 @pytest.mark.parametrize("force", [mlp, potential])
 @given(seed=seeds, steps=steps_of, dt=dts, rho=correlations)
 @several
-def test_leapfrog_with_the_key_turned_round_comes_back(
+def test_leapfrog_is_reversible(
     force: Callable[[int], naive.Force], seed: int, steps: int, dt: float, rho: float
 ) -> None:
     q, k = pair(4, seed=seed, rho=rho)
@@ -144,7 +144,7 @@ def test_leapfrog_with_the_key_turned_round_comes_back(
 
 @pytest.mark.parametrize("force", [mlp, potential])
 @pytest.mark.parametrize("scheme", [euler, symplectic_euler])
-def test_the_others_do_not_come_back(scheme: Scheme, force: Callable[[int], naive.Force]) -> None:
+def test_the_other_integrators_are_not_reversible(scheme: Scheme, force: Callable[[int], naive.Force]) -> None:
     q, k = pair(4, seed=0)
     there = scheme(q, k, force(0), 0.1)
     back = scheme(there[0], -there[1], force(0), 0.1)
@@ -155,7 +155,7 @@ def test_the_others_do_not_come_back(scheme: Scheme, force: Callable[[int], naiv
 @pytest.mark.parametrize("scheme", SCHEMES)
 @given(seed=seeds, steps=steps_of, dt=dts)
 @several
-def test_many_steps_are_one_step_many_times(
+def test_several_steps_equal_repeated_single_steps(
     scheme: Scheme, force: Callable[[int], naive.Force], seed: int, steps: int, dt: float
 ) -> None:
     moved = q, k = pair(4, seed=seed)
@@ -166,14 +166,14 @@ def test_many_steps_are_one_step_many_times(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("steps", range(1, 8))
-def test_a_step_evaluates_the_force_once(scheme: Scheme, steps: int) -> None:
+def test_a_step_evaluates_the_force_only_once(scheme: Scheme, steps: int) -> None:
     force = Mock(side_effect=torch.neg)
     scheme(*pair(seed=0), force, 0.1, steps)
     assert force.call_count == steps
 
 
 @pytest.mark.parametrize("force", [mlp, potential])
-def test_one_step_is_its_formula(force: Callable[[int], naive.Force]) -> None:
+def test_one_step_matches_its_formula(force: Callable[[int], naive.Force]) -> None:
     (q, k), f, d = pair(4, seed=1), force(1), 0.3
     assert_close(euler(q, k, f, d), (q + d * k, k + d * f(q)))
     assert_close(symplectic_euler(q, k, f, d), (q + d * k, k + d * f(q + d * k)))
@@ -207,14 +207,14 @@ def test_energy_errors_stay_bounded_for_leapfrog_and_grow_for_euler() -> None:
 
 @given(seed=seeds, rho=correlations)
 @several
-def test_the_force_of_a_potential_is_its_downhill_slope(seed: int, rho: float) -> None:
+def test_the_potential_force_is_the_negative_gradient(seed: int, rho: float) -> None:
     q = pair(6, seed=seed, rho=rho)[0].requires_grad_()
     (slope,) = torch.autograd.grad(naive.potential(q, *well(seed)).sum(), q)
     assert_close(naive.potential_force(q, *well(seed)), -slope, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("far", [19.0, 21.0, 25.0, 40.0, 1000.0])
-def test_the_slope_is_right_far_out_as_well(far: float) -> None:
+def test_the_potential_force_is_accurate_at_large_distances(far: float) -> None:
     q, one = torch.tensor([far], dtype=torch.float64, requires_grad=True), torch.ones(1, dtype=torch.float64)
     (slope,) = torch.autograd.grad(naive.potential(q, one[None], 0 * one, one), q)
     assert_close(naive.potential_force(q, one[None], 0 * one, one), -slope, rtol=0, atol=1e-12)
@@ -222,7 +222,7 @@ def test_the_slope_is_right_far_out_as_well(far: float) -> None:
 
 @given(seed=seeds)
 @several
-def test_potential_and_energy_are_their_formulas_and_rise_in_every_direction(seed: int) -> None:
+def test_potential_and_energy_match_their_formulas_and_confine(seed: int) -> None:
     (w, b, a), q, k = well(seed), *noise(2, WIDTH, seed=seed)
     z = w @ q
     assert_close(naive.potential(q, w, b, a), (a * ((1 + (z + b).exp()).log() + (1 + (b - z).exp()).log())).sum())
@@ -234,7 +234,7 @@ def test_potential_and_energy_are_their_formulas_and_rise_in_every_direction(see
     assert_close((v[-1] - v[-2]) / 1000, (a * (directions @ w.T).abs()).sum(-1), rtol=0.01, atol=0.01)
 
 
-def test_a_network_for_each_head_is_that_head_by_itself() -> None:
+def test_weights_per_head_apply_to_each_head() -> None:
     q, k = pair(2, 5, 4, seed=0)
     net, hole = perceptron(1, 4), well(2, 4)
     of_net, of_hole = naive.mlp_force(q, *net), naive.potential_force(q, *hole)
@@ -257,7 +257,7 @@ def affine_layers(count: int, seed: int) -> list[tuple[naive.Shift, naive.Shift]
 
 @given(seed=seeds, count=st.integers(1, 3), rho=correlations)
 @several
-def test_an_affine_coupling_is_undone_either_way_round(seed: int, count: int, rho: float) -> None:
+def test_an_affine_coupling_is_invertible(seed: int, count: int, rho: float) -> None:
     layers, at = affine_layers(count, seed), pair(4, seed=seed, rho=rho)
     there = naive.affine_coupling(*at, layers)
     assert max(float((a - b).abs().max()) for a, b in zip(at, there, strict=True)) > 0.01
@@ -266,7 +266,7 @@ def test_an_affine_coupling_is_undone_either_way_round(seed: int, count: int, rh
     assert_close(naive.affine_coupling(*back, layers), at, rtol=0, atol=1e-10)
 
 
-def test_an_affine_coupling_moves_the_query_first_and_the_key_by_the_moved_query() -> None:
+def test_an_affine_coupling_moves_the_query_first() -> None:
     (q, k), [(of_query, of_key)] = pair(4, seed=3), affine_layers(1, 3)
     moved = q * of_query(k)[0].exp() + of_query(k)[1]
     assert_close(
@@ -276,7 +276,7 @@ def test_an_affine_coupling_moves_the_query_first_and_the_key_by_the_moved_query
 
 @pytest.mark.parametrize("move", [naive.affine_coupling, naive.affine_coupling_inverse])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_an_affine_coupling_that_says_nothing_changes_no_bit(move: Any, count: int) -> None:
+def test_a_zero_affine_coupling_is_the_identity(move: Any, count: int) -> None:
     def nothing(x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(x), torch.zeros_like(x)
 
@@ -286,13 +286,13 @@ def test_an_affine_coupling_that_says_nothing_changes_no_bit(move: Any, count: i
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("steps", [0, -1])
-def test_less_than_one_step_is_refused(scheme: Scheme, steps: int) -> None:
+def test_less_than_one_step_raises(scheme: Scheme, steps: int) -> None:
     with pytest.raises(UsageError, match=f"steps must be at least 1, got {steps}"):
         scheme(*pair(seed=0), lambda q: -q, 0.1, steps)
 
 
 @pytest.mark.parametrize("shape", [(4, WIDTH + 1), (5, WIDTH), (WIDTH,)])
-def test_a_query_and_a_key_of_different_shapes_are_refused(shape: tuple[int, ...]) -> None:
+def test_queries_and_keys_of_different_shapes_raise(shape: tuple[int, ...]) -> None:
     for move in (*(partial(scheme, force=torch.neg, dt=0.1) for scheme in SCHEMES), naive.affine_coupling):
         with pytest.raises(UsageError, match=rf"got \[4, {WIDTH}\] and \[{shape[0]}"):
             move(torch.zeros(4, WIDTH), torch.zeros(shape), *([[]] if move is naive.affine_coupling else []))

@@ -91,7 +91,7 @@ def agree(got: Sequence[Tensor], want: Sequence[Tensor], *, within: float = 1e-1
     rho=st.sampled_from([0, 0.95]),
 )
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_values_and_gradients_are_those_of_the_plain_form(
+def test_values_and_gradients_match_the_naive_form(
     integrator: Integrator,
     activation: Activation,
     folded: bool,
@@ -107,7 +107,7 @@ def test_values_and_gradients_are_those_of_the_plain_form(
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_large_numbers_and_rows_that_are_not_finite_stay_where_they_are(activation: Activation) -> None:
+def test_large_and_non_finite_values_stay_in_their_row(activation: Activation) -> None:
     args, parts = inputs(40), cut("leapfrog", 2, False)
     with torch.no_grad():
         args[0][3], args[0][5], args[1][7] = 1e5, -1e5, torch.nan
@@ -124,7 +124,7 @@ def test_large_numbers_and_rows_that_are_not_finite_stay_where_they_are(activati
 
 @pytest.mark.parametrize("output", [0, 1])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_query_or_a_key_that_nobody_uses_gives_no_gradient(output: int, activation: Activation) -> None:
+def test_unused_outputs_give_no_gradient(output: int, activation: Activation) -> None:
     for integrator, steps, folded in product(INTEGRATORS, (1, 2, 5), (False, True)):
         args, parts = inputs(5), cut(integrator, steps, folded)
         got, want = (
@@ -136,7 +136,7 @@ def test_a_query_or_a_key_that_nobody_uses_gives_no_gradient(output: int, activa
 
 
 @pytest.mark.parametrize("integrator", INTEGRATORS)
-def test_tensors_may_lie_anyhow_in_memory(integrator: Integrator) -> None:
+def test_non_contiguous_inputs(integrator: Integrator) -> None:
     parts = cut(integrator, 3, False)
     strided = []
     for x in inputs(6):
@@ -153,7 +153,7 @@ def test_tensors_may_lie_anyhow_in_memory(integrator: Integrator) -> None:
 
 
 @pytest.mark.parametrize("folded", [False, True])
-def test_heads_and_tokens_are_rows(folded: bool) -> None:
+def test_leading_dimensions_are_rows(folded: bool) -> None:
     args, parts = inputs(2, 5, 3), cut("symplectic-euler", 2, folded)
     agree(fast(args, parts, "silu"), plain(args, parts, "silu"))
     agree(gradients(fast, args, parts, "silu"), gradients(plain, args, parts, "silu"))
@@ -161,7 +161,7 @@ def test_heads_and_tokens_are_rows(folded: bool) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("integrator", INTEGRATORS)
-def test_without_gradients_the_values_are_the_same(integrator: Integrator, activation: Activation) -> None:
+def test_values_are_the_same_without_grad(integrator: Integrator, activation: Activation) -> None:
     for steps, folded in product((1, 4), (False, True)):
         args, parts = inputs(5), cut(integrator, steps, folded)
         want = fast(args, parts, activation)
@@ -171,7 +171,7 @@ def test_without_gradients_the_values_are_the_same(integrator: Integrator, activ
 
 
 @pytest.mark.parametrize("folded", [False, True])
-def test_neither_inputs_nor_outputs_nor_incoming_gradients_are_written_to(folded: bool) -> None:
+def test_inputs_outputs_and_gradients_are_not_modified(folded: bool) -> None:
     for integrator, steps in product(INTEGRATORS, (1, 3)):
         args, parts = inputs(5), cut(integrator, steps, folded)
         outputs = fast(args, parts, "silu")
@@ -185,7 +185,7 @@ def test_neither_inputs_nor_outputs_nor_incoming_gradients_are_written_to(folded
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_any_one_of_them_can_be_the_only_one_that_learns(name: str) -> None:
+def test_each_input_alone_can_require_grad(name: str) -> None:
     for steps, folded in product((1, 3), (False, True)):
         args, parts = inputs(5), cut("leapfrog", steps, folded)
         at = NAMES.index(name)
@@ -202,7 +202,7 @@ def test_any_one_of_them_can_be_the_only_one_that_learns(name: str) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("integrator", INTEGRATORS)
 @pytest.mark.parametrize(("steps", "folded"), [(1, False), (1, True), (3, False), (3, True)])
-def test_gradients_are_slopes_and_so_are_theirs_where_there_are_any(
+def test_first_and_second_derivatives_match_finite_differences(
     integrator: Integrator, activation: Activation, steps: int, folded: bool
 ) -> None:
     """Torch has no second derivative of its fused silu: it is refused, and never wrong. The plain form has it."""
@@ -222,7 +222,7 @@ def test_gradients_are_slopes_and_so_are_theirs_where_there_are_any(
 @pytest.mark.parametrize(("size", "within"), [(1.0, 1e-5), (3.0, 1e-4), (10.0, 1e-2)])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("integrator", INTEGRATORS)
-def test_single_precision_walks_seven_steps_back(
+def test_float32_reverses_seven_steps_accurately(
     integrator: Integrator, activation: Activation, size: float, within: float
 ) -> None:
     """`size` multiplies both matrices: the motion runs away, and the way back loses what it had added. The gradient of
@@ -273,7 +273,7 @@ def test_memory_does_not_grow_with_the_steps(integrator: Integrator) -> None:
     del outputs
 
 
-def test_one_step_after_a_folded_drift_keeps_the_query_alone() -> None:
+def test_without_a_drift_only_the_query_is_saved() -> None:
     n, width, hidden = 100, 8, 12
     args = [x.detach().requires_grad_() for x in inputs(n, width=width, hidden=hidden)]
     with kept() as found:

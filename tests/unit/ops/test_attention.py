@@ -45,7 +45,7 @@ def agree(got: Tensor, want: Tensor, inputs: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("t", [1, 2, 5])
-def test_the_map_is_the_formula(t: int, groups: int) -> None:
+def test_the_map_matches_the_formula(t: int, groups: int) -> None:
     q, k, _ = inputs(t, t, groups=groups)
     causal = torch.ones(t, t, dtype=torch.bool).tril().expand(2, t, t)
     assert_close(attention_map(q, k, causal=True), by_hand(q, k, causal, 8**-0.5), rtol=0, atol=1e-14)
@@ -57,7 +57,7 @@ def test_the_map_is_the_formula(t: int, groups: int) -> None:
 @pytest.mark.parametrize("t", [1, 2, 7, 33])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.2])
-def test_the_fused_form_is_the_map_times_the_values(t: int, groups: int, causal: bool, scale: float | None) -> None:
+def test_the_fused_form_equals_the_naive_form(t: int, groups: int, causal: bool, scale: float | None) -> None:
     args = inputs(t, t, groups=groups)
     q, k, v = args
     want = gather(attention_map(q, k, causal=causal, scale=scale), v)
@@ -67,7 +67,7 @@ def test_the_fused_form_is_the_map_times_the_values(t: int, groups: int, causal:
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize(("t", "s"), [(1, 1), (1, 9), (5, 9), (9, 5)])
 @pytest.mark.parametrize("rows", [False, True])
-def test_the_two_forms_agree_under_any_mask(t: int, s: int, groups: int, rows: bool) -> None:
+def test_both_forms_agree_under_any_mask(t: int, s: int, groups: int, rows: bool) -> None:
     args = inputs(t, s, groups=groups)
     q, k, v = args
     mask = torch.rand((2, 1, t, s) if rows else (t, s)) < 0.5
@@ -94,7 +94,7 @@ positions = st.lists(st.integers(-1, 8), min_size=1, max_size=7)
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=5), positions, st.none() | st.integers(1, 5))
 @settings(deadline=None, max_examples=25)
-def test_who_is_visible_is_what_the_sentence_says(queries: list[int], keys: list[int], window: int | None) -> None:
+def test_the_causal_mask_matches_its_definition(queries: list[int], keys: list[int], window: int | None) -> None:
     mask = causal_mask(torch.tensor(queries), torch.tensor(keys), window)
     assert mask.shape == (len(queries), len(keys))
     for query, row in zip(queries, mask.tolist(), strict=True):
@@ -102,7 +102,7 @@ def test_who_is_visible_is_what_the_sentence_says(queries: list[int], keys: list
         assert row == (want if any(want) else [True] * len(keys))
 
 
-def test_rows_with_places_of_their_own_get_a_mask_each() -> None:
+def test_rows_with_different_positions_get_separate_masks() -> None:
     queries, keys = torch.tensor([[2, 3], [0, 1]]), torch.tensor([[0, 1, 2, 3], [0, 1, -1, -1]])
     mask = causal_mask(queries, keys)
     assert mask.shape == (2, 1, 2, 4)

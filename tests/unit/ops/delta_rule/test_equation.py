@@ -35,14 +35,14 @@ CHUNKS = (1, 2, 3, 5, 8, 16, 31, 32, 33, 64, 100, 127, 128)
         (3, 9, 300),
     ],
 )
-def test_values_and_gradients_are_those_of_the_published_equation(
+def test_values_and_gradients_match_the_published_equation(
     bench: Any, backend: str, t: int, key: int, value: int, rho: float
 ) -> None:
     made = {"key": key, "value": value, "rho": rho}
     bench.agree(bench.outcome(bench.case(t, **made), backend=backend), bench.truth(t, **made))
 
 
-def test_the_widest_heads_are_right_over_a_chunk_boundary(bench: Any, fast: str) -> None:
+def test_the_widest_heads_across_a_chunk_boundary(bench: Any, fast: str) -> None:
     made = {"rows": 1, "heads": 1, "key": 256, "value": 256}
     want = bench.outcome(bench.case(66, **made), backend="naive")
     bench.agree(bench.outcome(bench.case(66, **made), backend=fast), want)
@@ -52,19 +52,21 @@ def test_the_widest_heads_are_right_over_a_chunk_boundary(bench: Any, fast: str)
 @pytest.mark.parametrize(
     "without", [tuple(x for x, out in zip(OPTIONS, outs, strict=True) if out) for outs in product([0, 1], repeat=3)]
 )
-def test_every_option_may_be_left_out(bench: Any, backend: str, without: tuple[str, ...], scale: float | None) -> None:
+def test_every_optional_input_may_be_omitted(
+    bench: Any, backend: str, without: tuple[str, ...], scale: float | None
+) -> None:
     made: dict[str, Any] = {"without": without, "rho": 0.95, "apart": True}
     got = bench.outcome(bench.case(21, **made), scale=scale, backend=backend, chunk=8)
     bench.agree(got, bench.truth(21, scale, **made))
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_the_size_of_chunks_changes_nothing(bench: Any, fast: str, chunk: int) -> None:
+def test_the_chunk_size_changes_nothing(bench: Any, fast: str, chunk: int) -> None:
     got = bench.outcome(bench.case(150, rows=1, rho=0.95), backend=fast, chunk=chunk)
     bench.agree(got, bench.truth(150, rows=1, rho=0.95))
 
 
-def test_the_law_of_chunks_refuses_the_other_index_order(bench: Any) -> None:
+def test_the_transposed_index_order_is_detected(bench: Any) -> None:
     """The official kernel has k_i in row i and x_j in column j; the published equation has it the other way round."""
     given = bench.case(64, rows=1, heads=3, key=16, value=16)
     want = bench.published(**given)[0]
@@ -107,7 +109,7 @@ def _by_chunks(
 
 @given(t=st.integers(2, 40), at=st.floats(0, 1), chunk=st.sampled_from([1, 7, 16, 64]), state=st.booleans())
 @settings(deadline=None, max_examples=15)
-def test_a_split_sequence_with_carried_state_is_the_whole_one(
+def test_a_split_sequence_equals_the_whole(
     bench: Any, backend: str, t: int, at: float, chunk: int, state: bool
 ) -> None:
     cut = 1 + round(at * (t - 2))
@@ -116,7 +118,7 @@ def test_a_split_sequence_with_carried_state_is_the_whole_one(
     bench.agree(bench.outcome(given, partial(_pieces, call, [cut, t - cut])), bench.outcome(given, call))
 
 
-def test_decoding_token_by_token_is_the_whole_pass(bench: Any, backend: str) -> None:
+def test_decoding_equals_the_whole(bench: Any, backend: str) -> None:
     given = bench.case(19, rho=0.95)
     got = bench.outcome(given, partial(_pieces, partial(delta_rule, backend=backend), [1] * 19))
     bench.agree(got, bench.truth(19, rho=0.95))
@@ -135,7 +137,7 @@ def _pieces(call: Any, sizes: list[int], state: Tensor | None = None, **tokens: 
 
 
 @pytest.mark.parametrize("without", [(), ("log_alpha",), ("lam",), ("log_alpha", "lam")])
-def test_writing_contracts_the_error_as_the_lemma_says(bench: Any, backend: str, without: tuple[str, ...]) -> None:
+def test_writing_contracts_the_error_by_the_stated_factor(bench: Any, backend: str, without: tuple[str, ...]) -> None:
     r"""v_t - S_t x_t = (1 - \beta_t a_t)(v_t - \alpha_t S_{t-1} x_t) with a_t = k_t \cdot x_t."""
     given = bench.case(12, without=without, rho=0.5)
     before = given.pop("state")
@@ -155,7 +157,7 @@ def _read(S: Tensor, x: Tensor) -> Tensor:
     return (S @ x[..., None])[..., 0]
 
 
-def test_the_memory_stays_bounded_over_a_hundred_thousand_random_tokens(bench: Any, fast: str) -> None:
+def test_the_state_stays_bounded_over_100_000_tokens(bench: Any, fast: str) -> None:
     """Of random tokens only: there are sequences over which it grows without a bound, and decay alone ends them."""
     state, largest = None, 0.0
     for seed in range(20):
@@ -168,7 +170,7 @@ def test_the_memory_stays_bounded_over_a_hundred_thousand_random_tokens(bench: A
 
 
 @pytest.mark.parametrize("name", ["lam", "log_alpha"])
-def test_a_gate_of_zeros_is_no_gate(bench: Any, backend: str, name: str) -> None:
+def test_a_zero_gate_equals_no_gate(bench: Any, backend: str, name: str) -> None:
     given = bench.case(70, rho=0.95)
     zero = bench.outcome({**given, name: torch.zeros_like(given[name])}, backend=backend)
     absent = bench.outcome({x: y for x, y in given.items() if x != name}, backend=backend)
@@ -177,19 +179,19 @@ def test_a_gate_of_zeros_is_no_gate(bench: Any, backend: str, name: str) -> None
 
 
 @pytest.mark.parametrize("strength", [0.0, 1.0, 2.0])
-def test_the_ends_of_the_range_of_beta_are_right(bench: Any, backend: str, strength: float) -> None:
+def test_the_limits_of_beta_are_correct(bench: Any, backend: str, strength: float) -> None:
     given = bench.case(70, without=("lam",))
     given["beta"] = torch.full_like(given["beta"], strength)
     bench.agree(bench.outcome(given, backend=backend), bench.outcome(given, bench.published))
 
 
-def test_a_token_that_writes_nothing_leaves_the_memory_alone(bench: Any, backend: str) -> None:
+def test_beta_zero_leaves_the_state_unchanged(bench: Any, backend: str) -> None:
     given = bench.case(5, without=("log_alpha",))
     given["beta"] = torch.zeros_like(given["beta"])
     assert torch.equal(delta_rule(**given, backend=backend)[1], given["state"])
 
 
-def test_the_arguments_are_left_as_they_were(bench: Any, backend: str) -> None:
+def test_inputs_are_not_modified(bench: Any, backend: str) -> None:
     given = bench.case(70)
     before = {name: x.clone() for name, x in given.items()}
     bench.outcome(given, backend=backend)

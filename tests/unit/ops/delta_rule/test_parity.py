@@ -44,7 +44,7 @@ def memory(given: dict[str, Tensor]) -> Tensor | None:
 
 @pytest.mark.parametrize("without", [("lam",), ("lam", "state")])
 @pytest.mark.parametrize("form", ["torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"])
-def test_the_gated_delta_rule_is_that_of_transformers(
+def test_the_gated_delta_rule_matches_transformers(
     bench: Any, backend: str, form: str, without: tuple[str, ...]
 ) -> None:
     pytest.importorskip("transformers")
@@ -65,7 +65,7 @@ def test_the_gated_delta_rule_is_that_of_transformers(
 
 @pytest.mark.parametrize("without", [("lam",), ("lam", "state")])
 @pytest.mark.parametrize("form", ["naive_recurrent_gated_delta_rule", "naive_chunk_gated_delta_rule"])
-def test_the_gated_delta_rule_is_that_of_fla(bench: Any, backend: str, form: str, without: tuple[str, ...]) -> None:
+def test_the_gated_delta_rule_matches_fla(bench: Any, backend: str, form: str, without: tuple[str, ...]) -> None:
     given = bench.case(70, key=16, value=8, without=without, dtype=torch.float32)
     found = getattr(naive("gated_delta_rule"), form)(
         given["q"],
@@ -79,7 +79,7 @@ def test_the_gated_delta_rule_is_that_of_fla(bench: Any, backend: str, form: str
     compare(bench, backend, given, found)
 
 
-def test_the_delta_rule_is_that_of_fla(bench: Any, backend: str) -> None:
+def test_the_delta_rule_matches_fla(bench: Any, backend: str) -> None:
     theirs = naive("delta_rule")
     given = bench.case(64, key=16, value=8, without=("lam", "log_alpha"), dtype=torch.float32)
     tokens = [given[name].transpose(1, 2) for name in ("q", "k", "v", "beta")]
@@ -92,9 +92,7 @@ def test_the_delta_rule_is_that_of_fla(bench: Any, backend: str) -> None:
 
 @pytest.mark.parametrize("rho", [0.0, 0.5])
 @pytest.mark.parametrize("without", [(), ("state",)])
-def test_with_lambda_it_is_comba_of_fla_that_reads_by_key_and_query(
-    bench: Any, backend: str, rho: float, without: tuple[str, ...]
-) -> None:
+def test_qdelta_matches_comba_of_fla(bench: Any, backend: str, rho: float, without: tuple[str, ...]) -> None:
     given = bench.case(70, key=16, value=8, rho=rho, without=without, dtype=torch.float32)
     found = naive("comba").naive_recurrent_comba(
         given["q"],

@@ -40,21 +40,19 @@ unchecked: Any = inspect.unwrap(delta_rule)
         ("state", (2, 3, 4), r"got \[2, 3, 4\]"),
     ],
 )
-def test_shapes_that_do_not_fit_are_named(
-    bench: Any, backend: str, name: str, shape: tuple[int, ...], words: str
-) -> None:
+def test_wrong_shapes_raise(bench: Any, backend: str, name: str, shape: tuple[int, ...], words: str) -> None:
     made = {**bench.case(6), name: torch.zeros(shape, dtype=torch.float64)}
     with pytest.raises(UsageError, match=words):
         unchecked(**made, backend=backend)
 
 
-def test_a_call_without_tokens_is_refused(bench: Any, backend: str) -> None:
+def test_zero_tokens_raise(bench: Any, backend: str) -> None:
     with pytest.raises(UsageError, match="at least one token"):
         unchecked(**bench.case(0), backend=backend)
 
 
 @pytest.mark.parametrize(("key", "value"), [(MAX_KEY_WIDTH + 1, 3), (0, 3), (3, 0)], ids=["key", "no key", "no value"])
-def test_widths_out_of_range_are_refused(bench: Any, backend: str, key: int, value: int) -> None:
+def test_widths_out_of_range_raise(bench: Any, backend: str, key: int, value: int) -> None:
     with pytest.raises(UsageError, match=f"keys must be 1 to 256 wide and values at least 1, got {key} and {value}"):
         unchecked(**bench.case(2, key=key, value=value), backend=backend)
 
@@ -75,7 +73,7 @@ def test_widths_out_of_range_are_refused(bench: Any, backend: str, key: int, val
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_one_gate_out_of_range_is_found(
+def test_a_gate_out_of_range_raises(
     bench: Any, backend: str, name: str, value: float, words: str, dtype: torch.dtype
 ) -> None:
     made = bench.case(70, dtype=dtype)
@@ -85,7 +83,7 @@ def test_one_gate_out_of_range_is_found(
     assert "\n" not in str(caught.value)
 
 
-def test_a_gate_out_of_range_outside_padding_is_found(bench: Any, backend: str) -> None:
+def test_gates_are_checked_outside_padding_only(bench: Any, backend: str) -> None:
     made = bench.case(6)
     made["beta"][0, 5] = 9.0
     delta_rule(**made, layout=Layout.padded([5, 6], 6), backend=backend)
@@ -94,42 +92,42 @@ def test_a_gate_out_of_range_outside_padding_is_found(bench: Any, backend: str) 
 
 
 @pytest.mark.parametrize("chunk", [-1, 0, 129])
-def test_chunks_out_of_range_are_refused(bench: Any, backend: str, chunk: int) -> None:
+def test_chunk_sizes_out_of_range_raise(bench: Any, backend: str, chunk: int) -> None:
     with pytest.raises(UsageError, match=f"chunk must be from 1 to 128, got {chunk}"):
         delta_rule(**bench.case(4), backend=backend, chunk=chunk)
 
 
-def test_an_unknown_backend_is_told_the_known_ones(bench: Any) -> None:
+def test_an_unknown_backend_raises(bench: Any) -> None:
     with pytest.raises(UsageError, match="unknown backend 'chunks': did you mean 'chunked'"):
         delta_rule(**bench.case(4), backend="chunks")
 
 
 @pytest.mark.parametrize("name", ["k", "v", "beta", "log_alpha", "lam", "state"])
-def test_tensors_on_two_devices_are_named(bench: Any, backend: str, name: str) -> None:
+def test_tensors_on_different_devices_raise(bench: Any, backend: str, name: str) -> None:
     made = bench.case(4)
     made[name] = made[name].to("meta")
     with pytest.raises(UsageError, match=f"{name} is on meta and the queries are on cpu"):
         delta_rule(**made, backend=backend)
 
 
-def test_a_layout_of_another_batch_is_refused(bench: Any, backend: str) -> None:
+def test_a_layout_of_another_batch_raises(bench: Any, backend: str) -> None:
     with pytest.raises(UsageError, match=r"a batch of \[2, 5\], got \[2, 6\]"):
         delta_rule(**bench.case(6), layout=Layout.padded([5, 2], 5), backend=backend)
 
 
-def test_a_packed_batch_wants_a_state_for_each_sequence(bench: Any, backend: str) -> None:
+def test_a_packed_batch_needs_one_state_per_sequence(bench: Any, backend: str) -> None:
     with pytest.raises(UsageError, match=r"= \[3, 2, 3, 4\], got \[1, 2, 3, 4\]"):
         delta_rule(**bench.case(6, rows=1), layout=Layout.packed([0, 2, 3, 6]), backend=backend)
 
 
-def test_whole_numbers_are_refused(bench: Any, backend: str) -> None:
+def test_integer_tensors_raise(bench: Any, backend: str) -> None:
     made = {name: x.round().long() for name, x in bench.case(4).items()}
     with pytest.raises(UsageError):
         unchecked(**made, backend=backend)
 
 
 @pytest.mark.parametrize("empty", ["rows", "heads"])
-def test_no_rows_or_no_heads_give_no_numbers(bench: Any, backend: str, empty: str) -> None:
+def test_an_empty_batch_gives_empty_outputs(bench: Any, backend: str, empty: str) -> None:
     made = bench.case(5, **{empty: 0})
     got = bench.outcome(made, backend=backend)
     assert {name: x.shape for name, x in got.items() if name in made} == {name: x.shape for name, x in made.items()}
@@ -184,7 +182,7 @@ def _bent(x: Tensor, axis: int) -> Tensor:
 
 @given(call=calls())
 @settings(deadline=None, max_examples=40)
-def test_whatever_is_said_is_refused_in_words_or_right(bench: Any, fast: str, call: dict[str, Any]) -> None:
+def test_arbitrary_calls_raise_or_are_correct(bench: Any, fast: str, call: dict[str, Any]) -> None:
     shape = {name: call[name] for name in ("rows", "heads", "key", "value")}
     made = bench.case(call["t"], **shape, without=call["without"])
     kinds = dict(zip(("q", "k", "v", "beta", "log_alpha", "lam", "state"), call["dtypes"], strict=True))
