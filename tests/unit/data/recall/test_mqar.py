@@ -76,9 +76,9 @@ def test_query_arrangements_are_equally_likely() -> None:
     expected = set()
     for first, second in permutations((0, 1)):
         questions = [[first, 2], [second, 2]]
-        for places in [(a, b) for a in range(4) for b in range(a + 1, 4)]:
-            pieces = [questions[places.index(n)] if n in places else [filler] for n in range(4)]
-            expected.add(tuple(chain.from_iterable(pieces)))
+        for slots in [(a, b) for a in range(4) for b in range(a + 1, 4)]:
+            tokens = [questions[slots.index(n)] if n in slots else [filler] for n in range(4)]
+            expected.add(tuple(chain.from_iterable(tokens)))
     assert rows.keys() == expected
     assert min(rows.values()) > 400
     assert max(rows.values()) < 600

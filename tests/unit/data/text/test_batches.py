@@ -107,7 +107,7 @@ def test_scored_targets_lie_in_an_answer(gaps: list[int], begin: int, length: in
     borders = 1 + np.cumsum([gap + number % 2 for number, gap in enumerate(gaps)])  # no answer is empty
     answers = borders[: len(borders) // 2 * 2].reshape(-1, 2)
     split = Split(tokens=np.arange(200), documents=np.array([[1, 200]]), sizes=np.array([1]), answers=answers)
-    inside = {place for first, last in answers.tolist() for place in range(first, last)}
+    inside = {position for first, last in answers.tolist() for position in range(first, last)}
     assert scored(split, begin, length).tolist() == [begin + 1 + n in inside for n in range(length)]
 
 
@@ -157,9 +157,9 @@ def test_windows_score_every_token_of_every_document_once(
 ) -> None:
     stride = data.draw(st.none() | st.integers(1, context))
     split = held_out(lengths)
-    found = windows(split, context=context, stride=stride)
+    result = windows(split, context=context, stride=stride)
     scored: dict[int, list[int]] = {number: [] for number in range(len(lengths))}
-    for window in found:
+    for window in result:
         begin, end = split.documents[window.document]
         assert 1 <= window.length <= context
         assert 0 <= window.skip < window.length
@@ -168,32 +168,32 @@ def test_windows_score_every_token_of_every_document_once(
         targets = range(window.begin + 1, window.begin + 1 + window.length)
         scored[window.document] += list(targets)[window.skip :]
     assert scored == {number: list(range(*span)) for number, span in enumerate(split.documents.tolist())}
-    assert [window.document for window in found] == sorted(window.document for window in found)
+    assert [window.document for window in result] == sorted(window.document for window in result)
 
 
 def test_smaller_stride_gives_more_context() -> None:
-    found = windows(held_out([20]), context=8, stride=2)
-    assert [window.skip for window in found] == [0, 6, 6, 6, 6, 6, 6]
-    assert all(after.begin - this.begin == 2 for this, after in pairwise(found))
+    result = windows(held_out([20]), context=8, stride=2)
+    assert [window.skip for window in result] == [0, 6, 6, 6, 6, 6, 6]
+    assert all(after.begin - this.begin == 2 for this, after in pairwise(result))
 
 
 @QUICK
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60), limit=st.integers(1, 2000))
 def test_limit_selects_whole_documents_within_the_token_limit(lengths: list[int], limit: int) -> None:
     split = held_out(lengths)
-    found = windows(split, context=16, limit=limit)
-    chosen = sorted({window.document for window in found})
-    tokens = sum(window.length for window in found)
+    result = windows(split, context=16, limit=limit)
+    chosen = sorted({window.document for window in result})
+    tokens = sum(window.length for window in result)
     assert tokens == sum(lengths[number] for number in chosen)
     assert tokens <= limit or len(chosen) == 1
     assert len(chosen) == len(lengths) or sum(lengths) > limit
     assert tokens <= limit or min(lengths) > limit
-    assert found == windows(split, context=16, limit=limit)
+    assert result == windows(split, context=16, limit=limit)
 
 
 def test_limit_selects_evenly_spaced_documents() -> None:
-    found = windows(held_out([10] * 100), context=16, limit=205)
-    chosen = [window.document for window in found]
+    result = windows(held_out([10] * 100), context=16, limit=205)
+    chosen = [window.document for window in result]
     assert len(chosen) == 20
     assert {after - this for this, after in pairwise(chosen)} == {5}
 
