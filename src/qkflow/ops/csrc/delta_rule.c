@@ -1,26 +1,26 @@
-/* The delta rule chunk by chunk, there and back: the formulas of qkflow/ops/delta/chunked.py, for one row and head at a
-   time, so that a chunk and the memory H = S^T (k x v) stay in the cache.
+/* The delta rule chunk by chunk, forward and backward: the equations of qkflow/ops/delta_rule/chunked.py, for one row and
+   head at a time, so that a chunk and the state H = S^T (k x v) stay in the cache.
 
    Rows and heads are independent and each belongs to one thread: results do not depend on the number of threads. The
-   forward pass keeps the errors N and a memory every MARKS chunks; the backward pass makes the memories between again,
-   which is one product a chunk. */
+   forward pass saves the errors N and a checkpoint of the state every CHECKPOINT_CHUNKS chunks; the backward pass
+   recomputes the states in between, which takes one product per chunk. */
 
 #include "delta_rule.h"
 
-enum { NO_MEMORY = 1, GATES = 2 };
-#define MOST_FINITE ((real)(sizeof(real) == 4 ? 3.4028234663852886e38 : 1.7976931348623157e308))
+enum { NO_MEMORY = 1, BAD_GATES = 2 };
+#define MAX_FINITE ((real)(sizeof(real) == 4 ? 3.4028234663852886e38 : 1.7976931348623157e308))
 
-/* whether a gate is out of range or no number: see qkflow/ops/delta/gates.py */
+/* whether a gate is out of range or NaN: see check_gates in qkflow/ops/delta_rule/inputs.py */
 static int out_of_range(long count, const real *beta, const real *log_alpha, const real *lam) {
-    int wrong = 0;
-    for (long i = 0; i < count; i++) wrong |= !(beta[i] >= 0 && beta[i] <= 2);
-    for (long i = 0; log_alpha && i < count; i++) wrong |= !(log_alpha[i] >= -MOST_FINITE && log_alpha[i] <= 0);
-    for (long i = 0; lam && i < count; i++) wrong |= !(lam[i] >= -MOST_FINITE && lam[i] <= MOST_FINITE);
-    return wrong;
+    int invalid = 0;
+    for (long i = 0; i < count; i++) invalid |= !(beta[i] >= 0 && beta[i] <= 2);
+    for (long i = 0; log_alpha && i < count; i++) invalid |= !(log_alpha[i] >= -MAX_FINITE && log_alpha[i] <= 0);
+    for (long i = 0; lam && i < count; i++) invalid |= !(lam[i] >= -MAX_FINITE && lam[i] <= MAX_FINITE);
+    return invalid;
 }
 
-/* all rows and heads, shared out among threads, each with `room` numbers of its own */
-static int each(const Rule *r, int threads, size_t room,
+/* all rows and heads, split among threads, each with a buffer of `room` numbers */
+static int for_each_head(const Rule *r, int threads, size_t room,
                 void (*heads)(const Rule *, long row, int first, int many, const void *, real *), const void *what) {
     long all = r->rows * r->heads;
     if (threads > all) threads = (int)all;
@@ -40,15 +40,15 @@ static int each(const Rule *r, int threads, size_t room,
     return 0;
 }
 
-/* the marks of a row and head: its memories every MARKS chunks, [key, value] each */
-static long mark(const Rule *r, const Chunk *c, long group) {
-    long groups = (r->tokens + (long)r->chunk * MARKS - 1) / ((long)r->chunk * MARKS);
+/* offset of a checkpoint: states of a row and head every CHECKPOINT_CHUNKS chunks, [key, value] each */
+static long checkpoint_offset(const Rule *r, const Chunk *c, long group) {
+    long groups = (r->tokens + (long)r->chunk * CHECKPOINT_CHUNKS - 1) / ((long)r->chunk * CHECKPOINT_CHUNKS);
     return ((c->row * r->heads + c->head) * groups + group) * r->key * r->value;
 }
 
 typedef struct {
     const real *state;
-    real *o, *final, *errors, *marks; /* the last two only if a backward pass will come */
+    real *o, *final, *errors, *checkpoints; /* the last two are saved for the backward pass, or null */
 } Results;
 
 static size_t forward_memory(const Rule *r) {
@@ -56,8 +56,8 @@ static size_t forward_memory(const Rule *r) {
     return C * K * 4 + C * V * 3 + C * C * 3 + r->most * K * V;
 }
 
-/* `then` is the head, and `later` the tokens further on, that come next */
-static void forward_chunk(const Rule *r, const Chunk *c, int then, int later, const Results *to, real *H, real *memory) {
+/* `next_head` and `next_offset` (in tokens) locate the next chunk, which is prefetched */
+static void forward_chunk(const Rule *r, const Chunk *c, int next_head, int next_offset, const Results *to, real *H, real *memory) {
     int K = r->K, V = r->V, T = r->T, all = c->all;
     real *keys = memory, *XQ = keys + (long)T * K, *KT = XQ + 2L * T * K, *N = KT + (long)K * T, *RO = N + (long)T * V,
          *O = RO + (long)all * V, *M = RO + 2L * T * V, *P = M + (long)all * T, *D = M + 2L * T * T;
@@ -67,28 +67,28 @@ static void forward_chunk(const Rule *r, const Chunk *c, int then, int later, co
     for (int i = 0; i < all; i++) {
         add_scaled(V, -c->decay[i], RO + (long)i * V, N + (long)i * V);
         scale(V, (real)r->scale * c->decay[i], O + (long)i * V);
-        fetch(r, c, c->head, c->first + i, to->o, r->value, 1);
-        fetch(r, c, c->head, c->first + i, to->errors, r->value, 1);
+        prefetch(r, c, c->head, c->first + i, to->o, r->value, 1);
+        prefetch(r, c, c->head, c->first + i, to->errors, r->value, 1);
     }
-    pairs(r, c, r->key, XQ, K, KT, M);
-    decays(r, c, 1, D);
-    weigh(r, c, D, -1, (real)r->scale, M, P);
-    for (int i = 0; i < all; i += DOWN) { /* N = (I + M diag(beta))^-1 N, a group of rows after the other */
+    scores(r, c, r->key, XQ, K, KT, M);
+    decay_matrix(r, c, 1, D);
+    apply_decays(r, c, D, -1, (real)r->scale, M, P);
+    for (int i = 0; i < all; i += DOWN) { /* N = (I + M diag(beta))^-1 N, one group of rows after the other */
         for (int l = 0; l < DOWN; l++) {
-            fetch(r, c, then, c->first + later + i + l, r->k, r->key, 0);
-            fetch(r, c, then, c->first + later + i + l, r->q, r->key, 0);
-            fetch(r, c, then, c->first + later + i + l, r->v, r->value, 0);
+            prefetch(r, c, next_head, c->first + next_offset + i + l, r->k, r->key, 0);
+            prefetch(r, c, next_head, c->first + next_offset + i + l, r->q, r->key, 0);
+            prefetch(r, c, next_head, c->first + next_offset + i + l, r->v, r->value, 0);
         }
         if (i) add_product(DOWN, V, i, M + (long)i * T, T, 1, N, V, N + (long)i * V, V);
-        chain(V, M + (long)i * T + i, T, 1, N + (long)i * V, V);
+        substitute(V, M + (long)i * T + i, T, 1, N + (long)i * V, V);
     }
     add_lower(all, V, P, T, N, V, O, V);
-    write(r, c, keys, N, H, H);
+    write_state(r, c, keys, N, H, H);
     store(r, c, O, r->value, V, to->o);
     if (to->errors) store(r, c, N, r->value, V, to->errors);
 }
 
-/* some heads of a row side by side, as they lie in memory */
+/* several adjacent heads of a row */
 static void forward_heads(const Rule *r, long row, int first, int many, const void *what, real *memory) {
     const Results *to = what;
     long size = (long)r->key * r->value, matrix = (long)r->K * r->V, at = (row * r->heads + first) * size;
@@ -97,11 +97,11 @@ static void forward_heads(const Rule *r, long row, int first, int many, const vo
         transpose(&r->swaps, r->value, r->key, to->state + at + i * size, r->key, memory + i * matrix, r->V);
     for (long number = 0; number * r->chunk < r->tokens; number++)
         for (int i = 0; i < many; i++) {
-            Chunk c = gates(r, row, first + i, number);
+            Chunk c = load_gates(r, row, first + i, number);
             real *H = memory + i * matrix;
-            if (to->marks && number % MARKS == 0)
+            if (to->checkpoints && number % CHECKPOINT_CHUNKS == 0)
                 for (int j = 0; j < r->key; j++)
-                    copy(r->value, H + (long)j * r->V, to->marks + mark(r, &c, number / MARKS) + (long)j * r->value);
+                    copy(r->value, H + (long)j * r->V, to->checkpoints + checkpoint_offset(r, &c, number / CHECKPOINT_CHUNKS) + (long)j * r->value);
             forward_chunk(r, &c, first + (i + 1) % many, i + 1 < many ? 0 : r->chunk, to, H, memory + r->most * matrix);
         }
     for (int i = 0; i < many; i++)
@@ -110,81 +110,81 @@ static void forward_heads(const Rule *r, long row, int first, int many, const vo
 
 int NAME(delta_forward)(long rows, long tokens, int heads, int key, int value, int chunk, double scale, int threads,
                         const real *q, const real *k, const real *v, const real *beta, const real *log_alpha,
-                        const real *lam, const real *state, real *o, real *final, real *errors, real *marks) {
+                        const real *lam, const real *state, real *o, real *final, real *errors, real *checkpoints) {
     Rule r = rule(rows, tokens, heads, key, value, chunk, scale);
     r.q = q, r.k = k, r.v = v, r.beta = beta, r.log_alpha = log_alpha, r.lam = lam;
-    Results to = {state, o, final, errors, marks};
-    if (out_of_range(rows * tokens * heads, beta, log_alpha, lam)) return GATES;
-    return each(&r, threads, forward_memory(&r), forward_heads, &to);
+    Results to = {state, o, final, errors, checkpoints};
+    if (out_of_range(rows * tokens * heads, beta, log_alpha, lam)) return BAD_GATES;
+    return for_each_head(&r, threads, forward_memory(&r), forward_heads, &to);
 }
 
 typedef struct {
-    const real *go, *gfinal, *o, *errors, *marks;
+    const real *go, *gfinal, *o, *errors, *checkpoints;
     real *gq, *gk, *gv, *gbeta, *glog_alpha, *glam, *gstate;
 } Gradients;
 
-typedef struct { /* of one chunk; `turned` is K^T, then o or v, then U^T, and `gK` first the keys times e^(G_C - G) */
-    real *keys, *XQ, *gXQ, *gK, *N, *U, *hat, *gNO, *W, *turned, *MP, *gMP, *D, *HT, *gHT, *H; /* H: MARKS + 1 of them */
+typedef struct { /* of one chunk; `transposed` is K^T, then o or v, then U^T; `gK` is first diag(e^(G_C - G)) K */
+    real *keys, *XQ, *gXQ, *gK, *N, *U, *hat, *gNO, *W, *transposed, *MP, *gMP, *D, *HT, *gHT, *H; /* H: CHECKPOINT_CHUNKS + 1 of them */
 } Tiles;
 
 static size_t backward_memory(const Rule *r) {
     size_t C = r->T, K = r->K, V = r->V;
-    return C * K * 6 + C * V * 7 + C * (K > V ? K : V) + C * C * 5 + K * V * (MARKS + 3) + r->most * K * V;
+    return C * K * 6 + C * V * 7 + C * (K > V ? K : V) + C * C * 5 + K * V * (CHECKPOINT_CHUNKS + 3) + r->most * K * V;
 }
 
 static Tiles tiles(const Rule *r, real *memory) {
     long K = (long)r->T * r->K, V = (long)r->T * r->V, T = (long)r->T * r->T, matrix = (long)r->K * r->V;
     Tiles t = {.keys = memory};
     t.XQ = t.keys + K, t.gXQ = t.XQ + 2 * K, t.gK = t.gXQ + 2 * K;
-    t.N = t.gK + K, t.U = t.N + V, t.hat = t.U + V, t.gNO = t.hat + V, t.W = t.gNO + 2 * V, t.turned = t.W + 2 * V;
-    t.MP = t.turned + (K > V ? K : V), t.gMP = t.MP + 2 * T, t.D = t.gMP + 2 * T;
+    t.N = t.gK + K, t.U = t.N + V, t.hat = t.U + V, t.gNO = t.hat + V, t.W = t.gNO + 2 * V, t.transposed = t.W + 2 * V;
+    t.MP = t.transposed + (K > V ? K : V), t.gMP = t.MP + 2 * T, t.D = t.gMP + 2 * T;
     t.HT = t.D + T, t.gHT = t.HT + matrix, t.H = t.gHT + matrix;
     return t;
 }
 
-/* the memories of MARKS chunks, from the one that was kept before them */
-static void replay(const Rule *r, long row, int head, long begin, long end, const Gradients *g, const Tiles *t) {
+/* recompute the states of CHECKPOINT_CHUNKS chunks from the checkpoint before them */
+static void recompute_states(const Rule *r, long row, int head, long begin, long end, const Gradients *g, const Tiles *t) {
     long matrix = (long)r->K * r->V;
     memset(t->H, 0, sizeof(real) * matrix);
     for (long number = begin; number < end; number++) {
-        Chunk c = gates(r, row, head, number);
+        Chunk c = load_gates(r, row, head, number);
         real *next = t->H + (number - begin + 1) * matrix;
         for (int i = 0; i < r->key && number == begin; i++)
-            copy(r->value, g->marks + mark(r, &c, begin / MARKS) + (long)i * r->value, t->H + (long)i * r->V);
+            copy(r->value, g->checkpoints + checkpoint_offset(r, &c, begin / CHECKPOINT_CHUNKS) + (long)i * r->value, t->H + (long)i * r->V);
         load(r, &c, r->k, r->key, r->K, t->keys);
         load(r, &c, g->errors, r->value, r->V, t->N);
         for (int i = 0; i < c.count; i++) {
-            fetch(r, &c, head, c.first + r->chunk + i, r->k, r->key, 0);
-            fetch(r, &c, head, c.first + r->chunk + i, g->errors, r->value, 0);
+            prefetch(r, &c, head, c.first + r->chunk + i, r->k, r->key, 0);
+            prefetch(r, &c, head, c.first + r->chunk + i, g->errors, r->value, 0);
         }
-        write(r, &c, t->keys, t->N, next - matrix, next);
+        write_state(r, &c, t->keys, t->N, next - matrix, next);
     }
 }
 
 /* hat = (I + M^T diag(beta))^-1 (P^T gO + K' gH) with K' = diag(e^(G_C - G)) K, from the last group of rows to the first;
-   U, and what else comes times a gate */
-static void correct(const Rule *r, const Chunk *c, const Gradients *g, const Tiles *t, const real *gH) {
+   also U and the other products with gates */
+static void solve_backward(const Rule *r, const Chunk *c, const Gradients *g, const Tiles *t, const real *gH) {
     int K = r->K, V = r->V, T = r->T, all = c->all;
     real *M = t->MP, *gO = t->gNO + (long)all * V, *hat = t->hat;
     for (int i = 0; i < all; i++) {
         scaled(V, c->beta[i], t->N + (long)i * V, t->U + (long)i * V);
         scaled(K, c->rest[i], t->keys + (long)i * K, t->gK + (long)i * K);
         scale(T, c->beta[i], M + (long)i * T);
-        fetch(r, c, c->head, c->first + i, g->glog_alpha ? g->o : NULL, r->value, 0);
-        fetch(r, c, c->head, c->first + i, g->glog_alpha ? r->v : NULL, r->value, 0);
+        prefetch(r, c, c->head, c->first + i, g->glog_alpha ? g->o : NULL, r->value, 0);
+        prefetch(r, c, c->head, c->first + i, g->glog_alpha ? r->v : NULL, r->value, 0);
     }
     product(all, V, r->key, t->gK, K, 1, gH, V, hat, V);
     add_upper(all, V, M + (long)all * T, T, gO, V, hat, V);
     for (int i = all - DOWN; i >= 0; i -= DOWN) {
-        int below = i + DOWN, last = i + DOWN - 1; /* in a group, rows and columns of M come in reverse */
+        int below = i + DOWN, last = i + DOWN - 1; /* inside a group, rows and columns of M are reversed */
         for (int l = 0; l < DOWN; l++) {
-            fetch(r, c, c->head, c->first - r->chunk + i + l, r->q, r->key, 0);
-            fetch(r, c, c->head, c->first - r->chunk + i + l, g->go, r->value, 0);
-            fetch(r, c, c->head, c->first + i + l, g->gv, r->value, 1);
+            prefetch(r, c, c->head, c->first - r->chunk + i + l, r->q, r->key, 0);
+            prefetch(r, c, c->head, c->first - r->chunk + i + l, g->go, r->value, 0);
+            prefetch(r, c, c->head, c->first + i + l, g->gv, r->value, 1);
         }
         if (below < all)
             add_product(DOWN, V, all - below, M + (long)below * T + i, 1, T, hat + (long)below * V, V, hat + (long)i * V, V);
-        chain(V, M + (long)last * T + last, -1, -T, hat + (long)last * V, -V);
+        substitute(V, M + (long)last * T + last, -1, -T, hat + (long)last * V, -V);
     }
     for (int i = 0; i < all; i++) {
         scaled(V, c->beta[i], hat + (long)i * V, t->gNO + (long)i * V);
@@ -193,28 +193,28 @@ static void correct(const Rule *r, const Chunk *c, const Gradients *g, const Til
     }
 }
 
-/* gradients of the log decays: of each G, o . go - v . gv, of the last <H', gH'> more, summed from the end */
-static void fade(const Rule *r, const Chunk *c, const Gradients *g, const Tiles *t, const real *after, const real *gH) {
+/* gradients of the log decays: o . go - v . gv for each G, plus <H', gH'> for the last, summed from the end */
+static void decay_backward(const Rule *r, const Chunk *c, const Gradients *g, const Tiles *t, const real *after, const real *gH) {
     int V = r->V;
-    real *gO = t->gNO + (long)c->all * V, each[MOST];
+    real *gO = t->gNO + (long)c->all * V, each[MAX_CHUNK];
     double sum = 0;
     for (int i = 0; i < r->key; i++) sum += dot(V, after + (long)i * V, gH + (long)i * V);
-    load(r, c, g->o, r->value, V, t->turned);
-    for (int i = 0; i < c->count; i++) each[i] = dot(V, gO + (long)i * V, t->turned + (long)i * V);
-    load(r, c, r->v, r->value, V, t->turned);
+    load(r, c, g->o, r->value, V, t->transposed);
+    for (int i = 0; i < c->count; i++) each[i] = dot(V, gO + (long)i * V, t->transposed + (long)i * V);
+    load(r, c, r->v, r->value, V, t->transposed);
     for (int i = c->count - 1; i >= 0; i--) {
-        sum += each[i] - dot(V, t->gNO + (long)i * V, t->turned + (long)i * V);
+        sum += each[i] - dot(V, t->gNO + (long)i * V, t->transposed + (long)i * V);
         g->glog_alpha[place(r, c->row, c->head, c->first + i)] = (real)sum;
     }
 }
 
-/* gradients of the scores, and of queries and keys through them and through the memory; gH goes to the chunk's beginning */
-static void spread(const Rule *r, const Chunk *c, const Gradients *g, const Tiles *t, const real *before, real *gH) {
+/* gradients of the scores, and of queries and keys; gH moves to the beginning of the chunk */
+static void inputs_backward(const Rule *r, const Chunk *c, const Gradients *g, const Tiles *t, const real *before, real *gH) {
     int K = r->K, V = r->V, T = r->T, all = c->all, deep = grouped(r->key);
     real *gM = t->gMP, *gP = t->gMP + (long)all * T, *Q = t->XQ + (long)all * K, *gX = t->gXQ, *gQ = t->gXQ + (long)all * K;
-    transpose(&r->swaps, all, r->value, t->U, V, t->turned, T);
-    pairs(r, c, r->value, t->gNO, V, t->turned, t->gMP);
-    weigh(r, c, t->D, -1, (real)r->scale, gM, gP);
+    transpose(&r->swaps, all, r->value, t->U, V, t->transposed, T);
+    scores(r, c, r->value, t->gNO, V, t->transposed, t->gMP);
+    apply_decays(r, c, t->D, -1, (real)r->scale, gM, gP);
     transpose(&r->swaps, deep, r->value, before, V, t->HT, K);
     transpose(&r->swaps, deep, r->value, gH, V, t->gHT, K);
     product(2 * all, K, r->value, t->W, V, 1, t->HT, K, t->gXQ, K);
@@ -222,8 +222,8 @@ static void spread(const Rule *r, const Chunk *c, const Gradients *g, const Tile
     add_lower(all, K, gP, T, t->keys, K, gQ, K);
     for (int i = 0; i < all; i++) {
         scale(V, c->rest[i], t->U + (long)i * V);
-        fetch(r, c, c->head, c->first + i, g->gq, r->key, 1);
-        fetch(r, c, c->head, c->first + i, g->gk, r->key, 1);
+        prefetch(r, c, c->head, c->first + i, g->gq, r->key, 1);
+        prefetch(r, c, c->head, c->first + i, g->gk, r->key, 1);
     }
     product(all, K, r->value, t->U, V, 1, t->gHT, K, t->gK, K);
     add_upper(all, K, gM, T, t->XQ, K, t->gK, K);
@@ -241,27 +241,27 @@ static void spread(const Rule *r, const Chunk *c, const Gradients *g, const Tile
     }
 }
 
-/* MARKS chunks, from the last to the first */
+/* CHECKPOINT_CHUNKS chunks, from the last to the first */
 static void backward_group(const Rule *r, long row, int head, long group, const Gradients *g, real *gH, real *memory) {
     long matrix = (long)r->K * r->V, chunks = (r->tokens + r->chunk - 1) / r->chunk;
-    long begin = group * MARKS, end = begin + MARKS < chunks ? begin + MARKS : chunks;
+    long begin = group * CHECKPOINT_CHUNKS, end = begin + CHECKPOINT_CHUNKS < chunks ? begin + CHECKPOINT_CHUNKS : chunks;
     Tiles t = tiles(r, memory);
-    replay(r, row, head, begin, end, g, &t);
+    recompute_states(r, row, head, begin, end, g, &t);
     for (long number = end - 1; number >= begin; number--) {
-        Chunk c = gates(r, row, head, number);
+        Chunk c = load_gates(r, row, head, number);
         real *before = t.H + (number - begin) * matrix, *gO = t.gNO + (long)c.all * r->V;
-        load_keys(r, &c, t.keys, t.XQ, t.turned);
+        load_keys(r, &c, t.keys, t.XQ, t.transposed);
         load(r, &c, g->errors, r->value, r->V, t.N);
         if (g->go)
             load(r, &c, g->go, r->value, r->V, gO);
         else
             memset(gO, 0, sizeof(real) * c.all * r->V);
-        pairs(r, &c, r->key, t.XQ, r->K, t.turned, t.MP);
-        decays(r, &c, 0, t.D);
-        weigh(r, &c, t.D, -1, (real)r->scale, t.MP, t.MP + (long)c.all * r->T);
-        correct(r, &c, g, &t, gH);
-        if (g->glog_alpha) fade(r, &c, g, &t, before + matrix, gH);
-        spread(r, &c, g, &t, before, gH);
+        scores(r, &c, r->key, t.XQ, r->K, t.transposed, t.MP);
+        decay_matrix(r, &c, 0, t.D);
+        apply_decays(r, &c, t.D, -1, (real)r->scale, t.MP, t.MP + (long)c.all * r->T);
+        solve_backward(r, &c, g, &t, gH);
+        if (g->glog_alpha) decay_backward(r, &c, g, &t, before + matrix, gH);
+        inputs_backward(r, &c, g, &t, before, gH);
         store(r, &c, t.gXQ + (long)c.all * r->K, r->key, r->K, g->gq);
         store(r, &c, t.gK, r->key, r->K, g->gk);
         store(r, &c, t.gNO, r->value, r->V, g->gv);
@@ -274,7 +274,7 @@ static void backward_heads(const Rule *r, long row, int first, int many, const v
     memset(memory, 0, sizeof(real) * matrix * many);
     for (int i = 0; i < many && g->gfinal; i++)
         transpose(&r->swaps, r->value, r->key, g->gfinal + at + i * size, r->key, memory + i * matrix, r->V);
-    for (long group = (r->tokens - 1) / ((long)r->chunk * MARKS); group >= 0; group--)
+    for (long group = (r->tokens - 1) / ((long)r->chunk * CHECKPOINT_CHUNKS); group >= 0; group--)
         for (int i = 0; i < many; i++)
             backward_group(r, row, first + i, group, g, memory + i * matrix, memory + r->most * matrix);
     for (int i = 0; i < many; i++)
@@ -284,16 +284,15 @@ static void backward_heads(const Rule *r, long row, int first, int many, const v
 int NAME(delta_backward)(long rows, long tokens, int heads, int key, int value, int chunk, double scale, int threads,
                          const real *q, const real *k, const real *v, const real *beta, const real *log_alpha,
                          const real *lam, const real *go, const real *gfinal, const real *o, const real *errors,
-                         const real *marks, real *gq, real *gk, real *gv, real *gbeta, real *glog_alpha, real *glam,
+                         const real *checkpoints, real *gq, real *gk, real *gv, real *gbeta, real *glog_alpha, real *glam,
                          real *gstate) {
     Rule r = rule(rows, tokens, heads, key, value, chunk, scale);
     r.q = q, r.k = k, r.v = v, r.beta = beta, r.log_alpha = log_alpha, r.lam = lam;
-    Gradients g = {go, gfinal, o, errors, marks, gq, gk, gv, gbeta, glog_alpha, glam, gstate};
-    return each(&r, threads, backward_memory(&r), backward_heads, &g);
+    Gradients g = {go, gfinal, o, errors, checkpoints, gq, gk, gv, gbeta, glog_alpha, glam, gstate};
+    return for_each_head(&r, threads, backward_memory(&r), backward_heads, &g);
 }
 
-/* one token and head: s' = alpha s + beta (v - alpha s . x) k for each row s of S as it lies, read and written once, and
-   o = scale s' . q */
+/* one token and head: s' = alpha s + beta (v - alpha s . x) k and o = scale s' . q for each row s of S, in one pass */
 static void one_token(int key, int value, real alpha, real beta, real scale, const real *q, const real *k, const real *x,
                       const real *v, const real *from, real *S, real *o) {
     int whole = key / LANES * LANES;
@@ -321,12 +320,12 @@ static void one_token(int key, int value, real alpha, real beta, real scale, con
     }
 }
 
-/* a few tokens, as in decoding: the recurrence itself, on one thread */
+/* a few tokens, as in decoding: the recurrence, on one thread */
 int NAME(delta_recurrent)(long rows, long tokens, int heads, int key, int value, double scale, const real *q, const real *k,
                     const real *v, const real *beta, const real *log_alpha, const real *lam, const real *state, real *o,
                     real *final) {
-    real x[WIDEST];
-    if (out_of_range(rows * tokens * heads, beta, log_alpha, lam)) return GATES;
+    real x[MAX_KEY_WIDTH];
+    if (out_of_range(rows * tokens * heads, beta, log_alpha, lam)) return BAD_GATES;
     Mode mode = flush();
     for (long one = 0; one < rows * heads; one++) {
         const real *from = state ? state + one * key * value : NULL;

@@ -1,13 +1,12 @@
-/* The parts of the delta rule's kernel (delta_rule.c): chunks, their tiles, and what is done with triangles of pairs.
+/* Building blocks of delta_rule.c: chunks, their tiles, and triangular products and solves.
 
-   Matrices of a chunk have as many rows as it has tokens, padded to whole groups of DOWN; leading dimensions K, V and T (of
-   a chunk's tokens) are padded to whole vectors. X and Q lie one behind the other, so that what happens to both is one
-   product. */
+   Matrices of a chunk have one row per token, padded to whole groups of DOWN; leading dimensions K, V and T (tokens of a
+   chunk) are padded to whole vectors. X and Q are stacked, so that products with both are one product. */
 
 #include "gemm_tiles.h"
 
-enum { MARKS = 16, MOST = 128, WIDEST = 256 }; /* chunks between two memories that are kept; tokens of a chunk; keys */
-#define NOTHING (-1000.0) /* a log decay of which nothing is left in either precision */
+enum { CHECKPOINT_CHUNKS = 16, MAX_CHUNK = 128, MAX_KEY_WIDTH = 256 }; /* chunks between two saved states */
+#define MIN_LOG_DECAY (-1000.0) /* a log decay at which nothing is left in either precision */
 
 #if defined(__GNUC__) && !defined(__clang__)
 enum { SHUFFLES = 1 };
@@ -16,26 +15,26 @@ enum { SHUFFLES = 1 };
 enum { SHUFFLES = 0 };
 #define SHUFFLE(x, y, places) (x)
 #endif
-typedef __typeof__((vector){0} == (vector){0}) Places;
-typedef struct { /* how two rows of a square swap their halves, their quarters, ...: what the upper and the lower become */
-    Places low[4], high[4];
-    Places below[LANES], until[LANES]; /* and masks of the places below the i-th, without and with it */
+typedef __typeof__((vector){0} == (vector){0}) Lanes;
+typedef struct { /* shuffles that swap the halves, quarters, ... of two rows of a square: the new upper and lower row */
+    Lanes low[4], high[4];
+    Lanes below[LANES], until[LANES]; /* masks of the lanes below i, excluding and including i */
 } Swaps;
 
 typedef struct {
     long rows, tokens;
     int heads, key, value, chunk, K, V, T;
-    int most; /* heads that are taken side by side: as many as have their memories in the cache together */
+    int most; /* heads processed together: as many as have their states in the cache */
     double scale;
-    const real *q, *k, *v, *beta, *log_alpha, *lam; /* [rows, tokens, heads, ...]; the last two may be missing */
+    const real *q, *k, *v, *beta, *log_alpha, *lam; /* [rows, tokens, heads, ...]; the last two may be null */
     Swaps swaps;
 } Rule;
 
-typedef struct { /* of one chunk of one head: where it lies, and what is read from its gates */
+typedef struct { /* one chunk of one head: its position and gates */
     long row, first; /* the first of its tokens */
     int head, count, all; /* tokens, and rows of its tiles */
-    double G[MOST];
-    real beta[MOST], lam[MOST], decay[MOST], rest[MOST], last; /* e^G, e^(G_C - G), e^G_C */
+    double G[MAX_CHUNK];
+    real beta[MAX_CHUNK], lam[MAX_CHUNK], decay[MAX_CHUNK], rest[MAX_CHUNK], last; /* e^G, e^(G_C - G), e^G_C */
 } Chunk;
 
 static Swaps swaps(void) {
@@ -64,7 +63,7 @@ static Rule rule(long rows, long tokens, int heads, int key, int value, int chun
     return r;
 }
 
-/* rows and heads are counted in one: the end of those of the same row from `one` on that are taken together */
+/* heads are counted across rows: the end of the group of heads of the same row that begins with `one` */
 static long together(const Rule *r, long one, long end) {
     long next = one + r->most, row = (one / r->heads + 1) * r->heads;
     next = next < row ? next : row;
@@ -73,7 +72,7 @@ static long together(const Rule *r, long one, long end) {
 
 static long place(const Rule *r, long row, int head, long token) { return (row * r->tokens + token) * r->heads + head; }
 
-static Chunk gates(const Rule *r, long row, int head, long number) {
+static Chunk load_gates(const Rule *r, long row, int head, long number) {
     Chunk c = {.row = row, .head = head, .first = number * r->chunk, .last = 1};
     long left = r->tokens - c.first;
     c.count = left < r->chunk ? (int)left : r->chunk;
@@ -81,12 +80,12 @@ static Chunk gates(const Rule *r, long row, int head, long number) {
     double sum = 0;
     for (int i = 0; i < padded(c.all); i++) {
         long at = place(r, row, head, c.first + i);
-        int there = i < c.count;
-        c.beta[i] = there ? r->beta[at] : 0;
-        c.lam[i] = there && r->lam ? r->lam[at] : 0;
+        int is_token = i < c.count;
+        c.beta[i] = is_token ? r->beta[at] : 0;
+        c.lam[i] = is_token && r->lam ? r->lam[at] : 0;
         c.decay[i] = c.rest[i] = 1;
-        double decay = there && r->log_alpha ? r->log_alpha[at] : 0;
-        c.G[i] = sum += decay < NOTHING ? NOTHING : decay; /* more would take the digits of what follows */
+        double decay = is_token && r->log_alpha ? r->log_alpha[at] : 0;
+        c.G[i] = sum += decay < MIN_LOG_DECAY ? MIN_LOG_DECAY : decay; /* larger sums would cancel later */
     }
     if (r->log_alpha) {
         for (int i = 0; i < c.all; i++) {
@@ -98,7 +97,7 @@ static Chunk gates(const Rule *r, long row, int head, long number) {
     return c;
 }
 
-typedef real loose __attribute__((vector_size(BYTES), aligned(sizeof(real)))); /* a vector that lies anywhere */
+typedef real loose __attribute__((vector_size(BYTES), aligned(sizeof(real)))); /* an unaligned vector */
 
 static inline void copy(int count, const real *from, real *to) {
     int i = 0;
@@ -106,31 +105,31 @@ static inline void copy(int count, const real *from, real *to) {
     for (; i < count; i++) to[i] = from[i];
 }
 
-/* rows of a caller's array into a tile, zeros where there is none, and back */
+/* copy rows of a caller's array into a tile, padded with zeros, and back */
 static void load(const Rule *r, const Chunk *c, const real *from, int width, int W, real *tile) {
-    long apart = (long)r->heads * width;
+    long stride = (long)r->heads * width;
     from += place(r, c->row, c->head, c->first) * width;
     for (int i = 0; i < c->all; i++, tile += W) {
-        int there = i < c->count ? width : 0;
-        if (there) copy(width, from + i * apart, tile);
-        for (int j = there; j < W; j++) tile[j] = 0;
+        int filled = i < c->count ? width : 0;
+        if (filled) copy(width, from + i * stride, tile);
+        for (int j = filled; j < W; j++) tile[j] = 0;
     }
 }
 
 static void store(const Rule *r, const Chunk *c, const real *tile, int width, int W, real *to) {
-    long apart = (long)r->heads * width;
+    long stride = (long)r->heads * width;
     to += place(r, c->row, c->head, c->first) * width;
-    for (int i = 0; i < c->count; i++) copy(width, tile + (long)i * W, to + i * apart);
+    for (int i = 0; i < c->count; i++) copy(width, tile + (long)i * W, to + i * stride);
 }
 
-/* ask for a token's row before it is wanted: rows lie too far apart for the processor to guess. Inline, since a compiler
-   may take a call that only asks for one that does nothing; a few at a time, since no more can be under way. */
-static inline __attribute__((always_inline)) void fetch(const Rule *r, const Chunk *c, int head, long token,
-                                                        const real *from, int width, const int change) {
+/* prefetch a token's row: rows are too far stride for the hardware prefetcher. Inline, since a compiler may remove a call
+   without effects; a few at a time, since the number of outstanding loads is limited. */
+static inline __attribute__((always_inline)) void prefetch(const Rule *r, const Chunk *c, int head, long token,
+                                                        const real *from, int width, const int is_write) {
     enum { LINE = 64 / sizeof(real) };
     if (!from || token < 0 || token >= r->tokens) return;
     const real *at = from + place(r, c->row, head, token) * width;
-    for (int j = 0; j < width; j += LINE) change ? __builtin_prefetch(at + j, 1, 2) : __builtin_prefetch(at + j, 0, 2);
+    for (int j = 0; j < width; j += LINE) is_write ? __builtin_prefetch(at + j, 1, 2) : __builtin_prefetch(at + j, 0, 2);
 }
 
 /* b[j, i] = a[i, j] */
@@ -138,7 +137,7 @@ static void transpose(const Swaps *swaps, int rows, int columns, const real *res
     int i = 0;
     for (; SHUFFLES && i + LANES <= rows; i += LANES) {
         int j = 0;
-        for (; j + LANES <= columns; j += LANES) { /* a square: swap its quarters, their quarters, and so on */
+        for (; j + LANES <= columns; j += LANES) { /* transpose a square: swap its quarters, their quarters, and so on */
             vector x[LANES];
 #pragma GCC unroll 16
             for (int l = 0; l < LANES; l++) x[l] = *(const loose *)(a + (long)(i + l) * lda + j);
@@ -178,14 +177,13 @@ static inline real dot(int count, const real *x, const real *y) {
     return total(sum);
 }
 
-/* rows to take together in products with triangles: few leave out more of the zeros, many fill the registers better */
+/* rows per product with a triangle: fewer rows skip more zeros, more rows use the registers better */
 static int step(int columns, int left) {
     int rows = columns < ACROSS * LANES ? HIGH : DOWN;
     return rows < left ? rows : left;
 }
 
-/* c += a b for a triangle a whose zeros are left out, group by group: row i of c takes columns of a up to i (lower), or
-   rows of a from i on (of which it is column i: upper) */
+/* c += a b for a lower triangle a, or c += a^T b (add_upper), skipping the zeros by groups of rows */
 static void add_lower(int rows, int columns, const real *a, long lda, const real *b, int ldb, real *c, int ldc) {
     for (int i = 0, now; i < rows; i += now) {
         now = step(columns, rows - i);
@@ -200,8 +198,8 @@ static void add_upper(int rows, int columns, const real *a, long lda, const real
     }
 }
 
-/* pairs of the chunk's tokens: two stacked matrices times one, in and below the vectors that hold the diagonal */
-static void pairs(const Rule *r, const Chunk *c, int depth, const real *a, int lda, const real *b, real *to) {
+/* scores of the chunk's tokens: two stacked matrices times one, up to the vectors that hold the diagonal */
+static void scores(const Rule *r, const Chunk *c, int depth, const real *a, int lda, const real *b, real *to) {
     for (int half = 0; half < 2; half++)
         for (int i = 0; i < c->all; i += HIGH) {
             int rows = c->all - i < HIGH ? c->all - i : HIGH;
@@ -210,8 +208,8 @@ static void pairs(const Rule *r, const Chunk *c, int depth, const real *a, int l
         }
 }
 
-/* D: e^(G_i - G_j), times beta_j if so asked */
-static void decays(const Rule *r, const Chunk *c, int by_beta, real *restrict D) {
+/* D: e^(G_i - G_j), optionally times beta_j */
+static void decay_matrix(const Rule *r, const Chunk *c, int by_beta, real *restrict D) {
     for (int i = 0; i < c->all; i++) {
         int some = padded(i + 1);
         real *restrict row = D + (long)i * r->T;
@@ -225,8 +223,8 @@ static void decays(const Rule *r, const Chunk *c, int by_beta, real *restrict D)
     }
 }
 
-/* what `pairs` gives, times D and a factor each; the diagonal of M and what is above either's becomes zero */
-static void weigh(const Rule *r, const Chunk *c, const real *D, real m, real p, real *M, real *P) {
+/* multiply the scores by D and a factor; set the diagonal of M and everything above both diagonals to zero */
+static void apply_decays(const Rule *r, const Chunk *c, const real *D, real m, real p, real *M, real *P) {
     int T = r->T;
     for (int i = 0; i < c->all; i++) {
         real *mi = M + (long)i * T, *pi = P + (long)i * T;
@@ -236,14 +234,14 @@ static void weigh(const Rule *r, const Chunk *c, const real *D, real m, real p, 
             AT(mi + j) *= m * OF(di + j);
             AT(pi + j) *= p * OF(di + j);
         }
-        AT(mi + edge) = (vector)((Places)(AT(mi + edge) * m * OF(di + edge)) & r->swaps.below[i - edge]);
-        AT(pi + edge) = (vector)((Places)(AT(pi + edge) * p * OF(di + edge)) & r->swaps.until[i - edge]);
+        AT(mi + edge) = (vector)((Lanes)(AT(mi + edge) * m * OF(di + edge)) & r->swaps.below[i - edge]);
+        AT(pi + edge) = (vector)((Lanes)(AT(pi + edge) * p * OF(di + edge)) & r->swaps.until[i - edge]);
         for (int j = edge + LANES; j < T; j += LANES) AT(mi + j) = AT(pi + j) = (vector){0};
     }
 }
 
-/* rows of x, one after the other: x[i] += sum_{j < i} a[i, j] x[j] for DOWN of them; a[i, j] lies at a[i * ai + j * aj] */
-static void chain(int columns, const real *a, long ai, long aj, real *x, long ldx) {
+/* forward substitution in DOWN rows: x[i] += sum_{j < i} a[i, j] x[j]; a[i, j] is a[i * ai + j * aj] */
+static void substitute(int columns, const real *a, long ai, long aj, real *x, long ldx) {
     EACH(l, columns) {
         vector row[DOWN];
 #pragma GCC unroll 4
@@ -266,8 +264,8 @@ static void load_keys(const Rule *r, const Chunk *c, real *keys, real *XQ, real 
     transpose(&r->swaps, c->all, r->key, keys, K, KT, r->T);
 }
 
-/* to = e^G_C H + K'^T N with K' = diag(e^(G_C - G) beta) K, which is left in `keys` */
-static void write(const Rule *r, const Chunk *c, real *keys, const real *N, const real *H, real *to) {
+/* to = e^G_C H + K'^T N with K' = diag(e^(G_C - G) beta) K, which is stored in `keys` */
+static void write_state(const Rule *r, const Chunk *c, real *keys, const real *N, const real *H, real *to) {
     for (int i = 0; i < c->all; i++) scale(r->K, c->rest[i] * c->beta[i], keys + (long)i * r->K);
     if (r->log_alpha || to != H) scaled(r->K * r->V, c->last, H, to);
     add_product(grouped(r->key), r->V, c->count, keys, 1, r->K, N, r->V, to, r->V);

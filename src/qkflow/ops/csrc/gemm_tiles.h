@@ -1,5 +1,5 @@
-/* What the kernels share: vectors as wide as the processor's, products of small matrices, memory, and an exponential.
-   Compiled once for each precision (REAL); rows are padded to whole vectors with zeros. */
+/* Shared by all kernels: SIMD vectors, products of small matrices, aligned memory and an exponential.
+   Compiled once per precision (REAL); rows are padded with zeros to whole vectors. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -17,7 +17,7 @@ enum { BYTES = 32, ACROSS = 3, SUMS = 12, PIECES = 4 };
 #else
 enum { BYTES = 16, ACROSS = 3, SUMS = 12, PIECES = 2 };
 #endif
-/* vectors of bytes; at most so many side by side, and so many sums at once; rows by groups of DOWN, or of HIGH */
+/* bytes per vector; vectors per tile row; accumulators; tile rows are multiples of DOWN, or HIGH if registers allow */
 enum { LANES = BYTES / sizeof(real), DOWN = 4, HIGH = 8 };
 typedef real vector __attribute__((vector_size(BYTES)));
 
@@ -30,8 +30,8 @@ static real *aligned(size_t count) {
     return memory;
 }
 
-/* Numbers below the smallest normal one count as zero from `flush` to `restore`, in this thread: what decays passes
-   through them, and each costs a processor as much as a hundred others. */
+/* Flush denormal numbers to zero in this thread, from `flush` to `restore`: decaying values become denormal, and
+   arithmetic with them is a hundred times slower. */
 #if defined(__SSE2__)
 typedef unsigned int Mode;
 static inline Mode flush(void) {
@@ -55,7 +55,7 @@ static inline Mode flush(void) { return 0; }
 static inline void restore(Mode before) { (void)before; }
 #endif
 
-/* c[i, j] (+)= sum_l a[i, l] b[l, j] for some rows and whole vectors of columns; a[i, l] lies at a[i * ai + l * al] */
+/* c[i, j] (+)= sum_l a[i, l] b[l, j] for a tile of rows and whole vectors of columns; a[i, l] is a[i * ai + l * al] */
 static inline __attribute__((always_inline)) void block(const int add, const int rows, const int columns, int depth,
                                                         const real *a, long ai, long al, const real *b, int ldb, real *c,
                                                         int ldc) {
@@ -83,7 +83,7 @@ static inline __attribute__((always_inline)) void block(const int add, const int
         for (int j = 0; j < columns; j++) *(vector *)(c + (long)i * ldc + j * LANES) = sum[i][j];
 }
 
-/* the same for any number of rows in groups of DOWN: fewer columns at once leave registers for more rows */
+/* the same for any number of rows in groups of DOWN: narrower tiles leave registers for more rows */
 static inline __attribute__((always_inline)) void strip(const int add, const int columns, int rows, int depth,
                                                         const real *a, long ai, long al, const real *b, int ldb, real *c,
                                                         int ldc) {

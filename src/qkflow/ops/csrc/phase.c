@@ -1,36 +1,36 @@
-/* Points of circles and what pulls them along: see qkflow/ops/kuramoto.py. A point is two numbers, cosine and sine.
-   Compiled once for each precision (REAL). */
+/* Kernels of Kuramoto attention: see qkflow/ops/kuramoto/fused.py. A point is cosine and sine.
+   Compiled once per precision (REAL). */
 
 #include "gemm_tiles.h"
 
-enum { SPAN = 512, TOKENS = 64 }; /* angles, or tokens, of a task */
+enum { SPAN = 512, TOKENS = 64 }; /* angles, or tokens, per task */
 
-/* The bits of the widest of some numbers, whose order is that of their widths: no numbers and infinities come last. */
+/* The bits of the largest absolute value; bits have the order of the values, with infinity and NaN last. */
 static inline int bits_float(long count, const float *x) {
-    int widest = 0;
+    int largest = 0;
     for (long i = 0; i < count; i++) {
         int bits;
         memcpy(&bits, x + i, sizeof bits);
         bits &= 0x7fffffff;
-        widest = bits > widest ? bits : widest;
+        largest = bits > largest ? bits : largest;
     }
-    return widest;
+    return largest;
 }
 
 static inline int bits_double(long count, const double *x) {
-    int widest = 0;
+    int largest = 0;
     for (long i = 0; i < count; i++) {
         long bits;
         memcpy(&bits, x + i, sizeof bits);
         int high = bits >> 32 & 0x7fffffff;
-        widest = high > widest ? high : widest;
+        largest = high > largest ? high : largest;
     }
-    return widest;
+    return largest;
 }
 
-enum { ENDLESS_float = 0x7f800000, ENDLESS_double = 0x7ff00000, FAR = 0x469c4000 /* 20,000 */ };
+enum { INFINITE_float = 0x7f800000, INFINITE_double = 0x7ff00000, FAR = 0x469c4000 /* 20,000 */ };
 
-/* The angle less the nearest quarter turns, in three pieces, and two short series around 0: within 1e-7 up to FAR. */
+/* Range reduction by quarter turns in three parts, and two short series around 0: accurate to 1e-7 up to FAR. */
 static inline __attribute__((always_inline)) void quarter(float x, float *cosine, float *sine) {
     float n = rintf(x * 0.636619772f);
     float r = x - n * 1.5703125f - n * 4.83751296997e-4f - n * 7.54978995489e-8f, rr = r * r;
@@ -43,32 +43,32 @@ static inline __attribute__((always_inline)) void quarter(float x, float *cosine
     *sine = q & 2 ? -odd : odd;
 }
 
-static inline void around_float(long count, int widest, const float *restrict x, float *restrict y) {
-    if (widest > FAR) {
+static inline void around_float(long count, int largest, const float *restrict x, float *restrict y) {
+    if (largest > FAR) {
         for (long i = 0; i < count; i++) y[2 * i] = cosf(x[i]), y[2 * i + 1] = sinf(x[i]);
         return;
     }
-    float cosine[SPAN], sine[SPAN]; /* apart at first: then they are made by vectors */
+    float cosine[SPAN], sine[SPAN]; /* separate arrays, so that the loop vectorizes */
     for (long i = 0; i < count; i++) quarter(x[i], &cosine[i], &sine[i]);
     for (long i = 0; i < count; i++) y[2 * i] = cosine[i], y[2 * i + 1] = sine[i];
 }
 
-static inline void around_double(long count, int widest, const double *restrict x, double *restrict y) {
-    (void)widest;
+static inline void around_double(long count, int largest, const double *restrict x, double *restrict y) {
+    (void)largest;
     for (long i = 0; i < count; i++) y[2 * i] = cos(x[i]), y[2 * i + 1] = sin(x[i]);
 }
 
-/* y = (cos x, sin x); answers how many spans have angles that are not finite */
+/* y = (cos x, sin x); returns the number of spans with non-finite angles */
 int NAME(points)(long count, int threads, const real *x, real *y) {
-    int lost = 0;
-#pragma omp parallel for schedule(static) reduction(+ : lost) num_threads(threads) if (threads > 1)
+    int non_finite = 0;
+#pragma omp parallel for schedule(static) reduction(+ : non_finite) num_threads(threads) if (threads > 1)
     for (long first = 0; first < count; first += SPAN) {
         long own = count - first < SPAN ? count - first : SPAN;
-        int widest = NAME(bits)(own, x + first);
-        lost += widest >= NAME(ENDLESS);
-        NAME(around)(own, widest, x + first, y + 2 * first);
+        int largest = NAME(bits)(own, x + first);
+        non_finite += largest >= NAME(INFINITE);
+        NAME(around)(own, largest, x + first, y + 2 * first);
     }
-    return lost;
+    return non_finite;
 }
 
 /* y = cos S - sin C, for points (cos, sin) and means (C, S) */
@@ -78,8 +78,8 @@ int NAME(tangent)(long count, int threads, const real *restrict point, const rea
     return 0;
 }
 
-/* y = along (cos S - sin C) + across (cos C + sin S), where along and across are those of a token's coordinates; across
-   may be none */
+/* y = along (cos S - sin C) + across (cos C + sin S); along and across have one number per coordinate; across may be
+   null */
 int NAME(phase_increment)(long tokens, long size, int threads, const real *point, const real *mean, const real *along,
                const real *across, real *y) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
@@ -97,8 +97,8 @@ int NAME(phase_increment)(long tokens, long size, int threads, const real *point
     return 0;
 }
 
-/* one token's part of it */
-static inline __attribute__((always_inline)) void pulled(const int both, long size, const real *restrict gy,
+/* gradients of one token */
+static inline __attribute__((always_inline)) void token_backward(const int both, long size, const real *restrict gy,
                                                          const real *restrict p, const real *restrict m,
                                                          const real *restrict along, const real *restrict across,
                                                          real *restrict gx, real *restrict gm, real *restrict galong,
@@ -106,7 +106,7 @@ static inline __attribute__((always_inline)) void pulled(const int both, long si
     for (long j = 0; j < size; j++) {
         real c = p[2 * j], s = p[2 * j + 1], C = m[2 * j], S = m[2 * j + 1];
         real a = gy[j] * along[j], b = both ? gy[j] * across[j] : 0, cross = c * S - s * C, dot = c * C + s * S;
-        gx[j] = b * cross - a * dot; /* by the angle itself, around which the point runs */
+        gx[j] = b * cross - a * dot; /* gradient of the angle */
         gm[2 * j] = b * c - a * s;
         gm[2 * j + 1] = a * c + b * s;
         galong[j] += gy[j] * cross;
@@ -114,7 +114,7 @@ static inline __attribute__((always_inline)) void pulled(const int both, long si
     }
 }
 
-/* Sums over tokens are kept by task and added up in the order of tasks: bits do not depend on the number of threads. */
+/* Sums over tokens are per task and added in task order: results do not depend on the number of threads. */
 int NAME(phase_increment_backward)(long tokens, long size, int threads, const real *gy, const real *point, const real *mean,
                         const real *along, const real *across, real *gx, real *gmean, real *galong, real *gacross) {
     long tasks = (tokens + TOKENS - 1) / TOKENS, both = across != NULL;
@@ -126,10 +126,10 @@ int NAME(phase_increment_backward)(long tokens, long size, int threads, const re
         for (long t = task * TOKENS; t < tokens && t < (task + 1) * TOKENS; t++) {
             long at = t * size;
             if (both)
-                pulled(1, size, gy + at, point + 2 * at, mean + 2 * at, along, across, gx + at, gmean + 2 * at,
+                token_backward(1, size, gy + at, point + 2 * at, mean + 2 * at, along, across, gx + at, gmean + 2 * at,
                        sum, sum + size);
             else
-                pulled(0, size, gy + at, point + 2 * at, mean + 2 * at, along, along, gx + at, gmean + 2 * at,
+                token_backward(0, size, gy + at, point + 2 * at, mean + 2 * at, along, along, gx + at, gmean + 2 * at,
                        sum, sum + size);
         }
     }
@@ -141,17 +141,17 @@ int NAME(phase_increment_backward)(long tokens, long size, int threads, const re
     return 0;
 }
 
-static inline void turn(long size, const real *restrict p, const real *restrict by, real *restrict y) {
+static inline void rotate(long size, const real *restrict p, const real *restrict rotation, real *restrict y) {
     for (long j = 0; j < size; j++) {
-        y[2 * j] = p[2 * j] * by[2 * j] - p[2 * j + 1] * by[2 * j + 1];
-        y[2 * j + 1] = p[2 * j] * by[2 * j + 1] + p[2 * j + 1] * by[2 * j];
+        y[2 * j] = p[2 * j] * rotation[2 * j] - p[2 * j + 1] * rotation[2 * j + 1];
+        y[2 * j + 1] = p[2 * j] * rotation[2 * j + 1] + p[2 * j + 1] * rotation[2 * j];
     }
 }
 
-/* Points as keys, one token late and turned by their position; before the first stands what a call before has left,
-   which may be none: zeros. `by` is [t, size] turns, or none. late is a copy of the points one token late, or none. */
-int NAME(shift_points)(long rows, long t, long size, int threads, const real *point, const real *by, const real *first_key,
-                const real *first_late, real *key, real *late) {
+/* Points shifted right by one token: as keys, rotated by `rotation` [t, size] (may be null), and as values, unrotated
+   (may be null). The first slots come from the previous call, or are zero. */
+int NAME(shift_points)(long rows, long t, long size, int threads, const real *point, const real *rotation, const real *first_key,
+                const real *first_value, real *key, real *value) {
     long width = 2 * size;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (long token = 0; token < rows * t; token++) {
@@ -162,14 +162,14 @@ int NAME(shift_points)(long rows, long t, long size, int threads, const real *po
             memcpy(to, first_key + row * width, sizeof(real) * width);
         else if (i == 0)
             memset(to, 0, sizeof(real) * width);
-        else if (by)
-            turn(size, p, by + (i - 1) * width, to);
+        else if (rotation)
+            rotate(size, p, rotation + (i - 1) * width, to);
         else
             memcpy(to, p, sizeof(real) * width);
-        if (!late) continue;
-        to = late + token * width;
-        if (i == 0 && first_late)
-            memcpy(to, first_late + row * width, sizeof(real) * width);
+        if (!value) continue;
+        to = value + token * width;
+        if (i == 0 && first_value)
+            memcpy(to, first_value + row * width, sizeof(real) * width);
         else if (i == 0)
             memset(to, 0, sizeof(real) * width);
         else
@@ -178,10 +178,9 @@ int NAME(shift_points)(long rows, long t, long size, int threads, const real *po
     return 0;
 }
 
-/* By the angles themselves; glate may be none. What stands before the first token takes its gradients from those of the
-   first slots. */
-int NAME(shift_points_backward)(long rows, long t, long size, int threads, const real *gkey, const real *glate,
-                         const real *point, const real *by, real *gx) {
+/* The gradient of the angles; gvalue may be null. The first slots have no angle here. */
+int NAME(shift_points_backward)(long rows, long t, long size, int threads, const real *gkey, const real *gvalue,
+                         const real *point, const real *rotation, real *gx) {
     long width = 2 * size;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (long token = 0; token < rows * t; token++) {
@@ -192,8 +191,8 @@ int NAME(shift_points_backward)(long rows, long t, long size, int threads, const
             continue;
         }
         const real *restrict g = gkey + (token + 1) * width, *restrict p = point + token * width;
-        if (by) {
-            const real *restrict b = by + i * width;
+        if (rotation) {
+            const real *restrict b = rotation + i * width;
             for (long j = 0; j < size; j++) {
                 real C = g[2 * j] * b[2 * j] + g[2 * j + 1] * b[2 * j + 1];
                 real S = g[2 * j + 1] * b[2 * j] - g[2 * j] * b[2 * j + 1];
@@ -201,8 +200,8 @@ int NAME(shift_points_backward)(long rows, long t, long size, int threads, const
             }
         } else
             for (long j = 0; j < size; j++) to[j] = p[2 * j] * g[2 * j + 1] - p[2 * j + 1] * g[2 * j];
-        if (!glate) continue;
-        g = glate + (token + 1) * width;
+        if (!gvalue) continue;
+        g = gvalue + (token + 1) * width;
         for (long j = 0; j < size; j++) to[j] += p[2 * j] * g[2 * j + 1] - p[2 * j + 1] * g[2 * j];
     }
     return 0;

@@ -1,30 +1,30 @@
-/* Short causal convolutions, each channel by itself, with a SiLU behind: see qkflow/ops/short_conv.py.
+/* Short causal convolution per channel, followed by SiLU: see qkflow/ops/short_conv.py.
 
-   A task is a segment of one row; it goes through some channels at a time, so that the few tokens that a tap looks back
-   lie in the nearest cache, and memory sees every token once. Sums over tokens are kept by task and added up in the
-   order of tasks: the bits do not depend on the number of threads. Compiled once for each precision (REAL). */
+   A task is a segment of one row. It processes a block of channels at a time, so that the tokens of all taps stay in the
+   L1 cache. Sums over tokens are per task and added in task order: results do not depend on the number of threads.
+   Compiled once per precision (REAL). */
 
 #include "gemm_tiles.h"
 
-enum { SEGMENT = 128, CHANNELS = 256, MOST = 64 };
-/* tokens of a task, channels at once, and the most taps */
+enum { SEGMENT = 128, CHANNELS = 256, MAX_TAPS = 64 };
+/* tokens per task, channels per block, and the largest number of taps */
 
 typedef struct {
     long rows, t, channels;
     int taps;
-    const real *x, *tail; /* [rows, t, channels]; [rows, taps - 1, channels], or none: zeros */
-    real *weight, *zeros; /* [taps, channels], a token of nothing */
+    const real *x, *state; /* [rows, t, channels]; [rows, taps - 1, channels], or null: zeros */
+    real *weight, *zeros; /* [taps, channels], and a zero token */
 } Streams;
 
 static const real *token(const Streams *s, long row, long i) {
     if (i >= 0) return s->x + (row * s->t + i) * s->channels;
-    if (s->tail) return s->tail + (row * (s->taps - 1) + i + s->taps - 1) * s->channels;
+    if (s->state) return s->state + (row * (s->taps - 1) + i + s->taps - 1) * s->channels;
     return s->zeros;
 }
 
 static inline real sigmoid(real x) { return 1 / (1 + NAME(exponential)(-x)); }
 
-static inline __attribute__((always_inline)) void one(const int taps, long count, long stride, const real *const *seen,
+static inline __attribute__((always_inline)) void convolve_token(const int taps, long count, long stride, const real *const *seen,
                                                       const real *restrict weight, real *restrict y) {
     for (long c = 0; c < count; c++) {
         real u = 0;
@@ -33,8 +33,8 @@ static inline __attribute__((always_inline)) void one(const int taps, long count
     }
 }
 
-/* the gradient of u, by which one token's output depends on the taps */
-static inline __attribute__((always_inline)) void slope(const int taps, long count, long stride, const real *const *seen,
+/* gradient of u for one token */
+static inline __attribute__((always_inline)) void u_backward(const int taps, long count, long stride, const real *const *seen,
                                                         const real *restrict weight, const real *restrict gy,
                                                         real *restrict gu) {
     for (long c = 0; c < count; c++) {
@@ -45,8 +45,8 @@ static inline __attribute__((always_inline)) void slope(const int taps, long cou
     }
 }
 
-/* what the outputs of a token and of those after it, later[j] being the slope j tokens on, say about the token itself */
-static inline __attribute__((always_inline)) void gather(const int taps, long count, long stride,
+/* gradient of one input token; later[j] is the gradient of u, j tokens later */
+static inline __attribute__((always_inline)) void x_backward(const int taps, long count, long stride,
                                                          const real *const *later, const real *restrict weight,
                                                          real *restrict gx) {
     for (long c = 0; c < count; c++) {
@@ -56,7 +56,7 @@ static inline __attribute__((always_inline)) void gather(const int taps, long co
     }
 }
 
-static inline __attribute__((always_inline)) void collect(const int taps, long count, long stride,
+static inline __attribute__((always_inline)) void weight_backward(const int taps, long count, long stride,
                                                           const real *const *seen, const real *restrict gu,
                                                           real *restrict gweight) {
     for (long c = 0; c < count; c++)
@@ -65,40 +65,40 @@ static inline __attribute__((always_inline)) void collect(const int taps, long c
 
 static inline __attribute__((always_inline)) void forward_task(const int taps, const Streams *s, long row, long first,
                                                                long last, real *y) {
-    const real *seen[MOST];
+    const real *seen[MAX_TAPS];
     for (long from = 0; from < s->channels; from += CHANNELS) {
         long count = s->channels - from < CHANNELS ? s->channels - from : CHANNELS;
         for (long i = first; i < last; i++) {
             for (int j = 0; j < taps; j++) seen[j] = token(s, row, i - taps + 1 + j) + from;
-            one(taps, count, s->channels, seen, s->weight + from, y + (row * s->t + i) * s->channels + from);
+            convolve_token(taps, count, s->channels, seen, s->weight + from, y + (row * s->t + i) * s->channels + from);
         }
     }
 }
 
-/* Tokens from the last to the first. Those just behind the segment are looked at once more, for what they say about it;
-   those of the tail, which have no outputs, follow the row's first. */
+/* Tokens from the last to the first, including those after the segment that read it. The tokens of the state, which have
+   no outputs, come last. */
 static inline __attribute__((always_inline)) void backward_task(const int taps, const Streams *s, long row, long first,
-                                                                long last, const real *gy, real *gx, real *gtail,
+                                                                long last, const real *gy, real *gx, real *gstate,
                                                                 real *gweight, real *work) {
     const long stride = s->channels, behind = last + taps - 1 < s->t ? last + taps - 1 : s->t;
-    const real *seen[MOST], *later[MOST];
+    const real *seen[MAX_TAPS], *later[MAX_TAPS];
     for (long from = 0; from < stride; from += CHANNELS) {
         long count = stride - from < CHANNELS ? stride - from : CHANNELS;
         const real *weight = s->weight + from;
         memset(work, 0, sizeof(real) * taps * CHANNELS);
-        for (long i = behind - 1; i >= (first || !gtail ? first : 1 - taps); i--) {
+        for (long i = behind - 1; i >= (first || !gstate ? first : 1 - taps); i--) {
             real *now = work + (i + taps) % taps * CHANNELS;
             for (int j = 0; j < taps; j++) later[j] = work + (i + j + taps) % taps * CHANNELS;
             if (i < 0) {
                 memset(now, 0, sizeof(real) * CHANNELS);
-                gather(taps, count, stride, later, weight, gtail + (row * (taps - 1) + i + taps - 1) * stride + from);
+                x_backward(taps, count, stride, later, weight, gstate + (row * (taps - 1) + i + taps - 1) * stride + from);
                 continue;
             }
             for (int j = 0; j < taps; j++) seen[j] = token(s, row, i - taps + 1 + j) + from;
-            slope(taps, count, stride, seen, weight, gy + (row * s->t + i) * stride + from, now);
+            u_backward(taps, count, stride, seen, weight, gy + (row * s->t + i) * stride + from, now);
             if (i >= last) continue;
-            gather(taps, count, stride, later, weight, gx + (row * s->t + i) * stride + from);
-            collect(taps, count, stride, seen, now, gweight + from);
+            x_backward(taps, count, stride, later, weight, gx + (row * s->t + i) * stride + from);
+            weight_backward(taps, count, stride, seen, now, gweight + from);
         }
     }
 }
@@ -114,8 +114,8 @@ static int begin(Streams *s, const real *weight) {
 
 /* y = silu(u); weight is [channels, taps] */
 int NAME(short_conv)(long rows, long t, long channels, int taps, int threads, const real *x, const real *weight,
-                     const real *tail, real *y) {
-    Streams s = {.rows = rows, .t = t, .channels = channels, .taps = taps, .x = x, .tail = tail};
+                     const real *state, real *y) {
+    Streams s = {.rows = rows, .t = t, .channels = channels, .taps = taps, .x = x, .state = state};
     if (begin(&s, weight)) return 1;
     long segments = (t + SEGMENT - 1) / SEGMENT;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
@@ -130,14 +130,14 @@ int NAME(short_conv)(long rows, long t, long channels, int taps, int threads, co
     return 0;
 }
 
-/* gtail may be none */
+/* gstate may be null */
 int NAME(short_conv_backward)(long rows, long t, long channels, int taps, int threads, const real *gy, const real *x,
-                              const real *weight, const real *tail, real *gx, real *gweight, real *gtail) {
-    Streams s = {.rows = rows, .t = t, .channels = channels, .taps = taps, .x = x, .tail = tail};
+                              const real *weight, const real *state, real *gx, real *gweight, real *gstate) {
+    Streams s = {.rows = rows, .t = t, .channels = channels, .taps = taps, .x = x, .state = state};
     if (begin(&s, weight)) return 1;
     long segments = (t + SEGMENT - 1) / SEGMENT, tasks = rows * segments, size = taps * channels;
     int failed = 0;
-    real *sums = aligned((tasks ? tasks : 1) * size); /* zeros, which is the gradient where there are no tokens */
+    real *sums = aligned((tasks ? tasks : 1) * size); /* zeros, the gradient for an empty batch */
     if (!sums) {
         free(s.weight);
         return 1;
@@ -156,9 +156,9 @@ int NAME(short_conv_backward)(long rows, long t, long channels, int taps, int th
             long last = first + SEGMENT < t ? first + SEGMENT : t;
             real *sum = sums + task * size;
             if (taps == 4)
-                backward_task(4, &s, row, first, last, gy, gx, gtail, sum, work);
+                backward_task(4, &s, row, first, last, gy, gx, gstate, sum, work);
             else
-                backward_task(taps, &s, row, first, last, gy, gx, gtail, sum, work);
+                backward_task(taps, &s, row, first, last, gy, gx, gstate, sum, work);
         }
         free(work);
     }

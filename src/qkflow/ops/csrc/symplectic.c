@@ -1,9 +1,9 @@
-/* Drifts and kicks of (q, k), row by row, with the force W2 phi(W1 q + b1) + b2: see qkflow/ops/reversible.py.
+/* Drifts and kicks of (q, k) with the force W2 phi(W1 q + b1) + b2. qkflow/ops/symplectic/naive.py defines the motion,
+   reversible.py has the equations of the backward pass.
 
-   Rows are independent, so a tile of them goes through the whole motion, there and back, while it lies in the cache:
-   memory sees q and k once, whatever the number of steps. Widths are padded with zeros to whole vectors. Threads own
-   contiguous tiles and sums of their own, added up in their order: the same number of threads gives the same bits.
-   Compiled once for each precision (REAL). */
+   Rows are independent, so a tile of rows stays in the cache for the whole motion, whatever the number of steps. Widths
+   are padded with zeros to whole vectors. Threads own contiguous tiles and separate sums, added in thread order: results
+   are deterministic for a given number of threads. Compiled once per precision (REAL). */
 
 #include "gemm_tiles.h"
 
@@ -18,7 +18,7 @@ typedef struct {
     const real *w1, *b1, *w2, *b2;
 } Motion;
 
-typedef struct { /* the weights as the tiles want them; leading dimensions W (width) and M (hidden), padded */
+typedef struct { /* packed weights; leading dimensions W (width) and M (hidden), padded */
     int W, M;
     real *inner, *inner_back, *outer, *outer_back, *undo, *bias, *shift, *memory;
 } Packed;
@@ -101,12 +101,12 @@ static double dot(int rows, int width, const real *restrict x, const real *restr
     return all;
 }
 
-/* rows of a caller's array into a tile, zeros where there is none, and back */
+/* copy rows of a caller's array into a tile, padded with zeros, and back */
 static void load(int rows, int all, int width, int W, const real *from, real *tile) {
     for (int i = 0; i < all; i++) {
-        int there = from && i < rows ? width : 0;
-        memcpy(tile + (long)i * W, from ? from + (long)i * width : tile, sizeof(real) * there);
-        memset(tile + (long)i * W + there, 0, sizeof(real) * (W - there));
+        int filled = from && i < rows ? width : 0;
+        memcpy(tile + (long)i * W, from ? from + (long)i * width : tile, sizeof(real) * filled);
+        memset(tile + (long)i * W + filled, 0, sizeof(real) * (W - filled));
     }
 }
 
@@ -137,7 +137,8 @@ static void forward_tile(const Motion *m, const Packed *p, int rows, const real 
 }
 
 int NAME(drift_kick)(long rows, int width, int hidden, int activation, int steps, int threads, double dt,
-                     const double *coefficients, const real *w1, const real *b1, const real *w2, const real *b2, const real *q,
+                     const double *coefficients, const real *w1, const real *b1, const real *w2, const real *b2,
+                     const real *q,
                     const real *k, real *q_out, real *k_out) {
     Motion m = {rows, width, hidden, activation, steps, coefficients, dt, w1, b1, w2, b2};
     Packed p;
@@ -160,9 +161,8 @@ int NAME(drift_kick)(long rows, int width, int hidden, int activation, int steps
     return memory == NULL;
 }
 
-/* y[i] += by * (bias[i] + sum_j matrix[i, j] x[j]) along the rows as they lie, DOWN of them at a time so that none has to
-   wait for the sum before it */
-static void add_image(int rows, int columns, const real *matrix, const real *bias, const real *x, real by, real *y) {
+/* y[i] += by * (bias[i] + sum_j matrix[i, j] x[j]), DOWN rows at a time, for independent sums */
+static void add_affine(int rows, int columns, const real *matrix, const real *bias, const real *x, real by, real *y) {
     typedef real loose __attribute__((vector_size(BYTES), aligned(sizeof(real))));
     for (int first = 0; first < rows; first += DOWN) {
         vector sums[DOWN] = {{0}};
@@ -182,9 +182,10 @@ static void add_image(int rows, int columns, const real *matrix, const real *bia
     }
 }
 
-/* the same motion for a few rows, as in decoding: nothing is packed, no thread is woken */
+/* the same motion for a few rows, as in decoding: without packing and threads */
 int NAME(drift_kick_few)(long rows, int width, int hidden, int activation, int steps, int threads, double dt,
-                     const double *coefficients, const real *w1, const real *b1, const real *w2, const real *b2, const real *q,
+                     const double *coefficients, const real *w1, const real *b1, const real *w2, const real *b2,
+                     const real *q,
                         const real *k, real *q_out, real *k_out) {
     (void)threads;
     real *memory = aligned((size_t)width + hidden);
@@ -197,16 +198,16 @@ int NAME(drift_kick_few)(long rows, int width, int hidden, int activation, int s
             if (coefficients[step] != 0) add_scaled(width, (real)(coefficients[step] * dt), K, Q);
             if (step == steps) break;
             memset(Z, 0, sizeof(real) * hidden);
-            add_image(hidden, width, w1, b1, Q, 1, Z);
+            add_affine(hidden, width, w1, b1, Q, 1, Z);
             activate(activation, hidden, Z);
-            add_image(width, hidden, w2, b2, Z, (real)dt, K);
+            add_affine(width, hidden, w2, b2, Z, (real)dt, K);
         }
     }
     free(memory);
     return 0;
 }
 
-typedef struct { /* what a thread adds up, padded */
+typedef struct { /* the sums of one thread, padded */
     real *inner, *bias, *outer, *shift;
     double dt;
 } Sums;
@@ -247,14 +248,15 @@ static void backward_tile(const Motion *m, const Packed *p, int rows, int drift,
     store(rows, m->width, W, GK, gk_out);
 }
 
-/* gradients: gq and gk by row, `sums` = W1, b1, W2, b2, dt one after the other */
+/* gradients: gq and gk per row; `sums` holds those of W1, b1, W2, b2 and dt */
 int NAME(drift_kick_backward)(long rows, int width, int hidden, int activation, int steps, int threads, double dt,
-                     const double *coefficients, const real *w1, const real *b1, const real *w2, const real *b2, const real *q,
+                     const double *coefficients, const real *w1, const real *b1, const real *w2, const real *b2,
+                     const real *q,
                              const real *k, const real *gq, const real *gk, real *gq_out, real *gk_out, real *sums) {
     Motion m = {rows, width, hidden, activation, steps, coefficients, dt, w1, b1, w2, b2};
     Packed p;
     if (pack(&m, &p)) return 1;
-    int drift = 0; /* the first one: kicks that came after it are undone, so that it finds the key it saw */
+    int drift = 0; /* the first drift: kicks after it are undone, because it needs the key before them */
     while (drift < steps && coefficients[drift] == 0) drift++;
     long tiles = (rows + TILE - 1) / TILE;
     size_t matrix = (size_t)p.W * p.M, own = 2 * matrix + p.W + p.M, each = (size_t)TILE * (4 * p.W + 2 * p.M) + own;
@@ -290,7 +292,7 @@ int NAME(drift_kick_backward)(long rows, int width, int hidden, int activation, 
             }
             for (int i = 0; i < width; i++) gb2[i] += s.shift[i];
         }
-        for (size_t i = 0; i < (size_t)width * hidden; i++) { /* so far they are gradients of dt W2 and dt b2 */
+        for (size_t i = 0; i < (size_t)width * hidden; i++) { /* these are the gradients of dt W2 and dt b2 */
             gdt += (double)gw2[i] * w2[i];
             gw2[i] *= (real)dt;
         }
