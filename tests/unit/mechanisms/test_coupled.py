@@ -37,11 +37,11 @@ PAIRING = MOVING[:-2]
 
 def make(queries: int = HEADS, keys: int = HEADS, **config: Any) -> Coupling:
     """A coupling away from its start, with weights of the size that training might give them."""
-    made = CouplingConfig(**config)(queries, keys, WIDTH).double()
+    layer = CouplingConfig(**config)(queries, keys, WIDTH).double()
     with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_((0.1 if isinstance(made, Affine) else 0.3) * torch.randn_like(parameter))
-    return made
+        for parameter in layer.parameters():
+            parameter.add_((0.1 if isinstance(layer, Affine) else 0.3) * torch.randn_like(parameter))
+    return layer
 
 
 def points(queries: int = HEADS, keys: int = HEADS, width: int = WIDTH) -> tuple[Tensor, Tensor]:
@@ -84,8 +84,8 @@ def test_an_euler_coupling_starts_as_one_drift_too() -> None:
 def test_the_others_start_as_exactly_the_identity(config: dict[str, Any], sharing: Any) -> None:
     q, k = points()
     for dtype in (torch.float64, torch.float32):
-        made = CouplingConfig(**config, sharing=sharing)(HEADS, HEADS, WIDTH).to(dtype)
-        moved = made(q.to(dtype), k.to(dtype))
+        layer = CouplingConfig(**config, sharing=sharing)(HEADS, HEADS, WIDTH).to(dtype)
+        moved = layer(q.to(dtype), k.to(dtype))
         assert torch.equal(moved[0], q.to(dtype))
         assert torch.equal(moved[1], k.to(dtype))
 
@@ -97,50 +97,50 @@ def test_a_motion_is_the_operators(scheme: str, force: Any, sharing: Any) -> Non
     how: dict[str, Any] = {"dynamics": "euler"} if scheme == "euler" else {"integrator": scheme}
     step = {"symplectic-euler": naive.symplectic_euler, "leapfrog": naive.leapfrog, "euler": naive.euler}[scheme]
     for steps in (1, 4):
-        made, (q, k) = make(force=force, steps=steps, sharing=sharing, **how), points()
-        assert isinstance(made, DriftKick)
-        acting = made.force if made.force is not None else torch.zeros_like
+        layer, (q, k) = make(force=force, steps=steps, sharing=sharing, **how), points()
+        assert isinstance(layer, DriftKick)
+        acting = layer.force if layer.force is not None else torch.zeros_like
         with torch.no_grad():
-            close(made(q, k), step(q, k, acting, made.dt, steps))
+            close(layer(q, k), step(q, k, acting, layer.dt, steps))
 
 
 @given(alternations=st.integers(1, 3), seed=st.integers(0, 1000), sharing=st.sampled_from(["heads", "none"]))
 @settings(deadline=None, max_examples=8)
 def test_an_affine_coupling_is_undone_either_way_round(alternations: int, seed: int, sharing: Any) -> None:
     torch.manual_seed(seed)
-    made, at = make(dynamics="affine", alternations=alternations, sharing=sharing), points()
-    assert isinstance(made, Affine)
+    layer, at = make(dynamics="affine", alternations=alternations, sharing=sharing), points()
+    assert isinstance(layer, Affine)
     with torch.no_grad():
-        there = made(*at)
-        assert float((there[0] - at[0]).abs().max()) > 0.01
-        close(made.inverse(*there), at, within=1e-10)
-        close(made(*made.inverse(*at)), at, within=1e-10)
+        moved = layer(*at)
+        assert float((moved[0] - at[0]).abs().max()) > 0.01
+        close(layer.inverse(*moved), at, within=1e-10)
+        close(layer(*layer.inverse(*at)), at, within=1e-10)
 
 
 @pytest.mark.parametrize("alternations", [1, 2, 3])
 def test_an_affine_coupling_is_undone_also_with_networks_as_large_as_others_start(alternations: int) -> None:
     config = CouplingConfig(dynamics="affine", alternations=alternations)
-    made = config(HEADS, HEADS, 64).double()
+    layer = config(HEADS, HEADS, 64).double()
     at = points(width=64)
-    assert isinstance(made, Affine)
+    assert isinstance(layer, Affine)
     with torch.no_grad():
-        for network in (*made.of_query, *made.of_key):
+        for network in (*layer.of_query, *layer.of_key):
             outer: Any = network.outer
             outer.copy_(torch.randn_like(outer) / 8)  # N(0, 1 / inputs)
-        there = made(*at)
-        assert all(x.isfinite().all() for x in there)
-        close(made.inverse(*there), at, within=1e-10)
+        moved = layer(*at)
+        assert all(x.isfinite().all() for x in moved)
+        close(layer.inverse(*moved), at, within=1e-10)
 
 
 @pytest.mark.parametrize("config", MOVING, ids=str)
 def test_tokens_and_heads_move_by_themselves(config: dict[str, Any]) -> None:
     for sharing in ("heads", "none"):
-        made, (q, k) = make(sharing=sharing, **config), points()
-        moved = made(q, k)
+        layer, (q, k) = make(sharing=sharing, **config), points()
+        moved = layer(q, k)
         q2, k2 = q.clone(), k.clone()
         q2[1, 3, 2] += 1
         k2[1, 3, 2] -= 1
-        for a, b in zip(made(q2, k2), moved, strict=True):
+        for a, b in zip(layer(q2, k2), moved, strict=True):
             changed = (a - b).abs().amax(-1) > 0
             assert not changed.index_fill(1, torch.tensor([3]), False).any()
             assert changed[1, 3].tolist() in ([False, False, True, False], [False] * 4)
@@ -150,41 +150,41 @@ def test_tokens_and_heads_move_by_themselves(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("sharing", ["heads", "none"])
 @pytest.mark.parametrize("config", PAIRING, ids=str)
 def test_a_grouped_query_moves_as_the_mean_of_its_group(config: dict[str, Any], sharing: Any) -> None:
-    made, (q, k) = make(6, 2, sharing=sharing, **config), points(6, 2)
+    layer, (q, k) = make(6, 2, sharing=sharing, **config), points(6, 2)
     pairs = make(2, 2, sharing=sharing, **config)
-    pairs.load_state_dict(made.state_dict())
+    pairs.load_state_dict(layer.state_dict())
     mean = torch.stack([q[:, :, :3].mean(2), q[:, :, 3:].mean(2)], 2)
     moved, key = pairs(mean, k)
     by = moved - mean
-    close(made(q, k), (q + by[:, :, [0, 0, 0, 1, 1, 1]], key))
+    close(layer(q, k), (q + by[:, :, [0, 0, 0, 1, 1, 1]], key))
 
 
 @pytest.mark.parametrize("config", MOVING[-2:], ids=str)
 def test_the_controls_move_every_grouped_query_by_itself(config: dict[str, Any]) -> None:
-    made, (q, k) = make(6, 2, **config), points(6, 2)
-    moved, key = made(q, k)
+    layer, (q, k) = make(6, 2, **config), points(6, 2)
+    moved, key = layer(q, k)
     for head in range(6):
         other = k[:, :, head // 3 : head // 3 + 1]
         alone = make(1, 1, **config)
-        alone.load_state_dict(made.state_dict())
+        alone.load_state_dict(layer.state_dict())
         one, two = alone(q[:, :, head : head + 1], other)
         close((moved[:, :, head : head + 1], key[:, :, head // 3 : head // 3 + 1]), (one, two))
 
 
 @pytest.mark.parametrize("config", MOVING[-2:], ids=str)
 def test_nothing_passes_between_query_and_key_in_the_controls(config: dict[str, Any]) -> None:
-    made, (q, k) = make(**config), points()
-    moved = made(q, k)
-    assert torch.equal(made(q, k + 1)[0], moved[0])
-    assert torch.equal(made(q + 1, k)[1], moved[1])
+    layer, (q, k) = make(**config), points()
+    moved = layer(q, k)
+    assert torch.equal(layer(q, k + 1)[0], moved[0])
+    assert torch.equal(layer(q + 1, k)[1], moved[1])
 
 
 @pytest.mark.parametrize("config", PAIRING, ids=str)
 def test_the_dynamics_do_couple(config: dict[str, Any]) -> None:
-    made, (q, k) = make(**config), points()
+    layer, (q, k) = make(**config), points()
     q.requires_grad_()
     k.requires_grad_()
-    moved = made(q, k)
+    moved = layer(q, k)
     assert torch.autograd.grad(moved[0].sum(), k, retain_graph=True)[0].abs().min() > 0
     if config.get("force") != "none":
         assert torch.autograd.grad(moved[1].square().sum(), q)[0].abs().max() > 0
@@ -226,14 +226,14 @@ def test_the_uncoupled_control_has_the_capacity_of_the_coupling() -> None:
 
 @pytest.mark.parametrize("config", MOVING, ids=str)
 def test_half_precision_moves_both_ways(config: dict[str, Any]) -> None:
-    made, (q, k) = make(**config).float(), points()
+    layer, (q, k) = make(**config).float(), points()
     q, k = (x.float().requires_grad_() for x in (q, k))
-    exact = made(q, k)
+    exact = layer(q, k)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        moved = made(q.bfloat16(), k.bfloat16())
+        moved = layer(q.bfloat16(), k.bfloat16())
     assert {x.dtype for x in moved} == {torch.bfloat16}
     sum(x.float().square().sum() for x in moved).backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
     for a, b in zip(moved, exact, strict=True):
         assert float((a.float() - b).detach().norm() / b.detach().norm()) < 0.02
 
@@ -264,11 +264,11 @@ def test_half_precision_moves_both_ways(config: dict[str, Any]) -> None:
     ids=str,
 )
 def test_a_coupling_that_cannot_be_is_refused_in_one_line(config: dict[str, Any], message: str) -> None:
-    made = object.__new__(CouplingConfig)  # not by its constructor, whose types a test run may check first
+    layer = object.__new__(CouplingConfig)  # not by its constructor, whose types a test run may check first
     for field in fields(CouplingConfig):
-        object.__setattr__(made, field.name, config.get(field.name, field.default))
+        object.__setattr__(layer, field.name, config.get(field.name, field.default))
     with pytest.raises(UsageError, match=message) as caught:
-        made.__post_init__()
+        layer.__post_init__()
     assert "\n" not in str(caught.value)
 
 

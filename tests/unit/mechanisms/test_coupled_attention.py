@@ -156,10 +156,10 @@ def test_a_drift_folded_into_the_projection_changes_neither_values_nor_gradients
     with torch.no_grad():
         close(layer(x)[0], folded.detach())
     weight, leaves = torch.randn_like(folded), [x, *layer.parameters()]
-    got = torch.autograd.grad(folded, leaves, weight)
+    actual = torch.autograd.grad(folded, leaves, weight)
     plain = owned(layer, "query", "key")(x)[0]
     close(plain, folded)
-    close(got, torch.autograd.grad(plain, leaves, weight), within=1e-11)
+    close(actual, torch.autograd.grad(plain, leaves, weight), within=1e-11)
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
@@ -182,12 +182,12 @@ def test_a_bias_on_a_projection_counts(coupling: str, which: str, mode: Callable
     layer, x = make("standard", coupling), stream()
     getattr(layer, which).bias = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
     with mode():
-        got = layer(x)[0]
+        actual = layer(x)[0]
         q, k = layer.query(x).view(2, 6, HEADS, K), layer.key(x).view(2, 6, HEADS, K)
         moved = layer.coupling(q, k)
         delattr(layer, which)
         setattr(layer, which, nn.Linear(WIDTH, WIDTH, bias=False).double())
-        close(got, without(layer, "standard", "", *moved)(x)[0])
+        close(actual, without(layer, "standard", "", *moved)(x)[0])
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
@@ -199,25 +199,25 @@ def test_a_hook_on_a_projection_is_heard(coupling: str, which: str, mode: Callab
     twice.load_state_dict(layer.state_dict())
     with torch.no_grad():
         getattr(twice, which).weight.mul_(2)
-    seen: list[torch.Size] = []
+    recorded: list[torch.Size] = []
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        seen.append(output.shape)
+        recorded.append(output.shape)
         return 2 * output
 
     getattr(layer, which).register_forward_hook(hook)
     with mode():
         close(layer(x)[0], twice(x)[0])
-    assert seen == [x.shape]
+    assert recorded == [x.shape]
 
 
 def test_a_hook_before_a_projection_is_heard() -> None:
     layer, x = make("standard", "hamiltonian"), stream()
-    seen: list[str] = []
-    layer.query.register_forward_pre_hook(lambda module, args: seen.append("query"))
-    layer.key.register_full_backward_hook(lambda module, into, out: seen.append("key"))
+    recorded: list[str] = []
+    layer.query.register_forward_pre_hook(lambda module, args: recorded.append("query"))
+    layer.key.register_full_backward_hook(lambda module, into, out: recorded.append("key"))
     layer(x.requires_grad_())[0].sum().backward()
-    assert sorted(seen) == ["key", "query"]
+    assert sorted(recorded) == ["key", "query"]
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
@@ -262,7 +262,7 @@ def test_all_of_a_coupling_is_of_the_qk_circuit(base: str, coupling: str) -> Non
 def test_half_precision_is_close_to_single_precision(base: str, coupling: str, options: str) -> None:
     layer, x = make(base, coupling, options, dtype=torch.float32), stream(dtype=torch.float32)
     exact, leaves = layer(x)[0], [*layer.parameters()]
-    want = torch.autograd.grad(exact.square().sum(), leaves)
+    expected = torch.autograd.grad(exact.square().sum(), leaves)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)[0]
         with torch.no_grad():
@@ -270,11 +270,11 @@ def test_half_precision_is_close_to_single_precision(base: str, coupling: str, o
             for token in x.split(1, 1):
                 step, state = layer(token, state)
                 steps.append(step)
-    got = torch.autograd.grad(y.float().square().sum(), leaves)
+    actual = torch.autograd.grad(y.float().square().sum(), leaves)
     for out in (y.detach(), torch.cat(steps, 1)):
         assert float((out - exact.detach()).norm() / exact.detach().norm()) < 0.05
-    total = torch.cat([w.flatten() for w in want])
-    assert float((torch.cat([g.flatten() for g in got]) - total).norm() / total.norm()) < 0.1
+    total = torch.cat([w.flatten() for w in expected])
+    assert float((torch.cat([g.flatten() for g in actual]) - total).norm() / total.norm()) < 0.1
 
 
 def test_coupled_attention_is_standard_attention_with_a_hamiltonian_coupling() -> None:

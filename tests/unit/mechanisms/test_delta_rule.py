@@ -94,10 +94,10 @@ def as_published(layer: Any, x: Tensor) -> Tensor:
 )
 def test_a_mechanism_is_what_is_published_in_values_and_gradients(spec: str) -> None:
     layer, x = make(spec), stream().requires_grad_()
-    got, want = layer(x)[0], as_published(layer, x)
-    close(got, want)
-    leaves, weight = [x, *layer.parameters()], torch.randn_like(want)
-    close(*(torch.autograd.grad(y, leaves, weight) for y in (got, want)), within=1e-10)
+    actual, expected = layer(x)[0], as_published(layer, x)
+    close(actual, expected)
+    leaves, weight = [x, *layer.parameters()], torch.randn_like(expected)
+    close(*(torch.autograd.grad(y, leaves, weight) for y in (actual, expected)), within=1e-10)
 
 
 def test_q_delta_without_lambda_is_the_gated_delta_rule_and_without_decay_the_delta_rule() -> None:
@@ -171,9 +171,9 @@ def test_a_decay_far_out_keeps_its_digits() -> None:
         decay.dt_bias.zero_()
         decay.A_log.zero_()
     x = torch.tensor([-40.0, -1.0, 0.0, 21.0, 30.0], dtype=torch.float64).view(1, -1, 1).requires_grad_()
-    got = decay(x)
-    assert_close(got, -torch.log1p(x.exp()), rtol=1e-15, atol=0)
-    assert_close(torch.autograd.grad(got.sum(), x)[0], -x.sigmoid(), rtol=1e-14, atol=0)
+    actual = decay(x)
+    assert_close(actual, -torch.log1p(x.exp()), rtol=1e-15, atol=0)
+    assert_close(torch.autograd.grad(actual.sum(), x)[0], -x.sigmoid(), rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -288,24 +288,24 @@ def test_the_map_is_how_outputs_of_the_rule_depend_on_values() -> None:
 def test_a_state_gives_the_map_no_columns_but_its_last_tokens_are_convolved() -> None:
     layer, x = make("qdelta"), stream(2, 9)
     _, state = layer(x[:, :5])
-    seen = layer.weights(x[:, 5:], state)
-    assert seen.shape == (2, HEADS, 4, 4)
-    close(seen, layer.weights(x)[:, :, 5:, 5:])
+    recorded = layer.weights(x[:, 5:], state)
+    assert recorded.shape == (2, HEADS, 4, 4)
+    close(recorded, layer.weights(x)[:, :, 5:, 5:])
 
 
 def test_a_map_may_be_longer_than_the_rule_is_wide() -> None:
     layer, x = make("gated-deltanet", dtype=torch.float32), stream(1, 300, dtype=torch.float32)
     with torch.no_grad():
-        seen = layer.weights(x)
-        assert seen.shape == (1, HEADS, 300, 300)
-        z = torch.einsum("bhts,bshv->bthv", seen, layer.values(x))
+        recorded = layer.weights(x)
+        assert recorded.shape == (1, HEADS, 300, 300)
+        z = torch.einsum("bhts,bshv->bthv", recorded, layer.values(x))
         close(layer.read(z, x), layer(x)[0], within=1e-4)
 
 
 def test_circuits_hold_the_convolutions_and_leave_the_gates_out() -> None:
-    found = make("qdelta+hamiltonian:force=none").circuits()
-    assert found.qk == ("query.weight", "key.weight", "query_conv", "key_conv", "coupling.dt")
-    assert found.ov == ("value.weight", "value_conv", "output.weight")
+    result = make("qdelta+hamiltonian:force=none").circuits()
+    assert result.qk == ("query.weight", "key.weight", "query_conv", "key_conv", "coupling.dt")
+    assert result.ov == ("value.weight", "value_conv", "output.weight")
     assert make("deltanet:conv=1").circuits().qk == ("query.weight", "key.weight")
 
 
@@ -327,8 +327,8 @@ def test_a_coupling_shows_what_it_does_with_convolved_pairs() -> None:
     assert titles[-1] == "gates of each head"
     q, k = layer.pairs(x)
     moved = layer.coupling(q, k)
-    for got, want in zip(layer.inputs(x)[:2], moved, strict=True):
-        close(got, want / (want.square().sum(-1, keepdim=True) + 1e-6).sqrt())
+    for actual, expected in zip(layer.inputs(x)[:2], moved, strict=True):
+        close(actual, expected / (expected.square().sum(-1, keepdim=True) + 1e-6).sqrt())
 
 
 def test_the_three_are_one_family() -> None:

@@ -70,10 +70,10 @@ def test_the_module_is_the_formulas_in_values_and_gradients(heads: int, groups: 
         for parameter in layer.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     x = torch.randn(2, 4, WIDTH, dtype=torch.float64, requires_grad=True)
-    got, want = layer(x)[0], transcription(layer, x, heads=heads, groups=groups, depth=depth)
-    assert_close(got, want, rtol=0, atol=1e-12)
-    leaves, weight = [x, *layer.parameters()], torch.randn_like(want)
-    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (got, want)), strict=True):
+    actual, expected = layer(x)[0], transcription(layer, x, heads=heads, groups=groups, depth=depth)
+    assert_close(actual, expected, rtol=0, atol=1e-12)
+    leaves, weight = [x, *layer.parameters()], torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (actual, expected)), strict=True):
         assert_close(a, b, rtol=0, atol=1e-11)
 
 

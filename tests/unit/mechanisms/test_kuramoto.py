@@ -81,8 +81,10 @@ def score(made: KuramotoAttention, theta: Tensor, t: int, u: int) -> Tensor:
     r"""s_{tu} = \tau \sum_j Re(\gamma_{tj} e^{i \theta_{tj}} e^{-i \theta_{uj}} e^{i \omega_j (t - u)}),  for [b h]."""
     base = made.config.rotary_base
     omega = torch.zeros(J).double() if base is None else base ** -(torch.arange(J).double() / J)
-    seen = theta[:, u].view(-1, H, J) - omega * (t - u)
-    return made.temperature.exp() * (gated(made, theta)[:, t] * torch.polar(torch.ones_like(seen), -seen)).real.sum(-1)
+    recorded = theta[:, u].view(-1, H, J) - omega * (t - u)
+    return made.temperature.exp() * (
+        gated(made, theta)[:, t] * torch.polar(torch.ones_like(recorded), -recorded)
+    ).real.sum(-1)
 
 
 def attended(made: KuramotoAttention, theta: Tensor) -> list[Tensor]:
@@ -101,114 +103,114 @@ def as_map(rows: list[Tensor], *, successors: bool) -> Tensor:
 def drawn(made: KuramotoAttention, theta: Tensor, map: Tensor) -> Tensor:
     r"""\eta_j \sum_m a_{mj} \sum_u A_{tu} \sin(m (\theta_{uj} - \theta_{tj}) + \alpha_{mj}),  a_1 = 1."""
     x = theta.view(*theta.shape[:2], H, J)
-    apart = x[:, None] - x[:, :, None]  # [b t u h j]
+    difference = x[:, None] - x[:, :, None]  # [b t u h j]
     total = torch.zeros_like(x)
     for m in range(1, made.config.harmonics + 1):
         amplitude = 1.0 if m == 1 else made.amplitude[m - 2]  # type: ignore[index]
         lag = 0.0 if made.lag is None else made.lag[m - 1]
-        total = total + amplitude * torch.einsum("bhtu,btuhj->bthj", map, (m * apart + lag).sin())
+        total = total + amplitude * torch.einsum("bhtu,btuhj->bthj", map, (m * difference + lag).sin())
     return (total * made.step).flatten(2)
 
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("base", [10000.0, None])
 def test_weights_and_update_are_those_of_the_formula(gate: str, base: float | None) -> None:
-    made, theta = layer(gate=gate, rotary_base=base), angles()
-    leaves = [theta, *made.parameters()]
-    map = as_map(attended(made, theta), successors=False)
-    same(made.weights(theta), map, theta)
-    same(made(theta)[0], drawn(made, theta, map), *leaves)
+    module, theta = layer(gate=gate, rotary_base=base), angles()
+    leaves = [theta, *module.parameters()]
+    map = as_map(attended(module, theta), successors=False)
+    same(module.weights(theta), map, theta)
+    same(module(theta)[0], drawn(module, theta, map), *leaves)
 
 
 @pytest.mark.parametrize("gate", ["static", "content", "off"])
 def test_the_score_is_a_sum_of_gated_cosines_where_gates_do_not_turn(gate: str) -> None:
     """The score above, once more without complex numbers."""
-    made, theta = layer(gate=gate), angles().detach()
-    x, lengths = theta.view(B, T, H, J), gated(made, theta).abs()
+    module, theta = layer(gate=gate), angles().detach()
+    x, lengths = theta.view(B, T, H, J), gated(module, theta).abs()
     omega = 10000.0 ** -(torch.arange(J).double() / J)
     for t in range(T):
         for u in range(t):
             cosines = lengths[:, t] * (x[:, t] - x[:, u] + omega * (t - u)).cos()
-            same(score(made, theta, t, u), made.temperature.exp() * cosines.sum(-1))
+            same(score(module, theta, t, u), module.temperature.exp() * cosines.sum(-1))
 
 
 @pytest.mark.parametrize("options", [{}, {"gate": "static", "step": "head"}, {"gate": "off", "step": "fixed"}], ids=str)
 def test_the_update_is_kuramotos_coupling_of_the_map(options: dict[str, Any]) -> None:
-    made, theta = layer(**options), angles()
-    pull = kuramoto.coupling(theta.view(B, T, H, J), made.weights(theta)) * made.step
-    same(made(theta)[0], pull.flatten(2), theta, *made.parameters())
+    module, theta = layer(**options), angles()
+    pull = kuramoto.coupling(theta.view(B, T, H, J), module.weights(theta)) * module.step
+    same(module(theta)[0], pull.flatten(2), theta, *module.parameters())
 
 
 @pytest.mark.parametrize("harmonics", [1, 2, 3])
 @pytest.mark.parametrize("gate", ["static", "complex"])
 def test_frustration_couples_to_successors_with_lags_and_harmonics(gate: str, harmonics: int) -> None:
-    made, theta = layer(gate=gate, frustrated=True, harmonics=harmonics), angles()
-    map = as_map(attended(made, theta), successors=True)
-    same(made.weights(theta), map, theta)
+    module, theta = layer(gate=gate, frustrated=True, harmonics=harmonics), angles()
+    map = as_map(attended(module, theta), successors=True)
+    same(module.weights(theta), map, theta)
     same(map.sum(-1), torch.ones(B, H, T, dtype=torch.float64))
-    same(made(theta)[0], drawn(made, theta, map), theta, *made.parameters())
+    same(module(theta)[0], drawn(module, theta, map), theta, *module.parameters())
 
 
 @pytest.mark.parametrize("frustrated", [False, True])
 def test_a_window_counts_keys_and_the_key_of_nothing_is_one(frustrated: bool) -> None:
-    made, theta = layer(gate="static", frustrated=frustrated, window=3), angles(7)
-    rows = attended(made, theta)
+    module, theta = layer(gate="static", frustrated=frustrated, window=3), angles(7)
+    rows = attended(module, theta)
     for t, row in enumerate(rows):
         near = row * (torch.arange(t + 1) > t - 3)
         rows[t] = near / near.sum(-1, keepdim=True)
     map = as_map(rows, successors=frustrated)
-    same(made.weights(theta), map, theta)
-    same(made(theta)[0], drawn(made, theta, map), theta, *made.parameters())
+    same(module.weights(theta), map, theta)
+    same(module(theta)[0], drawn(module, theta, map), theta, *module.parameters())
 
 
 def test_a_token_that_may_see_itself_sees_nothing_else_before_the_second() -> None:
-    made, theta = layer(gate="static", strict=False), angles()
+    module, theta = layer(gate="static", strict=False), angles()
     scores = torch.full((B, H, T, T), -torch.inf, dtype=torch.float64)
     for t in range(T):
         for u in range(t + 1):
-            scores[:, :, t, u] = score(made, theta, t, u)
+            scores[:, :, t, u] = score(module, theta, t, u)
     map = scores.softmax(-1)
-    same(made.weights(theta), map, theta)
-    same(made(theta)[0], drawn(made, theta, map), theta, *made.parameters())
+    same(module.weights(theta), map, theta)
+    same(module(theta)[0], drawn(module, theta, map), theta, *module.parameters())
 
 
 def test_projected_values_are_no_kuramoto_coupling() -> None:
-    made, theta = layer(values="projected"), angles()
-    pull = kuramoto.coupling(theta.view(B, T, H, J), made.weights(theta)) * made.step
-    assert float((made(theta)[0] - pull.flatten(2)).detach().abs().max()) > 0.1
+    module, theta = layer(values="projected"), angles()
+    pull = kuramoto.coupling(theta.view(B, T, H, J), module.weights(theta)) * module.step
+    assert float((module(theta)[0] - pull.flatten(2)).detach().abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("frustrated", [False, True])
 def test_whole_turns_of_any_angle_are_none(gate: str, frustrated: bool) -> None:
-    made, theta = layer(gate=gate, frustrated=frustrated, harmonics=1 + frustrated), angles(6)
+    module, theta = layer(gate=gate, frustrated=frustrated, harmonics=1 + frustrated), angles(6)
     around = theta + TURN * torch.randint(-7, 8, theta.shape).double()
-    same(made.weights(around), made.weights(theta), theta, atol=1e-11)
-    same(made(around)[0], made(theta)[0], theta, *made.parameters(), atol=1e-11)
+    same(module.weights(around), module.weights(theta), theta, atol=1e-11)
+    same(module(around)[0], module(theta)[0], theta, *module.parameters(), atol=1e-11)
     with torch.no_grad():
-        (head, state), (_, turned) = made(theta[:, :4]), made(around[:, :4])
-        tail, _ = made(theta[:, 4:], turned)
-        same(torch.cat([head, tail], 1), made(theta)[0], atol=1e-11)
-        same(made(around[:, 4:], state)[0], tail, atol=1e-11)
+        (head, state), (_, turned) = module(theta[:, :4]), module(around[:, :4])
+        tail, _ = module(theta[:, 4:], turned)
+        same(torch.cat([head, tail], 1), module(theta)[0], atol=1e-11)
+        same(module(around[:, 4:], state)[0], tail, atol=1e-11)
 
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("frustrated", [False, True])
 def test_a_common_turn_of_each_coordinate_is_seen_only_by_gates_that_read_content(gate: str, frustrated: bool) -> None:
-    made, theta, by = layer(gate=gate, frustrated=frustrated), angles(), torch.randn(H * J, dtype=torch.float64)
+    module, theta, by = layer(gate=gate, frustrated=frustrated), angles(), torch.randn(H * J, dtype=torch.float64)
     if gate in ("static", "off"):
-        same(made(theta + by)[0], made(theta)[0], theta, *made.parameters())
+        same(module(theta + by)[0], module(theta)[0], theta, *module.parameters())
     else:
-        assert float((made(theta + by)[0] - made(theta)[0]).detach().abs().max()) > 1e-3
+        assert float((module(theta + by)[0] - module(theta)[0]).detach().abs().max()) > 1e-3
 
 
 def test_weights_are_the_best_retrieval_with_entropy() -> None:
     r"""They are the p that maximise  <p, s> + \tau H(p)  for the scores s of unit temperature and  \tau = 1 / \exp."""
-    made, theta = layer(gate="content"), angles().detach()
-    map = made.weights(theta).detach()
-    t, tau = T - 1, (-made.temperature).exp().detach()[:, None]
+    module, theta = layer(gate="content"), angles().detach()
+    map = module.weights(theta).detach()
+    t, tau = T - 1, (-module.temperature).exp().detach()[:, None]
     zero = theta.new_zeros(B, H)
-    s = tau * torch.stack([zero, *(score(made, theta, t, u).detach() for u in range(t))], -1)
+    s = tau * torch.stack([zero, *(score(module, theta, t, u).detach() for u in range(t))], -1)
     p = torch.cat([1 - map[:, :, t].sum(-1, keepdim=True), map[:, :, t, :t]], -1)
 
     def worth(p: Tensor) -> Tensor:
@@ -235,11 +237,13 @@ def test_the_torus_is_a_case_of_the_general_path(gate: str, frustrated: bool) ->
     )
     general.load_state_dict(special.state_dict())
     theta = angles()
-    (got, got_state), (want, want_state) = general(theta), special(theta)
-    assert torch.equal(got, want)
+    (actual, got_state), (expected, want_state) = general(theta), special(theta)
+    assert torch.equal(actual, expected)
     assert torch.equal(general(theta, got_state)[0], special(theta, want_state)[0])
     leaves = [theta, *special.parameters()], [theta, *general.parameters()]
-    for a, b in zip(torch.autograd.grad(want.sum(), leaves[0]), torch.autograd.grad(got.sum(), leaves[1]), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(expected.sum(), leaves[0]), torch.autograd.grad(actual.sum(), leaves[1]), strict=True
+    ):
         assert torch.equal(a, b)
 
 
@@ -282,21 +286,21 @@ def test_translated_elements_move_alike(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "width", "heads"), [("su2", 8, 2), ("so3", 18, 2)])
 def test_the_update_on_a_group_is_the_pull_of_what_the_map_gathers(name: str, width: int, heads: int) -> None:
-    made = on_group(width, heads, group=name, gate="static")
-    on, x = made.group, tokens(made.group, width // made.group.size)
+    module = on_group(width, heads, group=name, gate="static")
+    on, x = module.group, tokens(module.group, width // module.group.size)
     g = on.points(x.unflatten(-1, (heads, -1, on.size)))
-    q = g * (F.softplus(made.gate) * made.temperature.exp()[:, None]).unsqueeze(-1)  # type: ignore[operator]
-    speed = 10000.0 ** -(torch.arange(made.elements).double() / made.elements)
+    q = g * (F.softplus(module.gate) * module.temperature.exp()[:, None]).unsqueeze(-1)  # type: ignore[operator]
+    speed = 10000.0 ** -(torch.arange(module.elements).double() / module.elements)
     zero = x.new_zeros(1, heads)
     rows = []
     for t in range(4):
         by = [on.turn((u - t) * speed).expand_as(g[:, u]) for u in range(t)]
-        seen = [on.similarity(q[:, t], on.multiply(by[u], g[:, u])).sum(-1) for u in range(t)]
-        rows.append(torch.stack([zero, *seen], -1).softmax(-1))
+        recorded = [on.similarity(q[:, t], on.multiply(by[u], g[:, u])).sum(-1) for u in range(t)]
+        rows.append(torch.stack([zero, *recorded], -1).softmax(-1))
     map = as_map(rows, successors=False)
-    pull = on.tangent(g, torch.einsum("bhtu,buhea->bthea", map, g)) * made.step.unsqueeze(-1)
-    same(made.weights(x), map, x)
-    same(made(x)[0], pull.flatten(2), x, *made.parameters())
+    pull = on.tangent(g, torch.einsum("bhtu,buhea->bthea", map, g)) * module.step.unsqueeze(-1)
+    same(module.weights(x), map, x)
+    same(module(x)[0], pull.flatten(2), x, *module.parameters())
 
 
 @pytest.mark.parametrize(
@@ -309,21 +313,21 @@ def test_the_update_on_a_group_is_the_pull_of_what_the_map_gathers(name: str, wi
     ],
 )
 def test_gradients_are_those_of_differences(spec: str, width: int, heads: int) -> None:
-    made: Any = generic(mechanism(spec)(width, heads, 0, 1))
+    module: Any = generic(mechanism(spec)(width, heads, 0, 1))
     x = torch.randn(1, 3, width, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(lambda *_: made(x)[0], (x, *made.parameters()), fast_mode=True)
+    assert gradcheck(lambda *_: module(x)[0], (x, *module.parameters()), fast_mode=True)
 
 
 @pytest.mark.parametrize(
     "spec", ["kuramoto:heads=2", "kuramoto:frustrated=True,heads=2", "kuramoto:window=3,heads=2", "group:heads=2"]
 )
 def test_the_map_with_a_state_continues_the_whole_map(spec: str) -> None:
-    made: Any = generic(mechanism(spec)(8, 4, 0, 1))
+    module: Any = generic(mechanism(spec)(8, 4, 0, 1))
     x = torch.randn(2, 7, 8, dtype=torch.float64)
-    whole = made.weights(x)
+    whole = module.weights(x)
     for cut in range(1, 7):
-        _, state = made(x[:, :cut])
-        map = made.weights(x[:, cut:], state)
+        _, state = module(x[:, :cut])
+        map = module.weights(x[:, cut:], state)
         same(map, whole[:, :, cut:, -map.shape[-1] :])
         assert not bool(whole[:, :, cut:, : -map.shape[-1]].any())
 
@@ -331,17 +335,17 @@ def test_the_map_with_a_state_continues_the_whole_map(spec: str) -> None:
 @pytest.mark.parametrize("spec", ["kuramoto:heads=2", "kuramoto:frustrated=True,heads=2", "group:heads=2"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_map_of_rows_that_differ_names_their_slots_in_order(spec: str, side: Any) -> None:
-    made: Any = generic(mechanism(spec)(8, 4, 0, 1))
+    module: Any = generic(mechanism(spec)(8, 4, 0, 1))
     lengths, counts = [3, 1, 4], [2, 3, 1]
     x, more = torch.randn(3, 5, 8, dtype=torch.float64), torch.randn(3, 3, 8, dtype=torch.float64)
     layout, after = Layout.padded(lengths, 5, side=side), Layout.padded(counts, 3, side=side)
-    _, state = made(x, layout=layout)
-    map = made.weights(more, state, after)
+    _, state = module(x, layout=layout)
+    map = module.weights(more, state, after)
     slots = state.cache.positions
     assert map.shape == (3, 2, 3, slots.shape[1] + 3)
     for i, count in enumerate(counts):
         alone = torch.cat([x[i, layout.valid[i]], more[i, after.valid[i]]])[None]
-        whole, now = made.weights(alone)[0], lengths[i] + torch.arange(count)
+        whole, now = module.weights(alone)[0], lengths[i] + torch.arange(count)
         own = map[i][:, after.valid[i]]
         held = slots[i] >= 0
         assert slots[i][held].tolist() == list(range(lengths[i]))
@@ -354,19 +358,19 @@ def test_the_map_of_rows_that_differ_names_their_slots_in_order(spec: str, side:
 
 def test_a_config_may_say_how_many_heads_there_are_whatever_the_model_has() -> None:
     for spec in ("kuramoto:heads=4", "group:heads=4"):
-        made: Any = mechanism(spec)(16, 2, 0, 1)
-        assert made.heads == 4
-        assert made.weights(torch.randn(1, 3, 16)).shape == (1, 4, 3, 3)
+        module: Any = mechanism(spec)(16, 2, 0, 1)
+        assert module.heads == 4
+        assert module.weights(torch.randn(1, 3, 16)).shape == (1, 4, 3, 3)
 
 
 def test_paces_and_circuits_name_parameters_and_lags_are_no_part_of_looking() -> None:
-    made = layer(frustrated=True, harmonics=2, gate="content")
-    names = {name for name, _ in made.named_parameters()}
-    circuits = made.circuits()
+    module = layer(frustrated=True, harmonics=2, gate="content")
+    names = {name for name, _ in module.named_parameters()}
+    circuits = module.circuits()
     assert {*circuits.qk, *circuits.ov} == names
     assert {"lag", "amplitude", "step"} <= set(circuits.ov)
-    assert set(made.param_options()) == {"gate", "temperature", "step", "lag", "amplitude"}
-    assert not any(pace.decay for pace in made.param_options().values())
+    assert set(module.param_options()) == {"gate", "temperature", "step", "lag", "amplitude"}
+    assert not any(pace.decay for pace in module.param_options().values())
     assert set(layer(gate="off", temperature="fixed", step="fixed").param_options()) == set()
 
 
@@ -403,27 +407,27 @@ def test_what_cannot_be_is_refused(what: str) -> None:
 
 def test_a_group_of_your_own_takes_the_place_of_ours() -> None:
     mine = replace(SU2, name="mine")
-    made = GroupAttention(8, 2, on=mine).double()
-    assert made.group is mine
+    module = GroupAttention(8, 2, on=mine).double()
+    assert module.group is mine
     other = GroupAttention(8, 2).double()
-    other.load_state_dict(made.state_dict())
+    other.load_state_dict(module.state_dict())
     x = torch.randn(1, 4, 8, dtype=torch.float64)
-    assert torch.equal(made(x)[0], other(x)[0])
+    assert torch.equal(module(x)[0], other(x)[0])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_angles_that_are_not_finite_are_refused_but_padding_may_hold_anything(bad: float) -> None:
-    made, theta = layer(), angles().detach()
-    want = made(theta[1:, :3])[0]
+    module, theta = layer(), angles().detach()
+    expected = module(theta[1:, :3])[0]
     theta[1, 3:] = bad
     with pytest.raises(NotFiniteError, match="phases must be finite"):
-        made(theta)
-    same(made(theta, layout=Layout.padded([T, 3], T))[0][1:, :3], want)
+        module(theta)
+    same(module(theta, layout=Layout.padded([T, 3], T))[0][1:, :3], expected)
 
 
 def test_a_state_that_is_not_its_own_is_refused() -> None:
-    made, theta = layer(), angles().detach()
-    _, state = made(theta)
+    module, theta = layer(), angles().detach()
+    _, state = module(theta)
     assert isinstance(state, ShiftedKVCache)
     for wrong in (
         KVCache.start((theta,)),
@@ -433,18 +437,18 @@ def test_a_state_that_is_not_its_own_is_refused() -> None:
         on_group(8, 2)(torch.randn(B, 3, 8).double())[1],
     ):
         with pytest.raises(UsageError, match=r"got a KVCache|another mechanism"):
-            made(theta, wrong)
+            module(theta, wrong)
     with pytest.raises(UsageError, match=r"holds 2 rows, the input 1: select\(\)"):
-        made(theta[:1], state)
-    assert made(theta[:1], state.select(torch.tensor([1])))[0].shape == (1, T, H * J)
+        module(theta[:1], state)
+    assert module(theta[:1], state.select(torch.tensor([1])))[0].shape == (1, T, H * J)
 
 
 def test_a_bias_and_a_hook_on_the_query_are_heard_however_many_tokens_come() -> None:
-    made, heard, theta = layer(), [], angles(3)
-    assert made.query is not None
-    made.query.bias = nn.Parameter(torch.ones(2 * H * J, dtype=torch.float64))
-    made.query.register_forward_hook(lambda *_: heard.append("query"))
-    whole, _ = made(theta)
+    module, heard, theta = layer(), [], angles(3)
+    assert module.query is not None
+    module.query.bias = nn.Parameter(torch.ones(2 * H * J, dtype=torch.float64))
+    module.query.register_forward_hook(lambda *_: heard.append("query"))
+    whole, _ = module(theta)
     assert heard == ["query"]
-    _, state = made(theta[:, :2])
-    same(made(theta[:, 2:], state)[0], whole[:, 2:])
+    _, state = module(theta[:, :2])
+    same(module(theta[:, 2:], state)[0], whole[:, 2:])

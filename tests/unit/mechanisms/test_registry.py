@@ -236,6 +236,6 @@ def test_a_mechanism_of_another_package_is_coupled_if_it_has_a_place_for_it() ->
     with pytest.raises(UsageError, match=r"'mine\+affine': 'mine' takes no coupling"):
         mechanism("mine+affine")
     register("theirs", ThirdPartyWithCoupling)
-    got = mechanism("theirs+affine:window=3,alternations=2")
-    assert got == ThirdPartyWithCoupling(window=3, coupling=CouplingConfig(dynamics="affine", alternations=2))
+    actual = mechanism("theirs+affine:window=3,alternations=2")
+    assert actual == ThirdPartyWithCoupling(window=3, coupling=CouplingConfig(dynamics="affine", alternations=2))
     assert mechanism("theirs") == ThirdPartyWithCoupling()

@@ -99,14 +99,14 @@ def test_a_map_with_a_layout_and_a_state_shows_each_sequence_its_own_past(
     assert weights.shape == (*x.shape[:1], wholes[0].shape[0], x.shape[1], slots + x.shape[1])
     for b, t in after.valid.nonzero().tolist():
         i, p = int(after.sequences[b, t]), before[int(after.sequences[b, t])] + int(after.positions[b, t])
-        want = torch.zeros_like(weights[b, :, t])
+        expected = torch.zeros_like(weights[b, :, t])
         for slot, place in enumerate(places[i]):
             if place >= 0:
-                want[:, slot] = wholes[i][:, p, place]
+                expected[:, slot] = wholes[i][:, p, place]
         for s in range(x.shape[1]):
             if int(after.sequences[b, s]) == i:
-                want[:, slots + s] = wholes[i][:, p, before[i] + int(after.positions[b, s])]
-        close(weights[b, :, t], want)
+                expected[:, slots + s] = wholes[i][:, p, before[i] + int(after.positions[b, s])]
+        close(weights[b, :, t], expected)
     assert not weights.transpose(1, 2)[~after.valid].any()
 
 
@@ -127,8 +127,8 @@ def test_packed_sequences_go_on_with_a_state_each(spec: str) -> None:
     more, state = layer(torch.cat([x[:, -2:] for x in pieces], 1), state, Layout.packed([0, 2, 4, 6]))
     assert state.length.tolist() == [n + 2 for n in lengths]
     for i, piece in enumerate(pieces):
-        want = layer(piece)[0]
-        close(torch.cat([y.split(lengths, 1)[i], more[:, 2 * i : 2 * i + 2]], 1), want)
+        expected = layer(piece)[0]
+        close(torch.cat([y.split(lengths, 1)[i], more[:, 2 * i : 2 * i + 2]], 1), expected)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -206,8 +206,8 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        made = [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self.sizes += [storage.nbytes() for storage in made if storage.data_ptr() not in known]
+        layer = [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.sizes += [storage.nbytes() for storage in layer if storage.data_ptr() not in known]
         return out
 
 
@@ -216,9 +216,9 @@ def allocated(layer: Any, past: int, layout: Layout | None) -> tuple[list[int], 
         _, state = layer(stream(2, past, dtype=torch.float32), layout=layout)
         _, state = layer(stream(2, 1, dtype=torch.float32), state)
         token = stream(2, 1, dtype=torch.float32)
-        with Allocations() as seen:
+        with Allocations() as recorded:
             _, state = layer(token, state)
-    return seen.sizes, state
+    return recorded.sizes, state
 
 
 @pytest.mark.parametrize(

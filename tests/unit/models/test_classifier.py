@@ -51,30 +51,30 @@ def gradients(made: Classifier, logits: Tensor) -> dict[str, Tensor]:
 def test_padding_changes_neither_scores_nor_gradients(
     mechanism: str, shape: dict[str, Any], side: str, t: int, filling: int
 ) -> None:
-    made, rows = model(mechanism, **shape), texts()
-    alone = torch.cat([made(text[None]) for text in rows])
-    batch = made(*padded(rows, t, side, torch.full((3, t), filling)))
+    decoder, rows = model(mechanism, **shape), texts()
+    alone = torch.cat([decoder(text[None]) for text in rows])
+    batch = decoder(*padded(rows, t, side, torch.full((3, t), filling)))
     assert_close(batch, alone, rtol=1e-9, atol=1e-10)
-    want, got = gradients(made, alone), gradients(made, batch)
-    assert want.keys() == got.keys() == dict(made.named_parameters()).keys()
-    for name, gradient in want.items():
-        assert_close(got[name], gradient, rtol=1e-8, atol=1e-10)
+    expected, actual = gradients(decoder, alone), gradients(decoder, batch)
+    assert expected.keys() == actual.keys() == dict(decoder.named_parameters()).keys()
+    for name, gradient in expected.items():
+        assert_close(actual[name], gradient, rtol=1e-8, atol=1e-10)
 
 
 def test_the_answer_is_read_at_the_last_token_of_each_row() -> None:
-    made, (tokens, layout) = model(), padded(texts(), 6, "right", torch.zeros(3, 6, dtype=torch.long))
-    stream, _ = made.read(tokens, layout=layout)
-    want = torch.stack([made.head(stream[row, length - 1]) for row, length in enumerate(LENGTHS)])
-    assert_close(made(tokens, layout), want, rtol=0, atol=1e-12)
-    assert not torch.allclose(want[0], made.head(stream[0, -1]))
+    decoder, (tokens, layout) = model(), padded(texts(), 6, "right", torch.zeros(3, 6, dtype=torch.long))
+    stream, _ = decoder.read(tokens, layout=layout)
+    expected = torch.stack([decoder.head(stream[row, length - 1]) for row, length in enumerate(LENGTHS)])
+    assert_close(decoder(tokens, layout), expected, rtol=0, atol=1e-12)
+    assert not torch.allclose(expected[0], decoder.head(stream[0, -1]))
 
 
 @pytest.mark.parametrize("mechanism", FAMILIES)
 def test_another_row_of_the_batch_changes_nothing(mechanism: str) -> None:
-    made, tokens = model(mechanism), torch.randint(1, 11, (3, 5))
-    before = made(tokens)
+    decoder, tokens = model(mechanism), torch.randint(1, 11, (3, 5))
+    before = decoder(tokens)
     tokens[1] = torch.randint(1, 11, (5,))
-    after = made(tokens)
+    after = decoder(tokens)
     assert_close(after[[0, 2]], before[[0, 2]], rtol=0, atol=1e-12)
     assert not torch.allclose(after[1], before[1])
 
@@ -82,14 +82,14 @@ def test_another_row_of_the_batch_changes_nothing(mechanism: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=["attention alone", "whole blocks"])
 @pytest.mark.parametrize("mechanism", FAMILIES)
 def test_every_family_learns(mechanism: str, shape: dict[str, Any]) -> None:
-    made, tokens = model(mechanism, **shape), torch.randint(1, 11, (6, 4))
+    decoder, tokens = model(mechanism, **shape), torch.randint(1, 11, (6, 4))
     labels = tokens[:, -1] % 3
-    before = F.cross_entropy(made(tokens), labels)
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.02)
+    before = F.cross_entropy(decoder(tokens), labels)
+    optimizer = torch.optim.SGD(decoder.parameters(), lr=0.02)
     before.backward()
-    assert all(p.grad is not None for p in made.parameters())
+    assert all(p.grad is not None for p in decoder.parameters())
     optimizer.step()
-    assert F.cross_entropy(made(tokens), labels) < before
+    assert F.cross_entropy(decoder(tokens), labels) < before
 
 
 @pytest.mark.parametrize("mechanism", FAMILIES)

@@ -28,11 +28,11 @@ def config(mechanism: Any = "standard", **changes: Any) -> DecoderConfig:
 
 
 def model(mechanism: Any = "standard", **changes: Any) -> Decoder:
-    made = Decoder(config(mechanism, **changes)).double()
+    decoder = Decoder(config(mechanism, **changes)).double()
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in decoder.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return made
+    return decoder
 
 
 def tokens(b: int, t: int) -> Tensor:
@@ -173,11 +173,11 @@ def test_a_state_of_all_layers_is_selected_detached_moved_and_measured_together(
     assert state.length.tolist() == [5, 5]
     assert state.nbytes == sum(layer.nbytes for layer in state.layers) > 0
     token = tokens(2, 1)
-    want = decoder(token, state)[0]
+    expected = decoder(token, state)[0]
     rows = torch.tensor([1, 0, 1])
-    close(decoder(token[rows], state.select(rows))[0], want[rows])
+    close(decoder(token[rows], state.select(rows))[0], expected[rows])
     cut = state.detach().to("cpu")
-    close(decoder(token, cut)[0], want)
+    close(decoder(token, cut)[0], expected)
     caches: Any = cut.layers
     assert not any(x.requires_grad for cache in caches for x in cache.tensors)
 
@@ -206,8 +206,8 @@ def test_autocast_trains_and_generates_near_the_full_precision(mechanism: Any) -
                 rest.append(step)
     logits.float().square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in decoder.parameters())
-    for got in (logits.detach(), torch.cat(rest, 1)):
-        assert float((got - exact).norm() / exact.norm()) < 0.05
+    for actual in (logits.detach(), torch.cat(rest, 1)):
+        assert float((actual - exact).norm() / exact.norm()) < 0.05
 
 
 @pytest.mark.compiled
@@ -216,10 +216,10 @@ def test_the_whole_model_compiles_into_one_graph() -> None:
     decoder, x = model(HYBRID), tokens(2, 6)
     torch.compiler.reset()
     compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager")
-    got, want = compiled(x)[0], decoder(x)[0]
-    close(got, want)
-    weight, leaves = torch.randn_like(want), [*decoder.parameters()]
-    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (got, want)), strict=True):
+    actual, expected = compiled(x)[0], decoder(x)[0]
+    close(actual, expected)
+    weight, leaves = torch.randn_like(expected), [*decoder.parameters()]
+    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (actual, expected)), strict=True):
         close(a, b)
 
 

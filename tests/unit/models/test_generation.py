@@ -25,11 +25,11 @@ def model(mechanism: Any = "standard", dropout: float = 0.0) -> Decoder:
     config = DecoderConfig(
         width=16, layers=2, heads=4, hidden=24, vocabulary=11, mechanism=mechanism, dropout=dropout, tied=False
     )
-    made = Decoder(config).double()
+    decoder = Decoder(config).double()
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in decoder.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    return made.eval()
+    return decoder.eval()
 
 
 def by_hand(decoder: Decoder, prompt: list[int], count: int, sampling: Sampling, seed: int) -> list[int]:
@@ -51,17 +51,17 @@ def by_hand(decoder: Decoder, prompt: list[int], count: int, sampling: Sampling,
 )
 def test_batched_generation_with_cache_equals_single_prompts_without_cache(mechanism: Any, sampling: Sampling) -> None:
     decoder = model(mechanism)
-    got = generate(decoder, PROMPTS, tokens=10, sampling=sampling)
-    assert got == [by_hand(decoder, prompt, 10, sampling, sampling.seed + i) for i, prompt in enumerate(PROMPTS)]
+    actual = generate(decoder, PROMPTS, tokens=10, sampling=sampling)
+    assert actual == [by_hand(decoder, prompt, 10, sampling, sampling.seed + i) for i, prompt in enumerate(PROMPTS)]
     if sampling.temperature:
-        assert len({tuple(row) for row in got}) == len(PROMPTS), "each row has its own random stream"
+        assert len({tuple(row) for row in actual}) == len(PROMPTS), "each row has its own random stream"
 
 
 @pytest.mark.parametrize("prompts", [[[1, 2], [3, 4]], [[7]]])
 def test_prompts_of_equal_length_generate_the_same_without_padding(prompts: list[list[int]]) -> None:
     decoder = model()
-    got = generate(decoder, prompts, tokens=10, sampling=Sampling(seed=5))
-    assert got == [by_hand(decoder, prompt, 10, Sampling(), 5 + i) for i, prompt in enumerate(prompts)]
+    actual = generate(decoder, prompts, tokens=10, sampling=Sampling(seed=5))
+    assert actual == [by_hand(decoder, prompt, 10, Sampling(), 5 + i) for i, prompt in enumerate(prompts)]
 
 
 def test_each_row_uses_its_own_seed() -> None:
@@ -107,12 +107,12 @@ def test_rows_end_before_their_first_stop_token() -> None:
     decoder = model()
     free = generate(decoder, PROMPTS, tokens=30, sampling=Sampling(seed=4))
     stop = [free[0][4], free[1][9]]
-    want = [row[: min([i for i, token in enumerate(row) if token in stop], default=30)] for row in free]
-    assert generate(decoder, PROMPTS, tokens=30, sampling=Sampling(seed=4), stop=stop) == want
-    assert len({len(row) for row in want}) > 1
+    expected = [row[: min([i for i, token in enumerate(row) if token in stop], default=30)] for row in free]
+    assert generate(decoder, PROMPTS, tokens=30, sampling=Sampling(seed=4), stop=stop) == expected
+    assert len({len(row) for row in expected}) > 1
     steps = list(stream(decoder, PROMPTS, tokens=30, sampling=Sampling(seed=4), stop=stop))
-    assert len(steps) == max(map(len, want))
-    for i, row in enumerate(want):
+    assert len(steps) == max(map(len, expected))
+    for i, row in enumerate(expected):
         assert [step[i] for step in steps] == row + [None] * (len(steps) - len(row))
 
 
@@ -127,9 +127,9 @@ def test_generation_ends_when_all_rows_have_stopped() -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_generation_uses_eval_mode_and_restores_the_mode(training: bool) -> None:
     decoder = model(dropout=0.5)
-    want = generate(decoder, PROMPTS, tokens=8, sampling=GREEDY)
+    expected = generate(decoder, PROMPTS, tokens=8, sampling=GREEDY)
     decoder.train(training)
-    assert generate(decoder, PROMPTS, tokens=8, sampling=GREEDY) == want
+    assert generate(decoder, PROMPTS, tokens=8, sampling=GREEDY) == expected
     assert {module.training for module in decoder.modules()} == {training}
 
 
@@ -194,8 +194,8 @@ def test_what_is_likely_is_what_the_words_say(
     raw: list[list[int]], top_k: int | None, top_p: float | None, temperature: float
 ) -> None:
     raw_scores = torch.tensor(raw, dtype=torch.float64) / 10
-    got = sampling_probabilities(raw_scores, Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
-    for row, chances in zip(raw_scores, got.double(), strict=True):
+    actual = sampling_probabilities(raw_scores, Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
+    for row, chances in zip(raw_scores, actual.double(), strict=True):
         order = sorted(range(6), key=lambda token: -float(row[token]))
         kept = order[: top_k or 6]
         weights = {token: float(torch.exp(row[token] / temperature)) for token in kept}
@@ -209,16 +209,18 @@ def test_what_is_likely_is_what_the_words_say(
                     break
             kept = fewest
         total = sum(share[token] for token in kept)
-        want = torch.tensor([share[token] / total if token in kept else 0.0 for token in range(6)], dtype=torch.float64)
-        assert_close(chances, want, rtol=0, atol=1e-5)
+        expected = torch.tensor(
+            [share[token] / total if token in kept else 0.0 for token in range(6)], dtype=torch.float64
+        )
+        assert_close(chances, expected, rtol=0, atol=1e-5)
 
 
 def test_samples_come_as_often_as_they_are_likely() -> None:
     decoder = model()
     with torch.no_grad():
-        want = decoder(torch.tensor([[4]]))[0][0, -1].softmax(-1)
+        expected = decoder(torch.tensor([[4]]))[0][0, -1].softmax(-1)
     drawn = torch.tensor(generate(decoder, [[4]] * 4000, tokens=1, sampling=Sampling(seed=0))).flatten()
-    assert_close(torch.bincount(drawn, minlength=11) / 4000, want.float(), rtol=0, atol=0.03)
+    assert_close(torch.bincount(drawn, minlength=11) / 4000, expected.float(), rtol=0, atol=0.03)
 
 
 @pytest.mark.parametrize("prompts", [[], [[]], [[1], []]])
@@ -256,11 +258,11 @@ def test_prefill_does_not_depend_on_the_chunk_size(mechanism: Any) -> None:
     decoder, lengths = model(mechanism), [9, 1, 6, 4]
     batch = torch.randint(0, 11, (4, 9))
     with torch.inference_mode():
-        want, whole = prefill(decoder, batch, lengths, chunk=100)
-        assert_close(want, torch.stack([decoder(batch[i : i + 1, :n])[0][0, -1] for i, n in enumerate(lengths)]))
+        expected, whole = prefill(decoder, batch, lengths, chunk=100)
+        assert_close(expected, torch.stack([decoder(batch[i : i + 1, :n])[0][0, -1] for i, n in enumerate(lengths)]))
         for chunk in (1, 3, 8):
             scores, state = prefill(decoder, batch, lengths, chunk=chunk)
-            assert_close(scores, want)
+            assert_close(scores, expected)
             assert state.length.tolist() == lengths
             assert_close(decoder(batch[:, :2], state)[0], decoder(batch[:, :2], whole)[0])
 

@@ -104,10 +104,10 @@ def test_gradients_are_alike(twins: tuple[Any, Decoder]) -> None:
     tokens = torch.randint(0, VOCABULARY, (2, 12))
     weight = torch.randn(2, 12, VOCABULARY) / 100
     key_heads = llama.config.num_key_value_heads
-    want = torch.autograd.grad((llama(tokens).logits * weight).sum(), [*llama.parameters()])
-    theirs = dict(zip((name for name, _ in llama.named_parameters()), want, strict=True))
-    got = torch.autograd.grad((ours(tokens)[0] * weight).sum(), [*ours.parameters()])
-    mine = dict(zip((name for name, _ in ours.named_parameters()), got, strict=True))
+    expected = torch.autograd.grad((llama(tokens).logits * weight).sum(), [*llama.parameters()])
+    theirs = dict(zip((name for name, _ in llama.named_parameters()), expected, strict=True))
+    actual = torch.autograd.grad((ours(tokens)[0] * weight).sum(), [*ours.parameters()])
+    mine = dict(zip((name for name, _ in ours.named_parameters()), actual, strict=True))
     for name, gradient in translated(theirs, key_heads, ours.head is None).items():
         assert_close(mine[name], gradient, rtol=1e-4, atol=2e-5)
 

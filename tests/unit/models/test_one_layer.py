@@ -65,10 +65,10 @@ def test_every_matrix_begins_as_a_part_of_the_identity(form: Form) -> None:
 @pytest.mark.parametrize(("old", "new"), [*product(FORMS, FORMS)])
 def test_a_conversion_keeps_the_function_and_so_does_the_way_back(old: Form, new: Form) -> None:
     model = made(old)
-    there = model.convert(new)
-    back = there.convert(old)
-    assert there.config.form == new
-    for other in (there, back):
+    moved = model.convert(new)
+    back = moved.convert(old)
+    assert moved.config.form == new
+    for other in (moved, back):
         assert_close(other(texts()), model(texts()), rtol=0, atol=1e-10)
         assert_close(other.weights(texts()), model.weights(texts()), rtol=0, atol=1e-10)
 

@@ -29,15 +29,15 @@ MODES = [torch.enable_grad, torch.inference_mode]
 
 def model(spec: str = "kuramoto", *, tied: bool | None = None, dropout: float = 0.0) -> Decoder:
     width = 18 if "so3" in spec else 16
-    made = Decoder(
+    decoder = Decoder(
         DecoderConfig(
             width=width, layers=2, heads=4, hidden=12, vocabulary=13, mechanism=spec, tied=tied, dropout=dropout
         )
     ).double()
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in decoder.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return made
+    return decoder
 
 
 def tokens(b: int, t: int) -> Tensor:
@@ -132,7 +132,7 @@ def test_a_head_of_its_own_reads_points_unless_it_is_the_embeddings() -> None:
 def test_only_points_are_read_of_the_stream(spec: str) -> None:
     """So whole turns of an embedding, or another length of it, change no score."""
     decoder, x = model(spec), tokens(2, 5)
-    want = decoder(x)[0]
+    expected = decoder(x)[0]
     with torch.no_grad():
         weight = decoder.embedding.weight
         if spec.startswith("kuramoto"):
@@ -140,7 +140,7 @@ def test_only_points_are_read_of_the_stream(spec: str) -> None:
         else:
             each = weight.unflatten(1, (-1, decoder.group.size))  # type: ignore[union-attr]
             each.mul_(0.5 + torch.rand(*each.shape[:2], 1, dtype=torch.float64))
-    close(decoder(x)[0], want)
+    close(decoder(x)[0], expected)
 
 
 def test_a_block_synchronises_and_then_moves_each_token_by_itself() -> None:

@@ -17,11 +17,11 @@ from qkflow.training.tensors import load_model_tensors, load_tensors, model_tens
 def model(mechanism: Any) -> Decoder:
     """Away from its start, where many parameters are zero."""
     shape = DecoderConfig(width=16, layers=4, heads=4, hidden=24, vocabulary=13, mechanism=mechanism)
-    made = Decoder(shape).double()
+    decoder = Decoder(shape).double()
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in decoder.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return made
+    return decoder
 
 
 def tokens(b: int, t: int) -> Tensor:
@@ -61,26 +61,26 @@ def test_layers_that_share_a_coupling_have_one_network_and_each_its_step(mechani
     count, more = (sum(p.numel() for p in each.parameters()) for each in (decoder, other))
     assert count == more - 3 * shared
     assert decoder.cost(5).parameters == count
-    apart = couplings(other)
-    assert not any(a is b for a in networks(apart[0]).values() for b in networks(apart[1]).values())
+    difference = couplings(other)
+    assert not any(a is b for a in networks(difference[0]).values() for b in networks(difference[1]).values())
 
 
 @pytest.mark.parametrize("mechanism", TIED)
 def test_a_network_that_layers_share_is_trained_once_by_all_of_them(mechanism: str) -> None:
     decoder, x = model(mechanism), tokens(2, 6)
-    apart = model(mechanism.replace("sharing=layers", "sharing=heads"))
-    apart.load_state_dict(decoder.state_dict())
-    for each in (decoder, apart):
+    difference = model(mechanism.replace("sharing=layers", "sharing=heads"))
+    difference.load_state_dict(decoder.state_dict())
+    for each in (decoder, difference):
         each(x)[0].square().sum().backward()
     for name, weight in networks(couplings(decoder)[0]).items():
-        close(weight.grad, sum(networks(coupling)[name].grad for coupling in couplings(apart)))  # type: ignore[arg-type]
+        close(weight.grad, sum(networks(coupling)[name].grad for coupling in couplings(difference)))  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(decoder.parameters(), lr=0.1)
     assert len({id(p) for group in optimizer.param_groups for p in group["params"]}) == len([*decoder.parameters()])
     first, *_, last = couplings(decoder)
-    want = {name: weight.detach() - 0.1 * weight.grad for name, weight in networks(last).items()}
+    expected = {name: weight.detach() - 0.1 * weight.grad for name, weight in networks(last).items()}
     optimizer.step()
     for name, weight in networks(last).items():
-        close(weight, want[name])
+        close(weight, expected[name])
     if hasattr(first, "dt"):
         assert first.dt.item() != last.dt.item()
 

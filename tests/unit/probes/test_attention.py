@@ -32,10 +32,10 @@ from qkflow.probes.diagnostics import Diagnostic
 
 def model(mechanism: str | tuple[str, ...] = "standard", *, dropout: float = 0.0) -> Decoder:
     config = DecoderConfig(width=32, layers=3, heads=4, hidden=48, mechanism=mechanism, dropout=dropout)
-    made = Decoder(config)
-    for parameter in made.parameters():  # blocks begin at zero: let every layer matter
+    decoder = Decoder(config)
+    for parameter in decoder.parameters():  # blocks begin at zero: let every layer matter
         torch.nn.init.normal_(parameter, std=0.2)
-    return made
+    return decoder
 
 
 HYBRID = ("standard", "differential", "standard:window=3")
@@ -44,14 +44,14 @@ TOKENS = [72, 101, 108, 108, 111, 256, 10]
 
 @pytest.mark.parametrize("mechanism", ["standard", "differential", HYBRID])
 def test_maps_are_the_weights_of_each_block_on_its_own_input(mechanism: str | tuple[str, ...]) -> None:
-    made = model(mechanism)
-    x = made.embedding(torch.tensor([TOKENS]))
-    for block, got in zip(made.blocks, attention_maps(made, TOKENS), strict=True):
+    decoder = model(mechanism)
+    x = decoder.embedding(torch.tensor([TOKENS]))
+    for block, actual in zip(decoder.blocks, attention_maps(decoder, TOKENS), strict=True):
         assert isinstance(block, Block)
         normed = block.mechanism_norm(x)
         weights = block.mechanism.weights(normed)
-        assert_close(got, weights[0])
-        gathered = torch.einsum("bhts,bshv->bthv", got[None], block.mechanism.values(normed))
+        assert_close(actual, weights[0])
+        gathered = torch.einsum("bhts,bshv->bthv", actual[None], block.mechanism.values(normed))
         assert_close(block.mechanism.read(gathered, normed), block.mechanism(normed)[0], rtol=1e-4, atol=1e-5)
         x = block(x)[0]
 
@@ -63,27 +63,27 @@ def test_no_token_looks_ahead_and_a_window_is_kept() -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    made = model(dropout=0.5).train()
-    before = {name: value.clone() for name, value in made.state_dict().items()}
-    first, second = attention_maps(made, TOKENS), attention_maps(made, TOKENS)
+    decoder = model(dropout=0.5).train()
+    before = {name: value.clone() for name, value in decoder.state_dict().items()}
+    first, second = attention_maps(decoder, TOKENS), attention_maps(decoder, TOKENS)
     assert_close(first, second)  # no dropout while looking
-    assert made.training
-    assert all(not block.mechanism._forward_pre_hooks for block in made.blocks)  # pyright: ignore
-    assert_close(dict(made.state_dict()), before)
+    assert decoder.training
+    assert all(not block.mechanism._forward_pre_hooks for block in decoder.blocks)  # pyright: ignore
+    assert_close(dict(decoder.state_dict()), before)
     assert all(not layer.requires_grad for layer in first)
 
 
 def test_a_failing_model_is_left_as_it_was() -> None:
-    made = model().train()
+    decoder = model().train()
 
     def fail(*_: object) -> None:
         raise RuntimeError("broken")
 
-    made.blocks[1].feed_forward.register_forward_pre_hook(fail)  # pyright: ignore
+    decoder.blocks[1].feed_forward.register_forward_pre_hook(fail)  # pyright: ignore
     with pytest.raises(RuntimeError, match="broken"):
-        attention_maps(made, TOKENS)
-    assert made.training
-    assert all(not block.mechanism._forward_pre_hooks for block in made.blocks)  # pyright: ignore
+        attention_maps(decoder, TOKENS)
+    assert decoder.training
+    assert all(not block.mechanism._forward_pre_hooks for block in decoder.blocks)  # pyright: ignore
 
 
 def test_differential_layers_show_their_lambda_and_standard_ones_nothing() -> None:
@@ -137,12 +137,12 @@ def test_the_largest_over_layers_is_made_shares() -> None:
 
 
 def test_rollout_is_the_product_of_the_layers_with_the_residual_stream() -> None:
-    attention_maps, got = causal(), pool_maps(causal(), LENGTHS, "rollout")
+    attention_maps, actual = causal(), pool_maps(causal(), LENGTHS, "rollout")
     product = torch.eye(5, dtype=torch.float64)
     for layer in attention_maps:  # as published: the first layer stands on the right
         product = (layer.mean(1) + torch.eye(5)) / 2 @ product
-    assert_close(got[0], product[0, 4])
-    assert_close(got[1], product[1, 2])
+    assert_close(actual[0], product[0, 4])
+    assert_close(actual[1], product[1, 2])
 
 
 @pytest.mark.parametrize("how", POOLINGS)
@@ -159,10 +159,10 @@ def test_padding_changes_nothing_whatever_stands_there(how: Pooling) -> None:
 def test_an_encoder_can_be_asked_at_its_first_token() -> None:
     attention_maps = [torch.rand(2, 2, 5, 5, dtype=torch.float64) for _ in range(2)]
     row = pool_maps(attention_maps, LENGTHS, query_positions=torch.tensor([0, 0]))
-    want = torch.stack(
+    expected = torch.stack(
         [layer[1, :, 0, :3] / layer[1, :, 0, :3].sum(-1, keepdim=True) for layer in attention_maps]
     ).mean((0, 1))
-    assert_close(row[1, :3], want)
+    assert_close(row[1, :3], expected)
     assert row[1, 3:].abs().max() == 0
 
 
@@ -235,11 +235,11 @@ def test_mass_of_signed_weights_is_a_part_of_their_size() -> None:
 
 
 def test_an_instance_without_a_rationale_has_no_mass_and_counts_in_no_confidence() -> None:
-    found = rationale_mass(ROWS[:2], torch.tensor([[True] * 4, [False] * 4]))
-    assert found[0] == 1
-    assert found[1].isnan()
-    assert confidence(found) == 100
-    assert math.isnan(confidence(found[1:]))
+    result = rationale_mass(ROWS[:2], torch.tensor([[True] * 4, [False] * 4]))
+    assert result[0] == 1
+    assert result[1].isnan()
+    assert confidence(result) == 100
+    assert math.isnan(confidence(result[1:]))
 
 
 @pytest.mark.parametrize(("tau", "percent"), [(0.0, 100), (0.2, 75), (0.5, 50), (0.51, 25), (1.0, 25)])
@@ -259,11 +259,11 @@ def test_the_curve_never_rises_and_its_area_is_the_mean_mass(masses: list[float]
 
 
 def test_entropy_counts_in_nats_and_no_share_adds_nothing() -> None:
-    found = attention_entropy(ROWS)
-    assert_close(found[0].item(), 1.5 * math.log(2))
-    assert found[1] == 0
-    assert math.copysign(1, found[1].item()) == 1
-    assert found[2].isnan()
+    result = attention_entropy(ROWS)
+    assert_close(result[0].item(), 1.5 * math.log(2))
+    assert result[1] == 0
+    assert math.copysign(1, result[1].item()) == 1
+    assert result[2].isnan()
 
 
 @pytest.mark.parametrize("n", [1, 2, 7])
@@ -276,13 +276,13 @@ def test_even_attention_has_as_many_effective_tokens_as_it_attends_to(n: int) ->
 def test_even_attention_attends_to_every_token_and_a_single_one_to_one() -> None:
     even = torch.ones(2, 4, 4).tril() / torch.arange(1, 5)[:, None]
     last = torch.eye(4).expand(2, 4, 4)
-    found = attention_stats([even, last])
-    assert found.layers[0].effective_tokens_last == pytest.approx(4)
-    assert found.layers[0].entropy_last == pytest.approx(math.log(4))
-    assert found.layers[0].effective_tokens_mean == pytest.approx((1 + 2 + 3 + 4) / 4)
-    assert found.layers[1].effective_tokens_last == found.layers[1].effective_tokens_mean == pytest.approx(1)
-    assert found.pooled["average"] == pytest.approx([0.125, 0.125, 0.125, 0.625])
-    assert all(sum(l1_normalize) == pytest.approx(1) for l1_normalize in found.pooled.values())
+    result = attention_stats([even, last])
+    assert result.layers[0].effective_tokens_last == pytest.approx(4)
+    assert result.layers[0].entropy_last == pytest.approx(math.log(4))
+    assert result.layers[0].effective_tokens_mean == pytest.approx((1 + 2 + 3 + 4) / 4)
+    assert result.layers[1].effective_tokens_last == result.layers[1].effective_tokens_mean == pytest.approx(1)
+    assert result.pooled["average"] == pytest.approx([0.125, 0.125, 0.125, 0.625])
+    assert all(sum(l1_normalize) == pytest.approx(1) for l1_normalize in result.pooled.values())
 
 
 def test_figures_are_means_over_heads() -> None:

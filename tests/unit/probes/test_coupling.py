@@ -35,10 +35,10 @@ CONTROLS = [name for name in COUPLINGS if "uncoupled" in name or "nonlinear" in 
 
 
 def coupling(config: CouplingConfig, *, queries: int = 3, keys: int = 3, trained: bool = True) -> Coupling:
-    made = config(queries, keys, 4).double()
-    for parameter in made.parameters() if trained else ():
+    decoder = config(queries, keys, 4).double()
+    for parameter in decoder.parameters() if trained else ():
         torch.nn.init.normal_(parameter, std=0.3)
-    return made
+    return decoder
 
 
 def pairs(heads: int = 3, t: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,11 +48,11 @@ def pairs(heads: int = 3, t: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("name", COUPLINGS)
 def test_a_path_begins_where_the_pairs_are_and_ends_where_the_module_moves_them(name: str) -> None:
     config = COUPLINGS[name]
-    made, (q, k) = coupling(config), pairs()
-    path = coupling_path(made, q, k)
+    decoder, (q, k) = coupling(config), pairs()
+    path = coupling_path(decoder, q, k)
     assert len(path) == 1 + {"affine": config.alternations, "nonlinear-query": 1}.get(config.dynamics, config.steps)
     assert_close(path[0], (q, k), rtol=0, atol=0)
-    assert_close(path[-1], made(q, k), rtol=1e-12, atol=1e-12)
+    assert_close(path[-1], decoder(q, k), rtol=1e-12, atol=1e-12)
 
 
 def test_each_stop_of_a_path_is_where_a_shorter_motion_ends() -> None:
@@ -66,10 +66,10 @@ def test_each_stop_of_a_path_is_where_a_shorter_motion_ends() -> None:
 
 @pytest.mark.parametrize("name", COUPLINGS)
 def test_a_path_of_grouped_queries_is_that_of_their_mean(name: str) -> None:
-    made, (q, k) = coupling(COUPLINGS[name], queries=6, keys=3), pairs()
-    path = coupling_path(made, q, k)
+    decoder, (q, k) = coupling(COUPLINGS[name], queries=6, keys=3), pairs()
+    path = coupling_path(decoder, q, k)
     together = q.repeat_interleave(2, dim=2)
-    moved, key = made(together, k)
+    moved, key = decoder(together, k)
     assert_close(path[0], (q, k), rtol=0, atol=1e-15)
     assert_close(path[-1], (moved.unflatten(2, (3, 2)).mean(3), key), rtol=1e-12, atol=1e-12)
 
@@ -82,138 +82,138 @@ def test_a_path_of_heads_that_do_not_pair_is_refused() -> None:
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_nothing_passes_in_a_control(name: str) -> None:
-    made = coupling(COUPLINGS[name], queries=6)
-    found = coupling_sensitivity(made, *pairs())
-    assert (found.query_on_key, found.key_on_query) == (0.0, 0.0)
-    assert found.query_change > 0.01
+    decoder = coupling(COUPLINGS[name], queries=6)
+    result = coupling_sensitivity(decoder, *pairs())
+    assert (result.query_on_key, result.key_on_query) == (0.0, 0.0)
+    assert result.query_change > 0.01
 
 
 @pytest.mark.parametrize("integrator", ["symplectic-euler", "leapfrog"])
 def test_a_hamiltonian_coupling_begins_as_a_drift_of_its_steps(integrator: str) -> None:
     for steps in (1, 3):
-        made = coupling(CouplingConfig(integrator=integrator, steps=steps), trained=False)  # pyright: ignore
-        found = coupling_sensitivity(made, *pairs())
-        assert step_size(made) is not None
-        assert found.query_on_key == pytest.approx(steps * step_size(made), rel=1e-14)
-        assert found.key_on_query == found.query_change == found.key_change == 0.0
+        decoder = coupling(CouplingConfig(integrator=integrator, steps=steps), trained=False)  # pyright: ignore
+        result = coupling_sensitivity(decoder, *pairs())
+        assert step_size(decoder) is not None
+        assert result.query_on_key == pytest.approx(steps * step_size(decoder), rel=1e-14)
+        assert result.key_on_query == result.query_change == result.key_change == 0.0
 
 
 def test_an_affine_coupling_begins_as_the_identity() -> None:
-    found = coupling_sensitivity(coupling(CouplingConfig(dynamics="affine"), trained=False), *pairs())
-    assert found == Sensitivity(
+    result = coupling_sensitivity(coupling(CouplingConfig(dynamics="affine"), trained=False), *pairs())
+    assert result == Sensitivity(
         query_on_query=1.0, query_on_key=0.0, key_on_query=0.0, key_on_key=1.0, query_change=0.0, key_change=0.0
     )
 
 
 @pytest.mark.parametrize("name", COUPLINGS)
 def test_sensitivity_is_that_of_the_module_itself(name: str) -> None:
-    made, (q, k) = coupling(COUPLINGS[name]), pairs(t=1)
-    found = coupling_sensitivity(made, q[:1], k[:1])
+    decoder, (q, k) = coupling(COUPLINGS[name]), pairs(t=1)
+    result = coupling_sensitivity(decoder, q[:1], k[:1])
 
     def block(after: int, before: int) -> float:
         def move(x: torch.Tensor) -> torch.Tensor:
-            given = [q[:1], k[:1]]
-            given[before] = x
-            return made(*given)[after].view(3, 4)
+            rule_inputs = [q[:1], k[:1]]
+            rule_inputs[before] = x
+            return decoder(*rule_inputs)[after].view(3, 4)
 
         whole = torch.autograd.functional.jacobian(move, (q, k)[before][:1]).view(3, 4, 3, 4)  # pyright: ignore
         own = torch.stack([whole[head, :, head] for head in range(3)])
         return float((own.square().sum() / 3 / 4).sqrt())
 
-    want = [block(after, before) for after in (0, 1) for before in (0, 1)]
-    got = [getattr(found, field.name) for field in fields(found)][:4]
-    assert got == pytest.approx(want, rel=1e-10, abs=1e-15)
+    expected = [block(after, before) for after in (0, 1) for before in (0, 1)]
+    actual = [getattr(result, field.name) for field in fields(result)][:4]
+    assert actual == pytest.approx(expected, rel=1e-10, abs=1e-15)
 
 
 def test_a_sample_of_tokens_is_taken_evenly_and_always_the_same() -> None:
-    made, (q, k) = coupling(COUPLINGS["euler"]), pairs(t=50)
-    taken = torch.tensor([0, 33, 66, 99])
-    some = [x.flatten(0, 1)[taken][None] for x in (q, k)]
+    decoder, (q, k) = coupling(COUPLINGS["euler"]), pairs(t=50)
+    selected = torch.tensor([0, 33, 66, 99])
+    subset = [x.flatten(0, 1)[selected][None] for x in (q, k)]
     assert (
-        coupling_sensitivity(made, q, k, max_pairs=12)
-        == coupling_sensitivity(made, q, k, max_pairs=14)
-        == coupling_sensitivity(made, *some)
+        coupling_sensitivity(decoder, q, k, max_pairs=12)
+        == coupling_sensitivity(decoder, q, k, max_pairs=14)
+        == coupling_sensitivity(decoder, *subset)
     )
-    assert coupling_sensitivity(made, q, k, max_pairs=1) == coupling_sensitivity(
-        made, q[:1, :1], k[:1, :1]
+    assert coupling_sensitivity(decoder, q, k, max_pairs=1) == coupling_sensitivity(
+        decoder, q[:1, :1], k[:1, :1]
     )  # a token at least
 
 
 def test_figures_do_not_depend_on_the_precision_of_the_model_and_leave_it_alone() -> None:
-    made, (q, k) = coupling(COUPLINGS["leapfrog down a potential"]).float(), pairs()
+    decoder, (q, k) = coupling(COUPLINGS["leapfrog down a potential"]).float(), pairs()
     q, k = q.float(), k.float()
-    before = {name: value.clone() for name, value in made.state_dict().items()}
-    found, energy = coupling_sensitivity(made, q, k), energy_trajectory(made, q, k)
-    wide = made.double()
+    before = {name: value.clone() for name, value in decoder.state_dict().items()}
+    result, energy = coupling_sensitivity(decoder, q, k), energy_trajectory(decoder, q, k)
+    wide = decoder.double()
     assert (coupling_sensitivity(wide, q.double(), k.double()), energy_trajectory(wide, q.double(), k.double())) == (
-        found,
+        result,
         energy,
     )
-    assert all(torch.equal(value, before[name].double()) for name, value in made.state_dict().items())
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in made.parameters())
+    assert all(torch.equal(value, before[name].double()) for name, value in decoder.state_dict().items())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in decoder.parameters())
 
 
 def test_leapfrog_keeps_the_energy_better_than_euler_and_none_is_claimed_without_a_potential() -> None:
     q, k = pairs()
     leapfrog, euler = (coupling(COUPLINGS[f"{name} down a potential"]) for name in ("leapfrog", "euler"))
-    for made in (leapfrog, euler):
-        torch.nn.init.constant_(made.dt, 0.2)  # pyright: ignore
+    for decoder in (leapfrog, euler):
+        torch.nn.init.constant_(decoder.dt, 0.2)  # pyright: ignore
     euler.load_state_dict(leapfrog.state_dict())
     good, bad = energy_trajectory(leapfrog, q, k), energy_trajectory(euler, q, k)
     assert good is not None
     assert bad is not None
     assert 0 < 3 * good.drift < bad.drift <= bad.worst
-    for made in (coupling(config) for config in COUPLINGS.values() if config.force != "potential"):
-        assert energy_trajectory(made, q, k) is None
+    for decoder in (coupling(config) for config in COUPLINGS.values() if config.force != "potential"):
+        assert energy_trajectory(decoder, q, k) is None
 
 
 def test_energies_are_those_of_the_states_on_the_path() -> None:
-    made, (q, k) = coupling(COUPLINGS["leapfrog down a potential"]), pairs()
-    found = energy_trajectory(made, q, k)
-    assert found is not None
-    along = torch.stack([made.force.energy(*state) for state in coupling_path(made, q, k)]).flatten(1).detach()  # pyright: ignore
-    assert found.mean == pytest.approx(along.mean(1).tolist())
-    assert found.median == pytest.approx(along.quantile(0.5, dim=1).tolist())
-    assert (found.low, found.high) == (
+    decoder, (q, k) = coupling(COUPLINGS["leapfrog down a potential"]), pairs()
+    result = energy_trajectory(decoder, q, k)
+    assert result is not None
+    along = torch.stack([decoder.force.energy(*state) for state in coupling_path(decoder, q, k)]).flatten(1).detach()  # pyright: ignore
+    assert result.mean == pytest.approx(along.mean(1).tolist())
+    assert result.median == pytest.approx(along.quantile(0.5, dim=1).tolist())
+    assert (result.low, result.high) == (
         pytest.approx(along.quantile(0.1, dim=1).tolist()),
         pytest.approx(along.quantile(0.9, dim=1).tolist()),
     )
     strayed = ((along - along[0]) / along[0]).abs().amax(0)
-    assert (found.drift, found.worst) == pytest.approx((float(strayed.mean()), float(strayed.max())))
+    assert (result.drift, result.worst) == pytest.approx((float(strayed.mean()), float(strayed.max())))
 
 
 def layer(spec: str, heads: int = 8) -> SoftmaxMechanism:
-    made = mechanism(spec)(32, heads, layer=1, layers=2)
-    assert isinstance(made, SoftmaxMechanism)
-    for parameter in made.parameters():
+    decoder = mechanism(spec)(32, heads, layer=1, layers=2)
+    assert isinstance(decoder, SoftmaxMechanism)
+    for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return made.double()
+    return decoder.double()
 
 
 @pytest.mark.parametrize("spec", ["standard", "differential"])
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 def test_pairs_of_a_mechanism_are_what_its_coupling_moves(spec: str, key_heads: int) -> None:
-    made, x = layer(f"{spec}+hamiltonian:key_heads={key_heads},steps=2"), torch.randn(2, 5, 32, dtype=torch.float64)
-    q, k = made.pairs(x)
-    assert q.shape == k.shape == (2, 5, made.shape.keys, 4)
-    assert made.coupling is not None
-    seen: list[torch.Tensor] = []
-    move = made.coupling.move
+    decoder, x = layer(f"{spec}+hamiltonian:key_heads={key_heads},steps=2"), torch.randn(2, 5, 32, dtype=torch.float64)
+    q, k = decoder.pairs(x)
+    assert q.shape == k.shape == (2, 5, decoder.shape.keys, 4)
+    assert decoder.coupling is not None
+    recorded: list[torch.Tensor] = []
+    move = decoder.coupling.move
 
     def spy(q: torch.Tensor, k: torch.Tensor, *, skip_first_drift: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.extend((q, k))
+        recorded.extend((q, k))
         return move(q, k, skip_first_drift=skip_first_drift)
 
-    made.coupling.move = spy
+    decoder.coupling.move = spy
     with torch.no_grad():  # no drift is folded into the projection
-        made(x)
-    assert_close((q, k), tuple(seen), rtol=1e-12, atol=1e-12)
+        decoder(x)
+    assert_close((q, k), tuple(recorded), rtol=1e-12, atol=1e-12)
 
 
 def test_a_mechanism_without_a_coupling_has_pairs_too() -> None:
-    made, x = layer("standard"), torch.randn(1, 3, 32, dtype=torch.float64)
-    assert_close(made.pairs(x)[0].flatten(2), made.query(x))
-    assert diagnostics(made, x) == ()
+    decoder, x = layer("standard"), torch.randn(1, 3, 32, dtype=torch.float64)
+    assert_close(decoder.pairs(x)[0].flatten(2), decoder.query(x))
+    assert diagnostics(decoder, x) == ()
 
 
 def titles(made: Mechanism) -> list[str]:
@@ -230,15 +230,18 @@ def test_a_coupling_is_shown_beside_what_the_mechanism_shows_itself() -> None:
 
 
 def test_exhibits_hold_the_figures() -> None:
-    made = layer("differential+euler:force=potential,steps=2,dt=0.25")
-    assert isinstance(made, DifferentialAttention)
-    assert made.coupling is not None
+    decoder = layer("differential+euler:force=potential,steps=2,dt=0.25")
+    assert isinstance(decoder, DifferentialAttention)
+    assert decoder.coupling is not None
     x = torch.randn(1, 6, 32, dtype=torch.float64)
-    strength, step, energy, _ = diagnostics(made, x)
-    found, along = coupling_sensitivity(made.coupling, *made.pairs(x)), energy_trajectory(made.coupling, *made.pairs(x))
+    strength, step, energy, _ = diagnostics(decoder, x)
+    result, along = (
+        coupling_sensitivity(decoder.coupling, *decoder.pairs(x)),
+        energy_trajectory(decoder.coupling, *decoder.pairs(x)),
+    )
     assert along is not None
-    assert strength.values == ((found.key_on_query,), (found.query_on_key,))
-    assert step.values == ((step_size(made.coupling),), (0.25,))
+    assert strength.values == ((result.key_on_query,), (result.query_on_key,))
+    assert step.values == ((step_size(decoder.coupling),), (0.25,))
     assert (energy.x, energy.values[0]) == ((0.0, 1.0, 2.0), along.mean)
 
 
@@ -248,24 +251,24 @@ TOKENS = [72, 101, 108, 108, 111, 256, 10]
 
 
 def model(mechanism: str | tuple[str, ...] = HYBRID, *, dropout: float = 0.0) -> Decoder:
-    made = Decoder(DecoderConfig(width=32, layers=4, heads=4, hidden=48, mechanism=mechanism, dropout=dropout))
-    for parameter in made.parameters():  # blocks begin at zero: let every layer matter
+    decoder = Decoder(DecoderConfig(width=32, layers=4, heads=4, hidden=48, mechanism=mechanism, dropout=dropout))
+    for parameter in decoder.parameters():  # blocks begin at zero: let every layer matter
         torch.nn.init.normal_(parameter, std=0.2)
-    return made
+    return decoder
 
 
 def test_each_layer_is_looked_at_on_the_pairs_that_it_projects_itself() -> None:
-    made = model()
-    x = made.embedding(torch.tensor([TOKENS]))
-    for block, got in zip(made.blocks, coupling_stats(made, TOKENS), strict=True):
+    decoder = model()
+    x = decoder.embedding(torch.tensor([TOKENS]))
+    for block, actual in zip(decoder.blocks, coupling_stats(decoder, TOKENS), strict=True):
         assert isinstance(block, Block)
         assert isinstance(block.mechanism, SoftmaxMechanism)
         if (coupling := block.mechanism.coupling) is None:
-            assert got is None
+            assert actual is None
         else:
             pairs = block.mechanism.pairs(block.mechanism_norm(x))
-            assert got is not None
-            assert got.strength.key_on_query == pytest.approx(coupling_sensitivity(coupling, *pairs).key_on_query)
+            assert actual is not None
+            assert actual.strength.key_on_query == pytest.approx(coupling_sensitivity(coupling, *pairs).key_on_query)
         x = block(x)[0]
 
 
@@ -286,14 +289,14 @@ def test_a_hybrid_stack_shows_what_each_layer_has() -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    made = model(dropout=0.5).train()
-    before = {name: value.clone() for name, value in made.state_dict().items()}
+    decoder = model(dropout=0.5).train()
+    before = {name: value.clone() for name, value in decoder.state_dict().items()}
     state = torch.get_rng_state()
-    assert coupling_stats(made, TOKENS) == coupling_stats(made, torch.tensor(TOKENS))  # no dropout while looking
-    assert made.training
+    assert coupling_stats(decoder, TOKENS) == coupling_stats(decoder, torch.tensor(TOKENS))  # no dropout while looking
+    assert decoder.training
     assert torch.equal(torch.get_rng_state(), state)
-    assert_close(dict(made.state_dict()), before, rtol=0, atol=0)
-    assert all(parameter.grad is None for parameter in made.parameters())
+    assert_close(dict(decoder.state_dict()), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in decoder.parameters())
 
 
 @pytest.mark.parametrize("tokens", [[], [257], [-1]])
@@ -336,15 +339,15 @@ def test_a_watch_follows_training_and_training_does_not_notice(config: TrainConf
 
 
 def test_a_watch_leaves_gradients_and_mode_alone(config: TrainConfig, tmp_path: Path) -> None:
-    made = Decoder(config.model).train()
-    for parameter in made.parameters():
+    decoder = Decoder(config.model).train()
+    for parameter in decoder.parameters():
         parameter.grad = torch.ones_like(parameter)
-    run = Run(folder=tmp_path, config=config, model=made, step=3, corpus="")
+    run = Run(folder=tmp_path, config=config, model=decoder, step=3, corpus="")
     watch = CouplingRecorder(TOKENS)
     watch.on_start(run)
     assert [moment.step for moment in watch.history] == [3]
-    assert made.training
-    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in made.parameters())  # pyright: ignore
+    assert decoder.training
+    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in decoder.parameters())  # pyright: ignore
 
 
 def test_a_watch_of_something_else_is_refused(config: TrainConfig, tmp_path: Path) -> None:

@@ -59,22 +59,22 @@ def sigmoid(x: float) -> float:
 
 def texts(n: int = 12, *, seed: int = 0, longest: int = 9) -> list[Instance]:
     draw = np.random.default_rng(seed)
-    made = []
+    decoder = []
     for _ in range(n):
         t = int(draw.integers(1, longest + 1))
         places = draw.permutation(t)[: max(1, t // 3)].tolist()
-        made.append(
+        decoder.append(
             text(*draw.integers(1, 12, t).tolist(), rationale=sorted(places), kept=[t - 1], label=int(draw.integers(2)))
         )
-    return made
+    return decoder
 
 
 def figures(looked: Faithfulness) -> dict[str, np.ndarray]:
-    found = {name: x for name, x in vars(looked).items() if isinstance(x, np.ndarray)}
-    found |= {f"mass {how}": x for how, x in looked.masses.items()}
+    result = {name: x for name, x in vars(looked).items() if isinstance(x, np.ndarray)}
+    result |= {f"mass {how}": x for how, x in looked.masses.items()}
     for ranking, faithful in looked.rankings.items():
-        found |= {f"{ranking} {name}": x for name, x in vars(faithful).items()}
-    return found
+        result |= {f"{ranking} {name}": x for name, x in vars(faithful).items()}
+    return result
 
 
 def test_deleting_the_top_words_is_what_eraser_defines() -> None:
@@ -103,10 +103,10 @@ def test_aopc_is_the_mean_over_one_to_fifty_per_cent() -> None:
     whole = sum(odds.values())
     without = [sum(odds[word] for word in range(1, 21 - count)) for count in (1, 1, 2, 4, 10)]
     alone = [whole - rest for rest in without]
-    found = looked.rankings["attention"]
-    assert_allclose(found.comprehensiveness_aopc, [np.mean([sigmoid(whole) - sigmoid(x) for x in without])])
-    assert_allclose(found.sufficiency_aopc, [np.mean([sigmoid(whole) - sigmoid(x) for x in alone])])
-    assert_allclose(found.comprehensiveness, [sigmoid(whole) - sigmoid(without[0])])
+    result = looked.rankings["attention"]
+    assert_allclose(result.comprehensiveness_aopc, [np.mean([sigmoid(whole) - sigmoid(x) for x in without])])
+    assert_allclose(result.sufficiency_aopc, [np.mean([sigmoid(whole) - sigmoid(x) for x in alone])])
+    assert_allclose(result.comprehensiveness, [sigmoid(whole) - sigmoid(without[0])])
 
 
 def test_random_words_are_the_floor_under_attention_that_finds_the_word() -> None:
@@ -154,8 +154,8 @@ def test_where_the_last_word_goes_the_answer_is_asked_for_at_the_one_before() ->
 @pytest.mark.parametrize("one", [text(5), text(5, 6, kept=[0, 1])])
 def test_a_text_with_nothing_to_spare_loses_nothing(one: Instance) -> None:
     looked = evaluate_faithfulness(Words({5: 1.0}), [one])
-    for found in looked.rankings.values():
-        for values in vars(found).values():
+    for result in looked.rankings.values():
+        for values in vars(result).values():
             assert values.tolist() == [0]
 
 
@@ -216,18 +216,20 @@ def test_batched_equals_one_by_one(double: bool, digits: float) -> None:
     read, many = reader(model().double() if double else model()), texts(5, longest=6)
     alone = [figures(evaluate_faithfulness(read, [one], rankings=ALL, batch=1, fractions=(0.2, 0.5))) for one in many]
     for batch in (3, 256):
-        for name, got in figures(
+        for name, actual in figures(
             evaluate_faithfulness(read, many, rankings=ALL, batch=batch, fractions=(0.2, 0.5))
         ).items():
-            assert_allclose(got, np.concatenate([one[name] for one in alone]), rtol=digits, atol=digits, err_msg=name)
+            assert_allclose(
+                actual, np.concatenate([one[name] for one in alone]), rtol=digits, atol=digits, err_msg=name
+            )
 
 
 def test_holding_few_deletions_in_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     words, many = Words({1: 1.0, 2: -2.0}, {2: 3.0}), texts(30)
-    want = figures(evaluate_faithfulness(words, many))
+    expected = figures(evaluate_faithfulness(words, many))
     monkeypatch.setattr("qkflow.probes.faithfulness._INSTANCES_AT_ONCE", 4)
-    for name, got in figures(evaluate_faithfulness(words, many)).items():
-        assert_allclose(got, want[name], rtol=1e-12, err_msg=name)
+    for name, actual in figures(evaluate_faithfulness(words, many)).items():
+        assert_allclose(actual, expected[name], rtol=1e-12, err_msg=name)
 
 
 def test_the_order_of_instances_changes_nothing() -> None:
@@ -237,8 +239,8 @@ def test_the_order_of_instances_changes_nothing() -> None:
         evaluate_faithfulness(read, many, rankings=ALL),
         evaluate_faithfulness(read, [many[i] for i in mixed], rankings=ALL),
     )
-    for name, got in figures(shuffled).items():
-        assert_allclose(got, figures(straight)[name][mixed], rtol=1e-10, atol=1e-10, err_msg=name)
+    for name, actual in figures(shuffled).items():
+        assert_allclose(actual, figures(straight)[name][mixed], rtol=1e-10, atol=1e-10, err_msg=name)
     for i, row in zip(mixed, shuffled.attention, strict=True):
         assert_allclose(row, straight.attention[i], atol=1e-10)
         assert len(row) == len(many[i].tokens)
@@ -246,15 +248,15 @@ def test_the_order_of_instances_changes_nothing() -> None:
 
 def test_the_pooling_decides_mass_and_ranking() -> None:
     read, many = reader(model().double()), texts()
-    found = {how: evaluate_faithfulness(read, many, pooling=how, rankings=()) for how in ("average", "max", "rollout")}
-    for how, looked in found.items():
+    result = {how: evaluate_faithfulness(read, many, pooling=how, rankings=()) for how in ("average", "max", "rollout")}
+    for how, looked in result.items():
         assert_allclose(looked.mass, looked.masses[how])
         on_it = [row[list(one.rationale)].sum() for row, one in zip(looked.attention, many, strict=True)]
         assert_allclose(looked.mass, on_it)
         assert_allclose(looked.effective, np.exp(looked.entropy))
-    assert len({tuple(looked.mass) for looked in found.values()}) == 3
+    assert len({tuple(looked.mass) for looked in result.values()}) == 3
     with pytest.raises(UsageError, match="attention was not ranked"):
-        _ = found["max"].comprehensiveness
+        _ = result["max"].comprehensiveness
 
 
 def test_memory_is_bounded_however_large_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,10 +35,10 @@ def hf(kind: str, *, attention: str = "eager", pad: int | None = 0) -> Any:
     name = next(name for name in ("Llama", "Bert", "GPT2", "T5") if kind.startswith(name))
     config = getattr(transformers, f"{name}Config")(**SHAPE, pad_token_id=pad, bos_token_id=1, eos_token_id=2)
     torch.manual_seed(0)
-    made = getattr(transformers, kind)._from_config(config, attn_implementation=attention).double()
-    for parameter in made.parameters():
+    decoder = getattr(transformers, kind)._from_config(config, attn_implementation=attention).double()
+    for parameter in decoder.parameters():
         nn.init.normal_(parameter, std=0.2)
-    return made
+    return decoder
 
 
 def fractions(reading: ReaderOutput) -> list[torch.Tensor]:
@@ -69,11 +69,11 @@ def test_a_text_is_read_in_a_batch_as_it_is_alone(kind: str) -> None:
 def test_a_language_model_answers_with_the_token_after_the_last(kind: str) -> None:
     model = hf(kind).eval()
     with torch.no_grad():
-        want = model(TOKENS[1:, :3]).logits[0, -1]
-    got = reader(model).read(TOKENS, LENGTHS, maps=True)
-    assert_close(got.logits[1], want)
-    assert got.answer_positions is not None
-    assert got.answer_positions.tolist() == [4, 2]
+        expected = model(TOKENS[1:, :3]).logits[0, -1]
+    actual = reader(model).read(TOKENS, LENGTHS, maps=True)
+    assert_close(actual.logits[1], expected)
+    assert actual.answer_positions is not None
+    assert actual.answer_positions.tolist() == [4, 2]
 
 
 def test_an_encoder_is_asked_at_its_first_token_unless_told() -> None:

@@ -75,13 +75,13 @@ def test_a_products_norm_is_that_of_the_matrices_multiplied_in_the_texts_order(w
     q, k = pairs((2, 9, 3, width), 0)
     given = (q, k, *gates((2, 9, 3), 0))
     T = matrices(*given)
-    got = product_norms(*given, window=window)
+    actual = product_norms(*given, window=window)
     for number, start in enumerate(range(0, 10 - window, max(1, window // 2))):
         product = torch.eye(width, dtype=torch.float64)
         for i in range(start, start + window):
             product = product @ T[:, i]
-        assert_close(got[:, number], torch.linalg.matrix_norm(product, ord=2))
-    assert got.shape[1] == number + 1
+        assert_close(actual[:, number], torch.linalg.matrix_norm(product, ord=2))
+    assert actual.shape[1] == number + 1
 
 
 @pytest.mark.parametrize("window", [0, 6])
@@ -113,25 +113,25 @@ def test_no_transition_exceeds_the_worst_of_its_gates(beta: float, lam: float, d
 @given(beta=beta_values, lam=st.one_of(lam_values, st.floats(-5, 0)), alpha=st.floats(0.1, 1), width=st.integers(2, 5))
 @settings(deadline=None, max_examples=25)
 def test_alternating_the_two_worst_tokens_grows_as_said(beta: float, lam: float, alpha: float, width: int) -> None:
-    found = worst_case(beta, lam, alpha, width)
-    assert_close(found.q.norm(dim=-1), torch.ones(2, dtype=torch.float64))
-    assert_close(found.k.norm(dim=-1), torch.ones(2, dtype=torch.float64))
+    result = worst_case(beta, lam, alpha, width)
+    assert_close(result.q.norm(dim=-1), torch.ones(2, dtype=torch.float64))
+    assert_close(result.k.norm(dim=-1), torch.ones(2, dtype=torch.float64))
     at = torch.ones(2, dtype=torch.float64)
-    first, second = matrices(found.q, found.k, beta * at, math.log(alpha) * at, lam * at)
+    first, second = matrices(result.q, result.k, beta * at, math.log(alpha) * at, lam * at)
     grown = float(torch.linalg.eigvals(first @ second).abs().max())
-    assert grown == pytest.approx(found.growth**2, rel=1e-6)
+    assert grown == pytest.approx(result.growth**2, rel=1e-6)
 
 
 def test_the_published_gates_let_a_memory_grow_1_98_times_every_two_tokens() -> None:
-    found = worst_case(0.99, 1.0, width=4)
-    assert found.growth**2 >= 1.98
-    q, k = (x.repeat(20, 1).view(1, 40, 1, 4) for x in (found.q, found.k))
+    result = worst_case(0.99, 1.0, width=4)
+    assert result.growth**2 >= 1.98
+    q, k = (x.repeat(20, 1).view(1, 40, 1, 4) for x in (result.q, result.k))
     at = torch.ones(1, 40, 1, dtype=torch.float64)
     start = torch.eye(4, dtype=torch.float64).view(1, 1, 4, 4)
     empty = torch.zeros(1, 40, 1, 4, dtype=torch.float64)
     rule = {"beta": 0.99 * at, "lam": at, "state": start}
     _, grown = delta_rule(q, k, empty, **rule, backend="naive")
-    assert float(torch.linalg.matrix_norm(grown, ord=2)) == pytest.approx(found.growth**40)
+    assert float(torch.linalg.matrix_norm(grown, ord=2)) == pytest.approx(result.growth**40)
     _, held = delta_rule(q, k, empty, **rule, log_alpha=math.log(safe_alpha(0.99, 1.0)) * at, backend="naive")
     assert float(torch.linalg.matrix_norm(held, ord=2)) == pytest.approx(1)
 
@@ -144,8 +144,8 @@ def test_a_search_over_alternating_pairs_finds_nothing_worse() -> None:
     for beta, lam in [(0.99, 1.0), (0.5, 0.3), (0.7, 0.9), (1.5, 0.5), (1.9, 1.0), (0.3, 5.0)]:
         at = torch.ones(len(q), 2, dtype=torch.float64)
         T = matrices(q, k, beta * at, None, lam * at)
-        found, said = torch.linalg.eigvals(T[:, 0] @ T[:, 1]).abs().max(), worst_case(beta, lam).growth ** 2
-        assert 0.98 * said < found < said * (1 + 1e-9)
+        result, verdict_text = torch.linalg.eigvals(T[:, 0] @ T[:, 1]).abs().max(), worst_case(beta, lam).growth ** 2
+        assert 0.98 * verdict_text < result < verdict_text * (1 + 1e-9)
 
 
 @given(beta=beta_values, alpha=st.floats(0.2, 1))
@@ -212,18 +212,18 @@ def inputs(seed: int, *, t: int = 20, decays: bool = True, mixes: bool = True, w
 
 def alternating(t: int, beta: float, lam: float) -> DeltaInputs:
     """One row and head that reads the worst two tokens in turn."""
-    found = worst_case(beta, lam, width=4)
-    q, k = (x.repeat(t // 2, 1).view(1, t, 1, 4) for x in (found.q, found.k))
+    result = worst_case(beta, lam, width=4)
+    q, k = (x.repeat(t // 2, 1).view(1, t, 1, 4) for x in (result.q, result.k))
     at = torch.ones(1, t, 1, dtype=torch.float64)
     return DeltaInputs(q, k, torch.ones_like(q), beta * at, None, lam * at)
 
 
 def model(mechanism: str | tuple[str, ...] = HYBRID, *, dropout: float = 0.0) -> Decoder:
     layers = len(mechanism) if isinstance(mechanism, tuple) else 1
-    made = Decoder(DecoderConfig(width=32, layers=layers, heads=2, hidden=48, mechanism=mechanism, dropout=dropout))
-    for parameter in made.parameters():  # blocks begin at zero: let every layer matter
+    decoder = Decoder(DecoderConfig(width=32, layers=layers, heads=2, hidden=48, mechanism=mechanism, dropout=dropout))
+    for parameter in decoder.parameters():  # blocks begin at zero: let every layer matter
         torch.nn.init.normal_(parameter, std=0.2)
-    return made
+    return decoder
 
 
 def verdict(layers: list[MemoryStats | None]) -> str:
@@ -247,9 +247,9 @@ def test_the_bound_holds_with_decay_and_without(seed: int, decays: bool, mixes: 
     run = trace_errors(*given)
     bound = error_bound(run, (1 - step_sizes(given.q, given.k, given.beta, given.lam)).abs())
     assert (run.after.norm(dim=-1) <= bound * (1 + 1e-12)).all()
-    seen = delta_rule_stats(given)
-    assert seen.slack >= 1 - 1e-12
-    assert_close(seen.bound, tuple(bound.mean((0, 2)).tolist()))
+    recorded = delta_rule_stats(given)
+    assert recorded.slack >= 1 - 1e-12
+    assert_close(recorded.bound, tuple(bound.mean((0, 2)).tolist()))
 
 
 def test_the_bound_is_the_published_formula() -> None:
@@ -260,20 +260,20 @@ def test_the_bound_is_the_published_formula() -> None:
     x, moved = given.k + given.lam[..., None] * given.q, []  # pyright: ignore[reportOptionalSubscript]
     for i in range(20):
         if i:  # the change of value, and of direction as the memory of the token before sees it
-            seen = (memory @ (x[:, i] - x[:, i - 1])[..., None]).squeeze(-1)
-            moved.append((given.v[:, i] - given.v[:, i - 1] - seen).norm(dim=-1))
+            recorded = (memory @ (x[:, i] - x[:, i - 1])[..., None]).squeeze(-1)
+            moved.append((given.v[:, i] - given.v[:, i - 1] - recorded).norm(dim=-1))
         memory = memory + (given.beta[:, i, :, None] * run.before[:, i])[..., None] * given.k[:, i, :, None]
     r = torch.stack(moved, 1).amax(1)
-    for t, got in enumerate(error_bound(run, factors).unbind(1)):
+    for t, actual in enumerate(error_bound(run, factors).unbind(1)):
         start = run.after[:, 0].norm(dim=-1)
-        assert_close(got, rho**t * start + (1 - rho**t) / (1 - rho) * rho * r, rtol=1e-10, atol=1e-10)
+        assert_close(actual, rho**t * start + (1 - rho**t) / (1 - rho) * rho * r, rtol=1e-10, atol=1e-10)
 
 
 def test_a_text_of_one_kind_of_token_meets_its_bound() -> None:
     k, v = torch.tensor([1.0, 0.0]).expand(1, 6, 1, 2).double(), torch.ones(1, 6, 1, 1, dtype=torch.float64)
-    seen = delta_rule_stats(DeltaInputs(k, k, v, torch.full((1, 6, 1), 0.5), None, None))
-    assert seen.error == seen.bound == tuple(0.5**i for i in range(1, 7))
-    assert (seen.rho, seen.slack, seen.norm, seen.allowed) == (0.5, 1, 1, 1)
+    recorded = delta_rule_stats(DeltaInputs(k, k, v, torch.full((1, 6, 1), 0.5), None, None))
+    assert recorded.error == recorded.bound == tuple(0.5**i for i in range(1, 7))
+    assert (recorded.rho, recorded.slack, recorded.norm, recorded.allowed) == (0.5, 1, 1, 1)
 
 
 def test_the_slack_is_a_number_where_nothing_is_left_of_an_error() -> None:
@@ -292,33 +292,33 @@ def test_memory_and_errors_are_those_of_the_delta_rule() -> None:
 
 
 def test_a_spread_tells_steps_that_do_not_contract() -> None:
-    got = step_distribution(torch.tensor([[-0.5, 0.0, 0.5, 1.0, 1.5], [2.0, 1.9, 0.1, 0.2, 3.0]]))
-    assert got.outside == 0.4
-    assert (got.min, got.max, got.mean) == (-0.5, 3.0, pytest.approx(0.97))
-    assert got.quantiles[2] == pytest.approx(0.75)
-    assert len(got.quantiles) == 5
+    actual = step_distribution(torch.tensor([[-0.5, 0.0, 0.5, 1.0, 1.5], [2.0, 1.9, 0.1, 0.2, 3.0]]))
+    assert actual.outside == 0.4
+    assert (actual.min, actual.max, actual.mean) == (-0.5, 3.0, pytest.approx(0.97))
+    assert actual.quantiles[2] == pytest.approx(0.75)
+    assert len(actual.quantiles) == 5
 
 
 def test_products_tell_what_single_tokens_do_not() -> None:
-    seen = delta_rule_stats(alternating(64, 0.99, 1.0))
-    assert seen.radius <= 1 + 1e-12  # every eigenvalue of every transition
-    assert seen.steps.outside == 0
-    assert [each.tokens for each in seen.growth] == [2, 8, 64]
-    assert [each.max for each in seen.growth] == pytest.approx([1.980198**1, 1.980198**4, 1.980198**32], rel=1e-4)
-    assert seen.allowed == pytest.approx(1.980198**0.5)
-    assert seen.memory[-1] > 1e8
+    recorded = delta_rule_stats(alternating(64, 0.99, 1.0))
+    assert recorded.radius <= 1 + 1e-12  # every eigenvalue of every transition
+    assert recorded.steps.outside == 0
+    assert [each.tokens for each in recorded.growth] == [2, 8, 64]
+    assert [each.max for each in recorded.growth] == pytest.approx([1.980198**1, 1.980198**4, 1.980198**32], rel=1e-4)
+    assert recorded.allowed == pytest.approx(1.980198**0.5)
+    assert recorded.memory[-1] > 1e8
     assert "products of transitions grow in 1 of them, up to a factor of 3.12e+09 over 64 tokens" in verdict(
-        [None, seen]
+        [None, recorded]
     )
-    assert "grows by a factor of 1.41 per token" in verdict([None, seen])
+    assert "grows by a factor of 1.41 per token" in verdict([None, recorded])
 
 
 def test_the_delta_rule_itself_cannot_grow() -> None:
-    seen = delta_rule_stats(inputs(1, t=64, mixes=False, decays=False))
-    assert all(each.max <= 1 + 1e-12 for each in seen.growth)
-    assert verdict([seen]).startswith("On this text every token's error shrinks in all of 1 delta layer")
-    assert "no product of transitions grows" in verdict([seen])
-    assert "no queries and keys" in verdict([seen])
+    recorded = delta_rule_stats(inputs(1, t=64, mixes=False, decays=False))
+    assert all(each.max <= 1 + 1e-12 for each in recorded.growth)
+    assert verdict([recorded]).startswith("On this text every token's error shrinks in all of 1 delta layer")
+    assert "no product of transitions grows" in verdict([recorded])
+    assert "no queries and keys" in verdict([recorded])
 
 
 def test_what_gates_allow_does_not_depend_on_the_text() -> None:
@@ -340,8 +340,8 @@ def test_a_growth_that_passes_is_told_with_what_is_left_of_it() -> None:
 
 def test_a_verdict_counts_steps_that_do_not_contract() -> None:
     given = inputs(1)
-    said = verdict([delta_rule_stats(given._replace(k=2 * given.k)), delta_rule_stats(given)])
-    assert "% of the steps beta a are outside (0, 2), in 1 of 2 delta layers" in said
+    verdict_text = verdict([delta_rule_stats(given._replace(k=2 * given.k)), delta_rule_stats(given)])
+    assert "% of the steps beta a are outside (0, 2), in 1 of 2 delta layers" in verdict_text
 
 
 def test_a_verdict_claims_nothing_of_figures_that_are_not_finite() -> None:
@@ -353,16 +353,16 @@ def test_a_verdict_claims_nothing_of_figures_that_are_not_finite() -> None:
 
 
 def test_each_layer_is_looked_at_on_what_its_own_rule_is_given() -> None:
-    made = model()
-    x = made.embedding(torch.tensor([TOKENS]))
-    for block, got in zip(made.blocks, memory_stats(made, TOKENS), strict=True):
+    decoder = model()
+    x = decoder.embedding(torch.tensor([TOKENS]))
+    for block, actual in zip(decoder.blocks, memory_stats(decoder, TOKENS), strict=True):
         assert isinstance(block, Block)
         if isinstance(block.mechanism, DeltaMechanism):
             given = block.mechanism.inputs(block.mechanism_norm(x))
-            assert got is not None
-            assert got.steps.mean == pytest.approx(step_sizes(given.q, given.k, given.beta, given.lam).mean().item())
+            assert actual is not None
+            assert actual.steps.mean == pytest.approx(step_sizes(given.q, given.k, given.beta, given.lam).mean().item())
         else:
-            assert got is None
+            assert actual is None
         x = block(x)[0]
 
 
@@ -390,14 +390,14 @@ def test_the_coupling_of_a_delta_layer_is_looked_at_too() -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    made = model(dropout=0.5).train()
-    before = {name: value.clone() for name, value in made.state_dict().items()}
+    decoder = model(dropout=0.5).train()
+    before = {name: value.clone() for name, value in decoder.state_dict().items()}
     state = torch.get_rng_state()
-    assert memory_stats(made, TOKENS) == memory_stats(made, torch.tensor(TOKENS))  # no dropout while looking
-    assert made.training
+    assert memory_stats(decoder, TOKENS) == memory_stats(decoder, torch.tensor(TOKENS))  # no dropout while looking
+    assert decoder.training
     assert torch.equal(torch.get_rng_state(), state)
-    assert_close(dict(made.state_dict()), before, rtol=0, atol=0)
-    assert all(parameter.grad is None for parameter in made.parameters())
+    assert_close(dict(decoder.state_dict()), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in decoder.parameters())
 
 
 @pytest.mark.parametrize("tokens", [[], [257]])
@@ -407,8 +407,8 @@ def test_tokens_that_are_none_are_refused(tokens: list[int]) -> None:
 
 
 def test_one_token_is_enough() -> None:
-    (seen,) = memory_stats(model("qdelta"), [1])
-    assert seen is not None
-    assert seen.growth == ()
-    assert seen.error == seen.bound
-    assert verdict([seen]).count(".") >= 2
+    (recorded,) = memory_stats(model("qdelta"), [1])
+    assert recorded is not None
+    assert recorded.growth == ()
+    assert recorded.error == recorded.bound
+    assert verdict([recorded]).count(".") >= 2

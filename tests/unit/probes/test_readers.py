@@ -23,18 +23,18 @@ def classifier(mechanism: str = "standard", *, dropout: float = 0.0) -> Classifi
 
 def decoder() -> Decoder:
     torch.manual_seed(0)
-    made = Decoder(DecoderConfig(width=16, layers=2, heads=2, hidden=8, vocabulary=12)).double()
-    for parameter in made.parameters():  # blocks begin at zero: let every layer matter
+    module = Decoder(DecoderConfig(width=16, layers=2, heads=2, hidden=8, vocabulary=12)).double()
+    for parameter in module.parameters():  # blocks begin at zero: let every layer matter
         nn.init.normal_(parameter, std=0.3)
-    return made
+    return module
 
 
 def one_layer() -> OneLayer:
     torch.manual_seed(0)
-    made = OneLayer(OneLayerConfig(vocabulary=12)).double()
-    for parameter in made.parameters():
+    module = OneLayer(OneLayerConfig(vocabulary=12)).double()
+    for parameter in module.parameters():
         nn.init.normal_(parameter)
-    return made
+    return module
 
 
 MODELS = [classifier, decoder, one_layer]
@@ -43,11 +43,11 @@ MODELS = [classifier, decoder, one_layer]
 @pytest.mark.parametrize("make", MODELS)
 def test_a_reader_gives_what_the_model_answers_at_the_last_token(make: type) -> None:
     model = make()
-    got = reader(model).read(TOKENS, LENGTHS).logits
+    actual = reader(model).read(TOKENS, LENGTHS).logits
     if isinstance(model, Decoder):
-        assert_close(got, model(TOKENS, layout=Layout.padded(LENGTHS, 5))[0][range(3), LENGTHS - 1])
+        assert_close(actual, model(TOKENS, layout=Layout.padded(LENGTHS, 5))[0][range(3), LENGTHS - 1])
     else:
-        assert_close(got, model(TOKENS, Layout.padded(LENGTHS, 5)))
+        assert_close(actual, model(TOKENS, Layout.padded(LENGTHS, 5)))
 
 
 @pytest.mark.parametrize("mechanism", ["standard:window=2", "differential", "gated-deltanet", "qdelta", "kuramoto"])
@@ -66,28 +66,28 @@ def test_a_text_is_read_in_a_batch_as_it_is_alone(mechanism: str) -> None:
 
 def test_maps_are_the_weights_of_each_block_on_its_own_input() -> None:
     model = classifier()
-    got = reader(model).read(TOKENS, LENGTHS, maps=True).maps
-    assert got is not None
+    actual = reader(model).read(TOKENS, LENGTHS, maps=True).maps
+    assert actual is not None
     x, layout = model.embed(TOKENS), Layout.padded(LENGTHS, 5)
-    for block, layer in zip(model.blocks, got, strict=True):
+    for block, layer in zip(model.blocks, actual, strict=True):
         assert_close(layer, block.mechanism.weights(block.mechanism_norm(x), layout=layout))  # pyright: ignore
         x = block(x, None, layout)[0]
 
 
 def test_only_the_last_token_of_the_one_layer_model_asks() -> None:
     model = one_layer()
-    (got,) = reader(model).read(TOKENS, LENGTHS, maps=True).maps or ()
+    (actual,) = reader(model).read(TOKENS, LENGTHS, maps=True).maps or ()
     weights = model.weights(TOKENS, Layout.padded(LENGTHS, 5))
-    assert_close(got[range(3), 0, LENGTHS - 1], weights)
-    assert_close(got[0, 0, :4], torch.eye(5, dtype=torch.float64)[:4])
-    assert got[1, 0, 3:].abs().max() == 0
+    assert_close(actual[range(3), 0, LENGTHS - 1], weights)
+    assert_close(actual[0, 0, :4], torch.eye(5, dtype=torch.float64)[:4])
+    assert actual[1, 0, 3:].abs().max() == 0
 
 
 @pytest.mark.parametrize("make", [classifier, decoder])
 def test_saliency_is_the_slope_of_the_answers_score_along_each_embedding(make: type) -> None:
     model, step = make(), 1e-5
     read = reader(model)
-    got, best = read.saliency(TOKENS, LENGTHS), read.read(TOKENS, LENGTHS).logits.argmax(-1)
+    actual, best = read.saliency(TOKENS, LENGTHS), read.read(TOKENS, LENGTHS).logits.argmax(-1)
     for row, length in ((0, 5), (1, 3)):
         for place in range(length):
             scores = []
@@ -95,8 +95,8 @@ def test_saliency_is_the_slope_of_the_answers_score_along_each_embedding(make: t
                 hook = model.embedding.register_forward_hook(lambda _, __, x, p=place, b=by: _stretched(x, p, b))
                 scores.append(read.read(TOKENS[row, None, :length], LENGTHS[row, None]).logits[0, best[row]])
                 hook.remove()
-            assert_close(got[row, place], (scores[1] - scores[0]).abs() / (2 * step), rtol=1e-6, atol=1e-8)
-    assert got[1, 3:].abs().max() == 0
+            assert_close(actual[row, place], (scores[1] - scores[0]).abs() / (2 * step), rtol=1e-6, atol=1e-8)
+    assert actual[1, 3:].abs().max() == 0
 
 
 def _stretched(x: Tensor, place: int, by: float) -> Tensor:
@@ -125,8 +125,8 @@ def test_reading_leaves_a_model_as_it_was(make: type) -> None:
     read = reader(model)
     with torch.no_grad():
         assert read.saliency(TOKENS, LENGTHS).requires_grad is False
-    got = read.read(TOKENS, LENGTHS, maps=True)
-    assert not got.logits.requires_grad
+    actual = read.read(TOKENS, LENGTHS, maps=True)
+    assert not actual.logits.requires_grad
     assert [fraction.training for fraction in fractions] == modes
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
     assert_close(dict(model.state_dict()), before)

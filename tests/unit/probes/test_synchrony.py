@@ -43,13 +43,13 @@ SPECS = (
 
 
 def layer(spec: str, *, step: float = 0.3) -> SynchronyMechanism:
-    made = mechanism(spec)(72, 4, 0, 1).double()  # of which it takes half
-    assert isinstance(made, SynchronyMechanism)
-    for name, parameter in made.named_parameters():
+    decoder = mechanism(spec)(72, 4, 0, 1).double()  # of which it takes half
+    assert isinstance(decoder, SynchronyMechanism)
+    for name, parameter in decoder.named_parameters():
         torch.nn.init.normal_(parameter, std=0.3)
         if name == "step":
             parameter.data.fill_(step)
-    return made
+    return decoder
 
 
 def stream(made: SynchronyMechanism, t: int = 6) -> torch.Tensor:
@@ -66,11 +66,11 @@ def test_locking_is_a_normalised_similarity_whose_mean_is_that_of_the_squared_or
     on: Group, t: int, seed: int
 ) -> None:
     points = elements(on, t, seed)
-    found = locking(points)
+    result = locking(points)
     alike = on.similarity(*torch.broadcast_tensors(points[:, None], points)) / on.similarity(points, points)
-    assert_close(found, alike.mean(-1).movedim(2, 0), rtol=0, atol=1e-12)
-    assert (found.abs() <= 1 + 1e-12).all()
-    assert_close(found.mean((1, 2)), order(points).square().mean(1), rtol=0, atol=1e-12)
+    assert_close(result, alike.mean(-1).movedim(2, 0), rtol=0, atol=1e-12)
+    assert (result.abs() <= 1 + 1e-12).all()
+    assert_close(result.mean((1, 2)), order(points).square().mean(1), rtol=0, atol=1e-12)
 
 
 @given(on=st.sampled_from(GROUPS), seed=st.integers(0, 9999))
@@ -90,53 +90,53 @@ def test_the_order_of_angles_is_that_of_the_operator() -> None:
 
 
 def test_the_energy_on_the_torus_is_that_of_the_operator_for_each_coordinate() -> None:
-    made = layer("kuramoto")
-    theta = stream(made)
-    truth = kuramoto.energy(theta.unflatten(-1, (2, 36)), made.weights(theta))[0] / 36
-    assert_close(attention_step(made, theta)[2].before, tuple(truth.mean(0).tolist()))
+    decoder = layer("kuramoto")
+    theta = stream(decoder)
+    truth = kuramoto.energy(theta.unflatten(-1, (2, 36)), decoder.weights(theta))[0] / 36
+    assert_close(attention_step(decoder, theta)[2].before, tuple(truth.mean(0).tolist()))
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_what_draws_a_token_is_the_descent_of_its_energy(spec: str) -> None:
-    made = layer(spec, step=1.0)
-    on, x = made.group, stream(made)
-    points = made.points(x).unflatten(-1, (-1, on.ambient))[0]
-    gathered = torch.einsum("hts,shv->thv", made.weights(x)[0], made.values(x)[0])
-    kernel = [None if part is None else part.detach() for part in (made.lag, made.amplitude)]
+    decoder = layer(spec, step=1.0)
+    on, x = decoder.group, stream(decoder)
+    points = decoder.points(x).unflatten(-1, (-1, on.ambient))[0]
+    gathered = torch.einsum("hts,shv->thv", decoder.weights(x)[0], decoder.values(x)[0])
+    kernel = [None if part is None else part.detach() for part in (decoder.lag, decoder.amplitude)]
     here = x.clone().requires_grad_()
-    moved = made.points(here).unflatten(-1, (-1, on.ambient))[0]
+    moved = decoder.points(here).unflatten(-1, (-1, on.ambient))[0]
     (slope,) = torch.autograd.grad(row_energy(moved, gathered.detach(), on, *kernel).sum(), here)
-    scale = made.elements * float(on.similarity(points[0, 0, 0], points[0, 0, 0]))
-    assert_close(made(x)[0].detach(), -scale * slope, rtol=0, atol=1e-6)
+    scale = decoder.elements * float(on.similarity(points[0, 0, 0], points[0, 0, 0]))
+    assert_close(decoder(x)[0].detach(), -scale * slope, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("spec", ["kuramoto", "group:group=su2", "group:group=so3"])
 def test_a_small_step_with_the_others_at_rest_lowers_the_energy_of_every_head(spec: str) -> None:
-    made = layer(spec)
-    energy = attention_step(made, stream(made))[2]
+    decoder = layer(spec)
+    energy = attention_step(decoder, stream(decoder))[2]
     assert all(low < high for low, high in zip(energy.single, energy.before, strict=True))
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_pull_ends_where_the_layer_puts_the_tokens(spec: str) -> None:
-    made = layer(spec)
-    x = stream(made)
-    ends = made.group.retract(*(each.unflatten(-1, (2, -1, made.group.size)) for each in (x, made(x)[0])))
-    assert_close(attention_step(made, x)[1], made.group.points(ends)[0].detach(), rtol=0, atol=1e-10)
-    assert len(attention_step(made, x)[2].after) == 2
+    decoder = layer(spec)
+    x = stream(decoder)
+    ends = decoder.group.retract(*(each.unflatten(-1, (2, -1, decoder.group.size)) for each in (x, decoder(x)[0])))
+    assert_close(attention_step(decoder, x)[1], decoder.group.points(ends)[0].detach(), rtol=0, atol=1e-10)
+    assert len(attention_step(decoder, x)[2].after) == 2
 
 
 def test_looking_takes_the_first_sequence_and_changes_nothing() -> None:
-    made = layer("kuramoto")
-    x = torch.cat([stream(made), stream(made)])
-    before = {name: part.clone() for name, part in made.state_dict().items()}
-    assert repr(diagnostics(made, x)) == repr(diagnostics(made, x[:1]))
-    assert_close(made.state_dict(), before, rtol=0, atol=0)
+    decoder = layer("kuramoto")
+    x = torch.cat([stream(decoder), stream(decoder)])
+    before = {name: part.clone() for name, part in decoder.state_dict().items()}
+    assert repr(diagnostics(decoder, x)) == repr(diagnostics(decoder, x[:1]))
+    assert_close(decoder.state_dict(), before, rtol=0, atol=0)
 
 
 def test_exhibits_are_small_plain_data_and_wheels_need_a_circle() -> None:
-    made = layer("kuramoto")
-    shown = {item.title: item for item in diagnostics(made, stream(made, t=9))}
+    decoder = layer("kuramoto")
+    shown = {item.title: item for item in diagnostics(decoder, stream(decoder, t=9))}
     by_order, _, heat, wheels = shown.values()
     assert [item.kind for item in shown.values()] == ["lines", "lines", "heat", "wheel"]
     assert (by_order.x, by_order.series) == (("R",), ("head 1", "head 2"))
@@ -147,11 +147,11 @@ def test_exhibits_are_small_plain_data_and_wheels_need_a_circle() -> None:
 
 
 def test_wheels_show_the_most_and_the_least_ordered_coordinate() -> None:
-    made = layer("kuramoto")
-    theta = stream(made, t=8).unflatten(-1, (2, 36))
+    decoder = layer("kuramoto")
+    theta = stream(decoder, t=8).unflatten(-1, (2, 36))
     theta[:, :, 1, 5] = 0.7  # all in one phase
     theta[0, :, 1, 9] = torch.arange(8) * math.pi / 4  # all around
-    wheels = diagnostics(made, theta.flatten(2))[-1]
+    wheels = diagnostics(decoder, theta.flatten(2))[-1]
     assert wheels.series[1] == "head 2, coordinate 6"
     assert wheels.values[1] == (0.7,) * 8
     assert wheels.series[3] == "head 2, coordinate 10"
@@ -170,16 +170,16 @@ TOKENS = [72, 101, 108, 108, 111, 256, 10, 72, 101, 91]
 def model(mechanism: str = "kuramoto", *, layers: int = 2, dropout: float = 0.0) -> Decoder:
     torch.manual_seed(0)
     shape = DecoderConfig(width=36, layers=layers, heads=4, hidden=24, mechanism=mechanism, dropout=dropout)
-    made = Decoder(shape).double()
-    for block in made.blocks:  # feed-forward networks begin at zero: let every layer matter
+    decoder = Decoder(shape).double()
+    for block in decoder.blocks:  # feed-forward networks begin at zero: let every layer matter
         torch.nn.init.normal_(block.feed_forward.output.weight, std=0.3)  # pyright: ignore
-    return made
+    return decoder
 
 
 def phases_of(made: Decoder, tokens: list[int] = TOKENS) -> list[LayerPhases]:
-    found = layer_phases(made, tokens)
-    assert all(layer is not None for layer in found)
-    return [layer for layer in found if layer is not None]
+    result = layer_phases(made, tokens)
+    assert all(layer is not None for layer in result)
+    return [layer for layer in result if layer is not None]
 
 
 def summaries(made: Decoder) -> list[PhaseStats]:
@@ -188,30 +188,30 @@ def summaries(made: Decoder) -> list[PhaseStats]:
 
 @pytest.mark.parametrize("mechanism", ["kuramoto", "group:group=so3", "kuramoto:frustrated=True"])
 def test_a_layer_leaves_the_tokens_where_the_next_one_finds_them(mechanism: str) -> None:
-    made = model(mechanism, layers=3)
-    found = phases_of(made)
-    for one, next_ in pairwise(found):
+    decoder = model(mechanism, layers=3)
+    result = phases_of(decoder)
+    for one, next_ in pairwise(result):
         assert_close(one.after, next_.before, rtol=0, atol=1e-12)
         assert not torch.allclose(one.before, one.attended)
         assert not torch.allclose(one.attended, one.after)
-    assert_close(found[0].attended.shape, found[0].before.shape)
-    logits = made.logits(found[-1].after.flatten(1))
-    assert_close(logits, made(torch.tensor([TOKENS]))[0][0].detach(), rtol=0, atol=1e-10)
+    assert_close(result[0].attended.shape, result[0].before.shape)
+    logits = decoder.logits(result[-1].after.flatten(1))
+    assert_close(logits, decoder(torch.tensor([TOKENS]))[0][0].detach(), rtol=0, atol=1e-10)
 
 
 def test_the_first_layer_finds_the_embeddings() -> None:
-    made = model()
-    theta = made.embedding.weight[TOKENS].detach().view(len(TOKENS), 2, 18)
-    first = phases_of(made)[0]
+    decoder = model()
+    theta = decoder.embedding.weight[TOKENS].detach().view(len(TOKENS), 2, 18)
+    first = phases_of(decoder)[0]
     assert_close(first.order(), torch.exp(1j * theta).mean(0).abs(), rtol=0, atol=1e-12)
-    apart = (theta[:, None] - theta).cos().mean(-1)
-    assert_close(first.locking(), apart.movedim(2, 0), rtol=0, atol=1e-12)
+    difference = (theta[:, None] - theta).cos().mean(-1)
+    assert_close(first.locking(), difference.movedim(2, 0), rtol=0, atol=1e-12)
     assert float(first.locking()[:, 0, 7].min()) > 1 - 1e-12  # the same token twice
 
 
 def test_energy_is_read_off_the_layers_own_map() -> None:
-    made = model()
-    first, map = phases_of(made)[0], attention_maps(made, TOKENS)[0].double()
+    decoder = model()
+    first, map = phases_of(decoder)[0], attention_maps(decoder, TOKENS)[0].double()
     attended = (map * first.locking()).sum(-1)
     assert_close(first.energy.before, tuple((-attended.mean(1)).tolist()), rtol=0, atol=1e-6)
 
@@ -219,32 +219,32 @@ def test_energy_is_read_off_the_layers_own_map() -> None:
 def test_strongest_pairs_are_of_different_tokens_in_falling_order() -> None:
     layer = phases_of(model())[1]
     together, change = layer.locking("after").mean(0), (layer.locking("after") - layer.locking("before")).mean(0)
-    every = [(t, u) for t in range(len(TOKENS)) for u in range(t) if TOKENS[t] != TOKENS[u]]
+    all_pairs = [(t, u) for t in range(len(TOKENS)) for u in range(t) if TOKENS[t] != TOKENS[u]]
     for by, measure in (("locking", together), ("change", change)):
         pairs = layer.pairs(4, by=by)  # pyright: ignore[reportArgumentType]
-        found = [float(measure[pair.second, pair.first]) for pair in pairs]
-        assert found == sorted((float(measure[t, u]) for t, u in every), reverse=True)[:4]
+        result = [float(measure[pair.second, pair.first]) for pair in pairs]
+        assert result == sorted((float(measure[t, u]) for t, u in all_pairs), reverse=True)[:4]
         assert all(pair.tokens == (TOKENS[pair.first], TOKENS[pair.second]) for pair in pairs)
         assert all(pair.after == pytest.approx(float(together[pair.first, pair.second])) for pair in pairs)
-    assert len(layer.pairs(10**6)) == len(every)
+    assert len(layer.pairs(10**6)) == len(all_pairs)
 
 
 def test_looking_changes_nothing_and_dropout_does_not_matter() -> None:
-    made = model(dropout=0.5).train()
-    state = {name: part.clone() for name, part in made.state_dict().items()}
-    one, other = phases_of(made), phases_of(made)
+    decoder = model(dropout=0.5).train()
+    state = {name: part.clone() for name, part in decoder.state_dict().items()}
+    one, other = phases_of(decoder), phases_of(decoder)
     assert_close(one[-1].after, other[-1].after, rtol=0, atol=0)
-    assert made.training
-    assert_close(made.state_dict(), state, rtol=0, atol=0)
-    assert not any(block._forward_hooks for block in made.blocks)
+    assert decoder.training
+    assert_close(decoder.state_dict(), state, rtol=0, atol=0)
+    assert not any(block._forward_hooks for block in decoder.blocks)
 
 
 def test_hooks_are_gone_after_a_text_that_is_refused() -> None:
-    made = model()
+    decoder = model()
     with pytest.raises(UsageError, match="at least one token"):
-        layer_phases(made, [])
-    assert not any(block._forward_hooks for block in made.blocks)
-    assert len(mechanism_inputs(made, [1])) == 2
+        layer_phases(decoder, [])
+    assert not any(block._forward_hooks for block in decoder.blocks)
+    assert len(mechanism_inputs(decoder, [1])) == 2
 
 
 def test_an_ordinary_stream_has_no_phases() -> None:
@@ -313,12 +313,12 @@ def test_the_command_shows_the_phases_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    made = model("kuramoto:frustrated=True").float()
+    decoder = model("kuramoto:frustrated=True").float()
     run, text = tmp_path / "run", tmp_path / "text"
     text.write_bytes(b"Hello [b]\n")
     run.mkdir()
-    begin(run, TrainConfig(data=CorpusConfig(), model=made.config, steps=1), {}, ByteTokenizer())
-    finish(run, model_tensors(made))
+    begin(run, TrainConfig(data=CorpusConfig(), model=decoder.config, steps=1), {}, ByteTokenizer())
+    finish(run, model_tensors(decoder))
     assert main(["probe", str(run), "--file", str(text)]) == 0
     source, *shown, page = capsys.readouterr().out.splitlines()
     assert str(text) in source
