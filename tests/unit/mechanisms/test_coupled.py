@@ -81,7 +81,7 @@ def test_an_euler_coupling_starts_as_one_drift_too() -> None:
     + [{"dynamics": "affine", "alternations": n} for n in (1, 2, 3)],
     ids=str,
 )
-def test_the_others_start_as_exactly_the_identity(config: dict[str, Any], sharing: Any) -> None:
+def test_other_couplings_start_as_the_identity(config: dict[str, Any], sharing: Any) -> None:
     q, k = points()
     for dtype in (torch.float64, torch.float32):
         layer = CouplingConfig(**config, sharing=sharing)(HEADS, HEADS, WIDTH).to(dtype)
@@ -93,7 +93,7 @@ def test_the_others_start_as_exactly_the_identity(config: dict[str, Any], sharin
 @pytest.mark.parametrize("sharing", ["heads", "none"])
 @pytest.mark.parametrize("scheme", ["symplectic-euler", "leapfrog", "euler"])
 @pytest.mark.parametrize("force", ["mlp", "potential", "none"])
-def test_a_motion_is_the_operators(scheme: str, force: Any, sharing: Any) -> None:
+def test_drift_kick_equals_the_reference_operators(scheme: str, force: Any, sharing: Any) -> None:
     how: dict[str, Any] = {"dynamics": "euler"} if scheme == "euler" else {"integrator": scheme}
     step = {"symplectic-euler": naive.symplectic_euler, "leapfrog": naive.leapfrog, "euler": naive.euler}[scheme]
     for steps in (1, 4):
@@ -106,7 +106,7 @@ def test_a_motion_is_the_operators(scheme: str, force: Any, sharing: Any) -> Non
 
 @given(alternations=st.integers(1, 3), seed=st.integers(0, 1000), sharing=st.sampled_from(["heads", "none"]))
 @settings(deadline=None, max_examples=8)
-def test_an_affine_coupling_is_undone_either_way_round(alternations: int, seed: int, sharing: Any) -> None:
+def test_affine_coupling_is_invertible(alternations: int, seed: int, sharing: Any) -> None:
     torch.manual_seed(seed)
     layer, at = make(dynamics="affine", alternations=alternations, sharing=sharing), points()
     assert isinstance(layer, Affine)
@@ -172,7 +172,7 @@ def test_the_controls_move_every_grouped_query_by_itself(config: dict[str, Any])
 
 
 @pytest.mark.parametrize("config", MOVING[-2:], ids=str)
-def test_nothing_passes_between_query_and_key_in_the_controls(config: dict[str, Any]) -> None:
+def test_controls_do_not_couple_queries_and_keys(config: dict[str, Any]) -> None:
     layer, (q, k) = make(**config), points()
     moved = layer(q, k)
     assert torch.equal(layer(q, k + 1)[0], moved[0])
@@ -180,7 +180,7 @@ def test_nothing_passes_between_query_and_key_in_the_controls(config: dict[str, 
 
 
 @pytest.mark.parametrize("config", PAIRING, ids=str)
-def test_the_dynamics_do_couple(config: dict[str, Any]) -> None:
+def test_paired_dynamics_couple_queries_and_keys(config: dict[str, Any]) -> None:
     layer, (q, k) = make(**config), points()
     q.requires_grad_()
     k.requires_grad_()
@@ -263,7 +263,7 @@ def test_half_precision_moves_both_ways(config: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_a_coupling_that_cannot_be_is_refused_in_one_line(config: dict[str, Any], message: str) -> None:
+def test_invalid_coupling_configs_raise_in_one_line(config: dict[str, Any], message: str) -> None:
     layer = object.__new__(CouplingConfig)  # not by its constructor, whose types a test run may check first
     for field in fields(CouplingConfig):
         object.__setattr__(layer, field.name, config.get(field.name, field.default))
@@ -273,14 +273,14 @@ def test_a_coupling_that_cannot_be_is_refused_in_one_line(config: dict[str, Any]
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(4, 3), (2, 4), (4, 0)])
-def test_heads_that_do_not_pair_are_refused(queries: int, keys: int) -> None:
+def test_mismatched_heads_raise(queries: int, keys: int) -> None:
     with pytest.raises(UsageError, match=f"got {keys} and {queries}"):
         CouplingConfig()(queries, keys, WIDTH)
 
 
 @pytest.mark.parametrize("config", MOVING, ids=str)
 @pytest.mark.parametrize(("queries", "keys", "width"), [(3, 4, WIDTH), (4, 2, WIDTH), (4, 4, WIDTH + 1)])
-def test_points_of_another_shape_are_refused(config: dict[str, Any], queries: int, keys: int, width: int) -> None:
+def test_mismatched_shapes_raise(config: dict[str, Any], queries: int, keys: int, width: int) -> None:
     with pytest.raises(
         UsageError, match=rf"expected 4 query heads and 4 key heads of width 6, got \[{queries}, {width}\] and"
     ):

@@ -165,7 +165,7 @@ def test_a_drift_folded_into_the_projection_changes_neither_values_nor_gradients
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("which", ["query", "key"])
 @pytest.mark.parametrize("coupling", FOLDING)
-def test_a_projection_of_somebody_elses_is_called(coupling: str, which: str, mode: Callable[[], Any]) -> None:
+def test_replaced_projections_are_called(coupling: str, which: str, mode: Callable[[], Any]) -> None:
     layer, x = make("standard", coupling), stream()
     other = make("standard", coupling)
     other.load_state_dict(layer.state_dict())
@@ -178,7 +178,7 @@ def test_a_projection_of_somebody_elses_is_called(coupling: str, which: str, mod
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("which", ["query", "key"])
 @pytest.mark.parametrize("coupling", FOLDING)
-def test_a_bias_on_a_projection_counts(coupling: str, which: str, mode: Callable[[], Any]) -> None:
+def test_biases_on_projections_are_applied(coupling: str, which: str, mode: Callable[[], Any]) -> None:
     layer, x = make("standard", coupling), stream()
     getattr(layer, which).bias = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
     with mode():
@@ -193,7 +193,7 @@ def test_a_bias_on_a_projection_counts(coupling: str, which: str, mode: Callable
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("which", ["query", "key"])
 @pytest.mark.parametrize("coupling", COUPLINGS)
-def test_a_hook_on_a_projection_is_heard(coupling: str, which: str, mode: Callable[[], Any]) -> None:
+def test_forward_hooks_on_projections_run(coupling: str, which: str, mode: Callable[[], Any]) -> None:
     layer, x = make("standard", coupling), stream()
     twice = make("standard", coupling)
     twice.load_state_dict(layer.state_dict())
@@ -211,7 +211,7 @@ def test_a_hook_on_a_projection_is_heard(coupling: str, which: str, mode: Callab
     assert recorded == [x.shape]
 
 
-def test_a_hook_before_a_projection_is_heard() -> None:
+def test_pre_forward_and_backward_hooks_on_projections_run() -> None:
     layer, x = make("standard", "hamiltonian"), stream()
     recorded: list[str] = []
     layer.query.register_forward_pre_hook(lambda module, args: recorded.append("query"))

@@ -192,7 +192,7 @@ def test_a_decay_far_out_keeps_its_digits() -> None:
         ("deltanet:decay=True", "decay"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(spec: str, message: str) -> None:
+def test_invalid_configs_raise_in_one_line(spec: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as refused:
         mechanism(spec)(WIDTH, HEADS, layer=0, layers=1)
     assert "\n" not in str(refused.value)
@@ -236,7 +236,7 @@ def test_a_state_is_as_large_after_many_tokens_as_after_one(name: str, dtype: to
         ),
     ],
 )
-def test_a_state_of_another_mechanism_is_refused(other: str, message: str) -> None:
+def test_states_of_other_mechanisms_raise(other: str, message: str) -> None:
     _, state = make(other)(stream())
     with pytest.raises(UsageError, match=message):
         make("qdelta")(stream(), state)

@@ -398,7 +398,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_is_refused(what: str) -> None:
+def test_invalid_configs_raise(what: str) -> None:
     make, message = REFUSED[what]
     with pytest.raises(UsageError, match=message) as raised:
         make()
@@ -425,7 +425,7 @@ def test_angles_that_are_not_finite_are_refused_but_padding_may_hold_anything(ba
     same(module(theta, layout=Layout.padded([T, 3], T))[0][1:, :3], expected)
 
 
-def test_a_state_that_is_not_its_own_is_refused() -> None:
+def test_foreign_states_raise() -> None:
     module, theta = layer(), angles().detach()
     _, state = module(theta)
     assert isinstance(state, ShiftedKVCache)

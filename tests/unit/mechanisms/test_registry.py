@@ -225,7 +225,7 @@ def test_a_coupling_follows_the_plus_and_takes_options_in_any_order(spec: str, w
         ("standard+affine:dynamics=euler", "dynamics"),
     ],
 )
-def test_a_coupling_that_means_nothing_is_refused_in_one_line(spec: str, message: str) -> None:
+def test_invalid_coupling_specs_raise_in_one_line(spec: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         mechanism(spec)
     assert "\n" not in str(caught.value)

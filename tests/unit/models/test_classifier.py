@@ -112,7 +112,7 @@ def test_a_packed_batch_and_an_empty_text_are_refused() -> None:
     assert torch.equal(model()(tokens, Layout.packed([0, 5])), model()(tokens))
 
 
-def test_shapes_that_cannot_be_are_refused() -> None:
+def test_invalid_classifier_configs_raise() -> None:
     for changes, says in (({"classes": 1}, "classes must be at least 2, got 1"), ({"hidden": -1}, "hidden must be")):
         with pytest.raises(UsageError, match=says):
             model(**changes)

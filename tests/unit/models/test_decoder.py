@@ -250,6 +250,6 @@ def test_a_block_adds_what_it_makes_of_the_normalised_stream() -> None:
         ({"mechanism": "differential", "heads": 1}, "even number of heads"),
     ],
 )
-def test_a_model_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_model_configs_raise(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Decoder(config(**changes))

@@ -46,7 +46,7 @@ def trained(mechanism: Any) -> Decoder:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_what_is_trained_is_what_is_decoded(mechanism: Any, tmp_path: Path) -> None:
+def test_decoding_equals_training(mechanism: Any, tmp_path: Path) -> None:
     model, x = trained(mechanism), tokens(2, 12)
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
     loaded = Decoder(config(mechanism))

@@ -191,7 +191,7 @@ def test_paces_name_parameters_and_the_optimiser_keeps_to_them(spec: str) -> Non
 
 
 @every
-def test_it_learns(spec: str) -> None:
+def test_training_reduces_the_loss(spec: str) -> None:
     decoder = model(spec)
     x = torch.arange(24).remainder(7).view(1, 24)
     optimizer = torch.optim.Adam(decoder.parameters(), lr=0.02)
@@ -213,7 +213,7 @@ def test_it_learns(spec: str) -> None:
         (("kuramoto", "group"), "elements of torus, the other elements of su2"),
     ],
 )
-def test_streams_do_not_mix(mixed: tuple[str, str], reads: str) -> None:
+def test_mixed_streams_raise(mixed: tuple[str, str], reads: str) -> None:
     with pytest.raises(UsageError, match=f"cannot be in one stack: one reads {reads}"):
         Decoder(DecoderConfig(width=16, layers=2, heads=2, hidden=8, mechanism=mixed))
 

@@ -56,13 +56,13 @@ def test_maps_are_the_weights_of_each_block_on_its_own_input(mechanism: str | tu
         x = block(x)[0]
 
 
-def test_no_token_looks_ahead_and_a_window_is_kept() -> None:
+def test_maps_are_causal_and_respect_the_window() -> None:
     for layer in attention_maps(model(HYBRID), TOKENS):
         assert layer.triu(1).abs().max() == 0
     assert attention_maps(model(HYBRID), TOKENS)[2].tril(-3).abs().max() == 0
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_probing_leaves_the_model_unchanged() -> None:
     decoder = model(dropout=0.5).train()
     before = {name: value.clone() for name, value in decoder.state_dict().items()}
     first, second = attention_maps(decoder, TOKENS), attention_maps(decoder, TOKENS)
@@ -73,7 +73,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(not layer.requires_grad for layer in first)
 
 
-def test_a_failing_model_is_left_as_it_was() -> None:
+def test_hooks_are_removed_if_the_model_fails() -> None:
     decoder = model().train()
 
     def fail(*_: object) -> None:
@@ -86,7 +86,7 @@ def test_a_failing_model_is_left_as_it_was() -> None:
     assert all(not block.mechanism._forward_pre_hooks for block in decoder.blocks)  # pyright: ignore
 
 
-def test_differential_layers_show_their_lambda_and_standard_ones_nothing() -> None:
+def test_differential_layers_have_a_lambda_diagnostic() -> None:
     layers = probe_layers(model(HYBRID), TOKENS)
     assert [len(layer.diagnostics) for layer in layers] == [0, 1, 0]
     (exhibit,) = layers[1].diagnostics
@@ -96,13 +96,13 @@ def test_differential_layers_show_their_lambda_and_standard_ones_nothing() -> No
 
 
 @pytest.mark.parametrize(("tokens", "message"), [([], "at least one"), ([257], "0 to 256"), ([-1], "0 to 256")])
-def test_tokens_that_are_none_are_refused(tokens: list[int], message: str) -> None:
+def test_invalid_tokens_raise(tokens: list[int], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         attention_maps(model(), tokens)
 
 
 @pytest.mark.parametrize("values", [((1.0,),), ((1.0, 2.0), (1.0,)), ((1.0, 2.0), (1.0, 2.0), (1.0, 2.0)), ()])
-def test_an_exhibit_whose_numbers_do_not_fit_its_names_is_refused(values: tuple) -> None:
+def test_diagnostic_with_mismatched_shapes_raises(values: tuple) -> None:
     with pytest.raises(UsageError, match="2 rows"):
         Diagnostic(title="x", kind="lines", x=(0.0, 1.0), series=("a", "b"), values=values)
 
@@ -203,7 +203,7 @@ def test_half_precision_maps_are_pooled_in_single(how: Pooling) -> None:
     assert_close(row.sum(-1), torch.ones(2))
 
 
-def test_what_is_not_a_number_stays_visible() -> None:
+def test_nan_propagates_through_l1_normalize() -> None:
     assert l1_normalize(torch.tensor([torch.nan, 1.0])).isnan().all()
 
 
@@ -215,7 +215,7 @@ def test_what_is_not_a_number_stays_visible() -> None:
         (causal(), [6, 3], "average", r"from 1 to 5 for each of 2 rows, got \[6, 3\]"),
     ],
 )
-def test_what_cannot_be_pooled_is_refused(
+def test_invalid_pooling_arguments_raise(
     attention_maps: list[Tensor], lengths: list[int], how: Pooling, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
@@ -285,7 +285,7 @@ def test_even_attention_attends_to_every_token_and_a_single_one_to_one() -> None
     assert all(sum(l1_normalize) == pytest.approx(1) for l1_normalize in result.pooled.values())
 
 
-def test_figures_are_means_over_heads() -> None:
+def test_stats_are_means_over_heads() -> None:
     heads = torch.stack([torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.eye(2)])
     assert attention_stats([heads]).layers[0].effective_tokens_last == pytest.approx(1.5)
 
@@ -317,7 +317,7 @@ def test_mass_lies_between_none_and_all_and_even_attention_gives_the_part_of_the
 
 @given(st.lists(st.sampled_from(["the", "author", "guards", "naïve", "שלום", "😀", "a.b"]), min_size=1), st.data())
 @settings(deadline=None, max_examples=25)
-def test_words_are_found_however_the_text_is_cut_into_tokens(words: list[str], data: st.DataObject) -> None:
+def test_token_positions_do_not_depend_on_the_tokenization(words: list[str], data: st.DataObject) -> None:
     text = " ".join(words).encode()
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(text) - 1)))))
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True) if begin < end]
@@ -332,11 +332,11 @@ def test_words_are_found_however_the_text_is_cut_into_tokens(words: list[str], d
     assert token_positions(wanted, pieces) == tuple(overlap)
 
 
-def test_a_token_beside_a_word_is_not_of_it() -> None:
+def test_adjacent_tokens_are_not_part_of_a_word() -> None:
     assert token_positions("author", [b"the ", b"author", b" of"]) == (1,)
 
 
 @pytest.mark.parametrize("words", ["auth", "authors", "", " "])
-def test_what_is_no_word_of_the_text_is_refused(words: str) -> None:
+def test_words_outside_the_text_raise(words: str) -> None:
     with pytest.raises(UsageError, match=r"words? of the text"):
         token_positions(words, [b"the", b" author"])

@@ -81,7 +81,7 @@ def test_a_path_of_heads_that_do_not_pair_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_nothing_passes_in_a_control(name: str) -> None:
+def test_controls_have_no_dependence(name: str) -> None:
     decoder = coupling(COUPLINGS[name], queries=6)
     result = coupling_sensitivity(decoder, *pairs())
     assert (result.query_on_key, result.key_on_query) == (0.0, 0.0)
@@ -229,7 +229,7 @@ def test_a_coupling_is_shown_beside_what_the_mechanism_shows_itself() -> None:
     assert titles(layer("differential+hamiltonian:force=potential")) == [strength, step, energy, own]
 
 
-def test_exhibits_hold_the_figures() -> None:
+def test_diagnostics_contain_the_stats() -> None:
     decoder = layer("differential+euler:force=potential,steps=2,dt=0.25")
     assert isinstance(decoder, DifferentialAttention)
     assert decoder.coupling is not None
@@ -257,7 +257,7 @@ def model(mechanism: str | tuple[str, ...] = HYBRID, *, dropout: float = 0.0) ->
     return decoder
 
 
-def test_each_layer_is_looked_at_on_the_pairs_that_it_projects_itself() -> None:
+def test_stats_use_the_pairs_of_each_layer() -> None:
     decoder = model()
     x = decoder.embedding(torch.tensor([TOKENS]))
     for block, actual in zip(decoder.blocks, coupling_stats(decoder, TOKENS), strict=True):
@@ -272,7 +272,7 @@ def test_each_layer_is_looked_at_on_the_pairs_that_it_projects_itself() -> None:
         x = block(x)[0]
 
 
-def test_a_hybrid_stack_shows_what_each_layer_has() -> None:
+def test_hybrid_stacks_have_stats_per_layer() -> None:
     standard, hamiltonian, affine, control = coupling_stats(model(), TOKENS)
     assert standard is None
     assert hamiltonian is not None
@@ -288,7 +288,7 @@ def test_a_hybrid_stack_shows_what_each_layer_has() -> None:
     assert control.strength.key_on_query == control.strength.query_on_key == 0
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_probing_leaves_the_model_unchanged() -> None:
     decoder = model(dropout=0.5).train()
     before = {name: value.clone() for name, value in decoder.state_dict().items()}
     state = torch.get_rng_state()
@@ -300,7 +300,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[], [257], [-1]])
-def test_tokens_that_are_none_are_refused(tokens: list[int]) -> None:
+def test_invalid_tokens_raise(tokens: list[int]) -> None:
     with pytest.raises(UsageError, match="one token from 0 to 256"):
         coupling_stats(model(), tokens)
 
@@ -322,7 +322,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     )
 
 
-def test_a_watch_follows_training_and_training_does_not_notice(config: TrainConfig, tmp_path: Path) -> None:
+def test_recorder_follows_training_without_changing_it(config: TrainConfig, tmp_path: Path) -> None:
     watch = CouplingRecorder(TOKENS)
     train(config, tmp_path / "watched", callbacks=[watch])
     train(config, tmp_path / "alone")
@@ -338,7 +338,7 @@ def test_a_watch_follows_training_and_training_does_not_notice(config: TrainConf
     assert last.dt_start == 0.2
 
 
-def test_a_watch_leaves_gradients_and_mode_alone(config: TrainConfig, tmp_path: Path) -> None:
+def test_recorder_preserves_gradients_and_training_mode(config: TrainConfig, tmp_path: Path) -> None:
     decoder = Decoder(config.model).train()
     for parameter in decoder.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -350,7 +350,7 @@ def test_a_watch_leaves_gradients_and_mode_alone(config: TrainConfig, tmp_path: 
     assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in decoder.parameters())  # pyright: ignore
 
 
-def test_a_watch_of_something_else_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+def test_recorder_requires_a_decoder(config: TrainConfig, tmp_path: Path) -> None:
     run = Run(folder=tmp_path, config=config, model=torch.nn.Linear(1, 1), step=0, corpus="")
     with pytest.raises(UsageError, match="Decoder, got Linear"):
         CouplingRecorder(TOKENS).on_start(run)

@@ -289,6 +289,6 @@ def test_memory_is_bounded_however_large_the_batch(monkeypatch: pytest.MonkeyPat
         ({"instances": [text(1, label=2)]}, "labels must be from 0 to 1, the answers of the model, got 2 to 2"),
     ],
 )
-def test_what_cannot_be_examined_is_refused(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         evaluate_faithfulness(Words({}), **{"instances": [text(1, 2)], **wrong})

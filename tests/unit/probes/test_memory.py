@@ -352,7 +352,7 @@ def test_a_verdict_claims_nothing_of_figures_that_are_not_finite() -> None:
     assert "not finite" in verdict([delta_rule_stats(given)])
 
 
-def test_each_layer_is_looked_at_on_what_its_own_rule_is_given() -> None:
+def test_stats_use_the_inputs_of_each_layer() -> None:
     decoder = model()
     x = decoder.embedding(torch.tensor([TOKENS]))
     for block, actual in zip(decoder.blocks, memory_stats(decoder, TOKENS), strict=True):
@@ -366,7 +366,7 @@ def test_each_layer_is_looked_at_on_what_its_own_rule_is_given() -> None:
         x = block(x)[0]
 
 
-def test_a_hybrid_stack_shows_what_each_layer_has() -> None:
+def test_hybrid_stacks_have_stats_per_layer() -> None:
     standard, delta, gated, mixed = memory_stats(model(), TOKENS)
     assert standard is None
     assert delta is not None
@@ -381,7 +381,7 @@ def test_a_hybrid_stack_shows_what_each_layer_has() -> None:
     assert all(layer.deviation < 1e-12 for layer in (delta, gated, mixed))
 
 
-def test_the_coupling_of_a_delta_layer_is_looked_at_too() -> None:
+def test_delta_layers_have_coupling_stats() -> None:
     *others, mixed = coupling_stats(model(), TOKENS)
     assert others == [None] * 3
     assert mixed is not None
@@ -389,7 +389,7 @@ def test_the_coupling_of_a_delta_layer_is_looked_at_too() -> None:
     assert mixed.strength.query_on_key > 0
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_probing_leaves_the_model_unchanged() -> None:
     decoder = model(dropout=0.5).train()
     before = {name: value.clone() for name, value in decoder.state_dict().items()}
     state = torch.get_rng_state()
@@ -401,12 +401,12 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[], [257]])
-def test_tokens_that_are_none_are_refused(tokens: list[int]) -> None:
+def test_invalid_tokens_raise(tokens: list[int]) -> None:
     with pytest.raises(UsageError, match="one token from 0 to 256"):
         memory_stats(model("qdelta"), tokens)
 
 
-def test_one_token_is_enough() -> None:
+def test_a_single_token_has_stats() -> None:
     (recorded,) = memory_stats(model("qdelta"), [1])
     assert recorded is not None
     assert recorded.growth == ()

@@ -114,7 +114,7 @@ def test_saliency_of_one_hot_tokens_is_the_gradient_at_their_own_entry() -> None
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_reading_leaves_a_model_as_it_was(make: type) -> None:
+def test_reading_leaves_the_model_unchanged(make: type) -> None:
     model = make().train()
     fractions = list(model.modules())
     fractions[-1].eval()  # someone froze it
@@ -133,12 +133,12 @@ def test_reading_leaves_a_model_as_it_was(make: type) -> None:
     assert not any(fraction._forward_hooks or fraction._forward_pre_hooks for fraction in fractions)
 
 
-def test_nothing_is_dropped_while_reading() -> None:
+def test_reading_disables_dropout() -> None:
     read = reader(classifier(dropout=0.5).train())
     assert_close(read.read(TOKENS, LENGTHS).logits, read.read(TOKENS, LENGTHS).logits)
 
 
-def test_every_reader_is_one() -> None:
+def test_readers_implement_the_protocol() -> None:
     for make in MODELS:
         assert isinstance(reader(make()), Reader)
 
@@ -153,14 +153,12 @@ def test_every_reader_is_one() -> None:
     ],
 )
 @pytest.mark.parametrize("make", MODELS)
-def test_texts_that_a_model_cannot_read_are_refused(
-    make: type, tokens: list[list[int]], lengths: list[int], message: str
-) -> None:
+def test_invalid_batches_raise(make: type, tokens: list[list[int]], lengths: list[int], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         reader(make()).read(torch.tensor(tokens), torch.tensor(lengths))
 
 
-def test_models_that_cannot_be_read_are_refused_with_what_to_do() -> None:
+def test_unsupported_models_raise() -> None:
     with pytest.raises(UsageError, match=r"no reader for Linear"):
         reader(nn.Linear(2, 2))
     with pytest.raises(UsageError, match="Classifier answers at the last token"):

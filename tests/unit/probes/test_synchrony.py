@@ -97,7 +97,7 @@ def test_the_energy_on_the_torus_is_that_of_the_operator_for_each_coordinate() -
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_what_draws_a_token_is_the_descent_of_its_energy(spec: str) -> None:
+def test_update_is_the_negative_energy_gradient(spec: str) -> None:
     decoder = layer(spec, step=1.0)
     on, x = decoder.group, stream(decoder)
     points = decoder.points(x).unflatten(-1, (-1, on.ambient))[0]
@@ -111,14 +111,14 @@ def test_what_draws_a_token_is_the_descent_of_its_energy(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["kuramoto", "group:group=su2", "group:group=so3"])
-def test_a_small_step_with_the_others_at_rest_lowers_the_energy_of_every_head(spec: str) -> None:
+def test_small_single_token_updates_lower_the_energy(spec: str) -> None:
     decoder = layer(spec)
     energy = attention_step(decoder, stream(decoder))[2]
     assert all(low < high for low, high in zip(energy.single, energy.before, strict=True))
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_pull_ends_where_the_layer_puts_the_tokens(spec: str) -> None:
+def test_attention_step_equals_the_layer(spec: str) -> None:
     decoder = layer(spec)
     x = stream(decoder)
     ends = decoder.group.retract(*(each.unflatten(-1, (2, -1, decoder.group.size)) for each in (x, decoder(x)[0])))
@@ -126,7 +126,7 @@ def test_a_pull_ends_where_the_layer_puts_the_tokens(spec: str) -> None:
     assert len(attention_step(decoder, x)[2].after) == 2
 
 
-def test_looking_takes_the_first_sequence_and_changes_nothing() -> None:
+def test_diagnostics_use_the_first_sequence_and_change_nothing() -> None:
     decoder = layer("kuramoto")
     x = torch.cat([stream(decoder), stream(decoder)])
     before = {name: part.clone() for name, part in decoder.state_dict().items()}
@@ -134,7 +134,7 @@ def test_looking_takes_the_first_sequence_and_changes_nothing() -> None:
     assert_close(decoder.state_dict(), before, rtol=0, atol=0)
 
 
-def test_exhibits_are_small_plain_data_and_wheels_need_a_circle() -> None:
+def test_diagnostics_are_plain_data_and_phases_need_the_torus() -> None:
     decoder = layer("kuramoto")
     shown = {item.title: item for item in diagnostics(decoder, stream(decoder, t=9))}
     by_order, _, heat, wheels = shown.values()
@@ -146,7 +146,7 @@ def test_exhibits_are_small_plain_data_and_wheels_need_a_circle() -> None:
     assert len(json.dumps([row[:t] for t, row in enumerate(heat.values)])) < 9 * 9 * 8
 
 
-def test_wheels_show_the_most_and_the_least_ordered_coordinate() -> None:
+def test_phase_figure_shows_the_most_and_least_ordered_coordinate() -> None:
     decoder = layer("kuramoto")
     theta = stream(decoder, t=8).unflatten(-1, (2, 36))
     theta[:, :, 1, 5] = 0.7  # all in one phase
@@ -157,7 +157,7 @@ def test_wheels_show_the_most_and_the_least_ordered_coordinate() -> None:
     assert wheels.series[3] == "head 2, coordinate 10"
 
 
-def test_many_heads_show_a_few_and_one_coordinate_shows_once() -> None:
+def test_phase_figure_limits_heads() -> None:
     many = mechanism("kuramoto")(24, 12, 0, 1)
     assert len(diagnostics(many, torch.randn(1, 5, 24))[-1].series) == 8
     single = mechanism("kuramoto")(2, 2, 0, 1)
@@ -187,7 +187,7 @@ def summaries(made: Decoder) -> list[PhaseStats]:
 
 
 @pytest.mark.parametrize("mechanism", ["kuramoto", "group:group=so3", "kuramoto:frustrated=True"])
-def test_a_layer_leaves_the_tokens_where_the_next_one_finds_them(mechanism: str) -> None:
+def test_output_of_a_layer_is_the_input_of_the_next(mechanism: str) -> None:
     decoder = model(mechanism, layers=3)
     result = phases_of(decoder)
     for one, next_ in pairwise(result):
@@ -199,7 +199,7 @@ def test_a_layer_leaves_the_tokens_where_the_next_one_finds_them(mechanism: str)
     assert_close(logits, decoder(torch.tensor([TOKENS]))[0][0].detach(), rtol=0, atol=1e-10)
 
 
-def test_the_first_layer_finds_the_embeddings() -> None:
+def test_input_of_the_first_layer_is_the_embedding() -> None:
     decoder = model()
     theta = decoder.embedding.weight[TOKENS].detach().view(len(TOKENS), 2, 18)
     first = phases_of(decoder)[0]
@@ -209,14 +209,14 @@ def test_the_first_layer_finds_the_embeddings() -> None:
     assert float(first.locking()[:, 0, 7].min()) > 1 - 1e-12  # the same token twice
 
 
-def test_energy_is_read_off_the_layers_own_map() -> None:
+def test_energy_uses_the_map_of_the_layer() -> None:
     decoder = model()
     first, map = phases_of(decoder)[0], attention_maps(decoder, TOKENS)[0].double()
     attended = (map * first.locking()).sum(-1)
     assert_close(first.energy.before, tuple((-attended.mean(1)).tolist()), rtol=0, atol=1e-6)
 
 
-def test_strongest_pairs_are_of_different_tokens_in_falling_order() -> None:
+def test_pairs_are_different_tokens_in_descending_order() -> None:
     layer = phases_of(model())[1]
     together, change = layer.locking("after").mean(0), (layer.locking("after") - layer.locking("before")).mean(0)
     all_pairs = [(t, u) for t in range(len(TOKENS)) for u in range(t) if TOKENS[t] != TOKENS[u]]
@@ -229,7 +229,7 @@ def test_strongest_pairs_are_of_different_tokens_in_falling_order() -> None:
     assert len(layer.pairs(10**6)) == len(all_pairs)
 
 
-def test_looking_changes_nothing_and_dropout_does_not_matter() -> None:
+def test_phases_do_not_depend_on_dropout_and_change_nothing() -> None:
     decoder = model(dropout=0.5).train()
     state = {name: part.clone() for name, part in decoder.state_dict().items()}
     one, other = phases_of(decoder), phases_of(decoder)
@@ -239,7 +239,7 @@ def test_looking_changes_nothing_and_dropout_does_not_matter() -> None:
     assert not any(block._forward_hooks for block in decoder.blocks)
 
 
-def test_hooks_are_gone_after_a_text_that_is_refused() -> None:
+def test_hooks_are_removed_after_invalid_tokens() -> None:
     decoder = model()
     with pytest.raises(UsageError, match="at least one token"):
         layer_phases(decoder, [])
@@ -247,7 +247,7 @@ def test_hooks_are_gone_after_a_text_that_is_refused() -> None:
     assert len(mechanism_inputs(decoder, [1])) == 2
 
 
-def test_an_ordinary_stream_has_no_phases() -> None:
+def test_ordinary_streams_have_no_phases() -> None:
     shape = DecoderConfig(width=16, layers=2, heads=4, hidden=8, mechanism=("standard", "qdelta"))
     assert layer_phases(Decoder(shape), TOKENS) == [None, None]
 
@@ -309,7 +309,7 @@ def test_verdict_agrees_with_the_numbers() -> None:
     assert "not finite" in verdict(overflow)
 
 
-def test_the_command_shows_the_phases_of_a_run(
+def test_probe_command_prints_phases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
