@@ -64,7 +64,7 @@ def test_training_on_pairs_tells_accuracy_and_eval_tells_it_by_pairs(capsys: pyt
     assert "differs from" in refused(capsys, "eval", "run", PAIRS.replace("keys=4", "keys=5"))
     Path("text.txt").write_text("some words of a text " * 99)
     assert "use a recall task" in refused(capsys, "eval", "run", "text.txt")
-    assert "give --context 16" in refused(capsys, "train", PAIRS, "--context", "32", "--steps", "2")
+    assert "--context 16" in refused(capsys, "train", PAIRS, "--context", "32", "--steps", "2")
 
 
 def test_eval_tells_needles_by_length_and_depth(capsys: pytest.CaptureFixture[str]) -> None:
