@@ -17,7 +17,7 @@ import numpy as np
 
 from qkflow.experiment.stats.curves import Curve
 from qkflow.experiment.summary import Comparison, ExperimentResult
-from qkflow.formatting import format_interval, format_ratio, format_signed, shorten
+from qkflow.formatting import Number, format_interval, format_ratio, format_signed, shorten
 from qkflow.report.palette import arm_color, arm_dash, arm_marker, ink
 
 PlotlyFigure = dict[str, Any]
@@ -47,16 +47,16 @@ class Line:
     arm: int
     """Index of the arm, which decides its colour."""
     name: str
-    x: Sequence[float]
-    y: Sequence[float]
+    x: Sequence[Number]
+    y: Sequence[Number]
     hover: str
     """Template of the text under the pointer."""
     text: Sequence[str] = ()
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
-    band_x: Sequence[float] = ()
+    low: Sequence[Number] = ()
+    high: Sequence[Number] = ()
+    band_x: Sequence[Number] = ()
     """Positions of `low` and `high`; the line's own if empty."""
-    seeds: Sequence[tuple[Sequence[float], Sequence[float]]] = ()
+    seeds: Sequence[tuple[Sequence[Number], Sequence[Number]]] = ()
     """(x, y) of each seed, drawn as thin lines."""
 
 

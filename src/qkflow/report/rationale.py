@@ -512,5 +512,5 @@ def _format_percent(value: float | None) -> str:
     return format_number(None if value is None else 100 * value, 2)
 
 
-def _average(values: Sequence[float]) -> float:
+def _average(values: Sequence[int] | Sequence[float]) -> float:
     return math.fsum(values) / len(values)
