@@ -42,7 +42,7 @@ def test_a_classifier_config_keeps_its_labels() -> None:
         ({"hiden_size": 3}, "did you mean 'hidden_size'"),
         ({"auto_map": {}}, "names code to run"),
         ({"num_hidden_layers": 0}, "layers must be at least 1"),
-        ({"mechanism": ["standard"]}, "one a layer"),
+        ({"mechanism": ["standard"]}, "one per layer"),
     ],
 )
 def test_an_invalid_config_is_refused(options: dict[str, Any], fragment: str) -> None:

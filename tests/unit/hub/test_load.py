@@ -304,8 +304,8 @@ def test_half_precision_and_nan_weights_are_read(folder: Path) -> None:
     [
         ("{", "damaged"),
         ('{"kind": "nothing"}', "unknown tokenizer"),
-        ('{"kind": "bpe", "end": 1000000000000, "model": {}}', "not a tokenizer"),
-        ('{"kind": "words", "words": ["a b"]}', "words that differ"),
+        ('{"kind": "bpe", "end": 1000000000000, "model": {}}', "not a valid tokenizer"),
+        ('{"kind": "words", "words": ["a b"]}', "must be distinct"),
         ("[1]", "damaged"),
         (json.dumps({"kind": "words", "words": [f"w{n}" for n in range(300)]}), "do not match"),
     ],
