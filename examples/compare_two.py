@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from qkflow import CorpusConfig, DecoderConfig
-from qkflow.experiment import ExperimentSpec, read_result, run_experiment
+from qkflow.experiment import ExperimentSpec, run_experiment
 
 if __name__ == "__main__":  # a study starts processes that import this file
     folder = Path(tempfile.mkdtemp())
@@ -19,8 +19,7 @@ if __name__ == "__main__":  # a study starts processes that import this file
         context=32,
         batch=8,
     )
-    run_experiment(spec, folder / "study")
-    result = read_result(folder / "study")
+    result = run_experiment(spec, folder / "study")
     for arm in result.arms:
         print(f"{arm.name}: {arm.parameters:,} parameters, {len(arm.seeds)} seeds")
     for verdict in result.verdicts:
