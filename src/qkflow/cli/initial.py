@@ -1,4 +1,4 @@
-"""Weights that a run begins with: an exported folder's, or those of another run."""
+"""Initial weights of a run, from an exported folder or another run."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from qkflow.training.tensors import model_tensors
 
 @dataclass(frozen=True, kw_only=True)
 class Initial:
-    """What a run begins with."""
+    """Initial weights with their model and tokenizer."""
 
     model: DecoderConfig
-    """The shape of the model."""
+    """The model's config."""
     weights: dict[str, Tensor]
     """Its tensors by name."""
     tokens: dict[str, str]
-    """Settings of a corpus that make it the tokens the model knows; none for a task, which has its own."""
+    """Corpus settings that select the model's tokenizer; empty for a task, which has its own."""
     tokenizer: Tokenizer | None
-    """What the model's tokens stand for, if that is known."""
+    """The tokenizer, if it is known."""
 
-    def refuse_others(self, corpus: Corpus) -> None:
-        """Raise `UsageError` for a corpus whose tokens are not those the model knows."""
+    def check_tokenizer(self, corpus: Corpus) -> None:
+        """Raise `UsageError` if the corpus has another tokenizer."""
         own = self.tokenizer
         if own is not None and own.to_json() != corpus.tokenizer.to_json():
             raise UsageError(
-                f"the model of --init knows {own.vocabulary:,} tokens of kind {own.kind!r}, {corpus.name} has"
-                f" {corpus.vocabulary:,} of kind {corpus.tokenizer.kind!r}: give a text or a task with the same tokens,"
-                " or train a new model"
+                f"the model of --init has {own.vocabulary:,} tokens of kind {own.kind!r}, but {corpus.name} has"
+                f" {corpus.vocabulary:,} of kind {corpus.tokenizer.kind!r}: use data with the same tokenizer, or"
+                " train a new model"
             )
 
 
 def read_initial(folder: Path) -> Initial:
-    """The model and the tokens of an exported folder, or of a run's final weights or latest checkpoint."""
+    """Read the model of an exported folder, or the final weights or latest checkpoint of a run."""
     if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} has no config.json: --init wants a folder of `qkflow export`, or a run")
+        raise UsageError(f"{folder} has no config.json: --init needs a run folder or a folder made by `qkflow export`")
     if "model_type" in read_json(folder / "config.json"):
         from qkflow.hub import read_folder
 
-        found = read_folder(folder)
-        model, weights, tokenizer = found.config, found.weights, found.tokenizer
+        exported = read_folder(folder)
+        model, weights, tokenizer = exported.config, exported.weights, exported.tokenizer
     else:
         run = load_run(folder)
         model, weights, tokenizer = run.model.config, model_tensors(run.model), run.tokenizer
@@ -56,7 +56,7 @@ def read_initial(folder: Path) -> Initial:
 
 
 def _tokens(tokenizer: Tokenizer | None, folder: Path) -> dict[str, str]:
-    if tokenizer is None or tokenizer.kind == WordTokenizer.kind:  # a task has its words
+    if tokenizer is None or tokenizer.kind == WordTokenizer.kind:  # a task has its own words
         return {}
     if tokenizer.kind == ByteTokenizer.kind:
         return {"tokens": "bytes"}

@@ -1,4 +1,4 @@
-"""What a training run shows: a bar on a terminal, plain lines elsewhere."""
+"""The progress of a training run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from qkflow.models import StackConfig
 from qkflow.training import Callback, Result, Run
 
 _LINES_EVERY = 5.0
-"""Seconds between two plain lines."""
+"""Seconds between plain lines."""
 
 
-class Watch(Callback):
-    """Shows loss, tokens per second, time left, and every evaluation as a line that stays."""
+class TrainProgress(Callback):
+    """Shows the loss, tokens per second and the remaining time, and prints every evaluation."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -27,7 +27,7 @@ class Watch(Callback):
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(compact=True),
             TextColumn("left"),
             console=console,
@@ -40,7 +40,7 @@ class Watch(Callback):
         self.rate = _Rate()
 
     def on_start(self, run: Run) -> None:
-        """Say what is trained on what, and start the bar."""
+        """Print model, corpus and run, and start the bar."""
         model, config = run.config.model, run.config
         count = sum(p.numel() for p in run.model.parameters())
         names, shape = type(model).__name__, ""
@@ -54,16 +54,16 @@ class Watch(Callback):
         if run.step:
             self.say(f"resumed after step {run.step:,}")
         self.steps = config.steps
-        self.task = self.bar.add_task("train", total=config.steps, completed=run.step, told="evaluating ·")
+        self.task = self.bar.add_task("train", total=config.steps, completed=run.step, status="evaluating ·")
         self.rate.note(run.step, run.step * config.batch * config.context)
         self.bar.start()
 
     def on_step(self, record: Mapping[str, Any]) -> None:
-        """Move the bar, or write a line now and then."""
+        """Update the bar, or print a line every few seconds."""
         speed = self.rate.note(record["step"], record["tokens"])
         if not self.bar.disable and self.task is not None:
-            told = f"loss {record['loss']:.3f} · {speed:,.0f} tokens/s ·"
-            self.bar.update(self.task, completed=record["step"], told=told)
+            status = f"loss {record['loss']:.3f} · {speed:,.0f} tokens/s ·"
+            self.bar.update(self.task, completed=record["step"], status=status)
         elif time.monotonic() - self.shown_at > _LINES_EVERY:
             self.shown_at = time.monotonic()
             left = self.rate.seconds_left(record["step"], self.steps)
@@ -71,38 +71,38 @@ class Watch(Callback):
             self.say(f"{step}  loss {record['loss']:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left")
 
     def on_evaluate(self, record: Mapping[str, Any]) -> None:
-        """Write the held-out figures as a line that stays."""
+        """Print the held-out results."""
         perplexity = record["perplexity"]
         if "accuracy" in record:
-            unit, told = "answer token", f"  accuracy {percent(record['accuracy'])}"
+            unit, extra = "answer token", f"  accuracy {percent(record['accuracy'])}"
         else:
-            unit, told = "byte", "" if perplexity is None else f"  perplexity {perplexity:,.2f} per token"
-        self.say(f"step {record['step']:>6,}  held-out {record['bits_per_byte']:.3f} bits per {unit}{told}")
+            unit, extra = "byte", "" if perplexity is None else f"  perplexity {perplexity:,.2f} per token"
+        self.say(f"step {record['step']:>6,}  held-out {record['bits_per_byte']:.3f} bits per {unit}{extra}")
         self.rate.pause()
 
     def on_checkpoint(self, path: Path) -> None:
-        """Nothing to say: checkpoints are routine."""
+        """Exclude the time of checkpoints from the speed."""
         self.rate.pause()
 
     def on_notice(self, text: str) -> None:
-        """Pass on what the user should read."""
+        """Print a message for the user."""
         self.say(f"note: {text}")
 
     def on_end(self, result: Result) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self.close()
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Stop the bar."""
         self.bar.stop()
 
     def say(self, text: str) -> None:
-        """One line, above the bar if there is one."""
+        """Print a line above the bar."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class _Rate:
-    """Tokens per second over the last steps, without the time that evaluations and checkpoints take."""
+    """Tokens per second of recent steps, without evaluations and checkpoints."""
 
     def __init__(self) -> None:
         self.at: float | None = None

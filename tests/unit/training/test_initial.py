@@ -127,7 +127,7 @@ def test_tokens_that_stand_for_something_else_are_refused(
     rest = ["--config", str(tmp_path / "small.json"), "--out", str(tmp_path / "out")]
     task = "mqar:pairs=2,length=16,keys={},train=20,validation=4,each=2"
     assert main(["train", task.format(6), "--init", str(tmp_path / "text"), *rest]) == 2
-    assert "of kind 'bytes', mqar" in capsys.readouterr().err
+    assert "of kind 'bytes', but mqar" in capsys.readouterr().err
     assert main(["train", task.format(6), "--size", "100k", *rest[:2], "--out", str(tmp_path / "task")]) == 0
     for other in (str(texts), task.format(7)):
         capsys.readouterr()

@@ -275,7 +275,7 @@ def test_only_the_first_process_talks(pair: Pair) -> None:
     assert first["outcome"] == 2
     assert first["complained"].count("is not divisible among 2 processes") == 1
     assert refused["outcome"] != 0
-    assert "give --out RUN" in pair["homeless"][0]["complained"]
+    assert "use --out RUN" in pair["homeless"][0]["complained"]
     for silent in (second, refused, pair["homeless"][1]):
         assert (silent["said"], silent["complained"]) == ("", "")
 
