@@ -163,7 +163,13 @@ class Compare:
 
 
 def run_and_present(
-    spec: ExperimentSpec | None, out: Path, *, executor: Executor, console: Console, command: Sequence[str] = ()
+    spec: ExperimentSpec | None,
+    out: Path,
+    *,
+    executor: Executor,
+    console: Console,
+    command: Sequence[str] = (),
+    quiet: bool = False,
 ) -> ExperimentResult:
     """Run or resume an experiment with its progress shown, then present the result."""
     display = ExperimentDisplay(console)
@@ -171,16 +177,18 @@ def run_and_present(
         result = run_experiment(spec, out, executor=executor, observer=display, command=command)
     finally:
         display.close()
-    return present(result, out, console)
+    return present(result, out, console, quiet=quiet)
 
 
-def present(result: ExperimentResult, folder: Path, console: Console) -> ExperimentResult:
-    """Write the report and the tables of a study, and print the answer."""
+def present(result: ExperimentResult, folder: Path, console: Console, *, quiet: bool = False) -> ExperimentResult:
+    """Write the report and the tables of a study, and print the answer unless `quiet`."""
+    shown = result.rationale or result
     with console.status("writing the report"):
-        export_json(result, folder / "results.json")
-        export_csv(result, folder / "results.csv")
-        page = write_report(result, folder / "report.html")
-    console.print(terminal(result))
+        export_json(shown, folder / "results.json")
+        export_csv(shown, folder / "results.csv")
+        page = write_report(shown, folder / "report.html")
+    if not quiet:
+        console.print(terminal(shown))
     console.print(f"report: {page.absolute()}", markup=False, highlight=False, soft_wrap=True)
     return result
 

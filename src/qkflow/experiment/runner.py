@@ -37,6 +37,7 @@ from qkflow.experiment.design import (
 from qkflow.experiment.executors.base import Executor, Resources, describe_error
 from qkflow.experiment.executors.local import LocalExecutor
 from qkflow.experiment.extension import copy_parent_runs, design_extension
+from qkflow.experiment.metrics.measurement import RationaleMeasurement, describe_task
 from qkflow.experiment.progress import Observer, ProgressMeter
 from qkflow.experiment.run_status import read_status, update_status
 from qkflow.experiment.spec import ExperimentSpec, spec_differences
@@ -61,6 +62,8 @@ class RunSpec:
     """Recorded with the run."""
     lock_timeout: float
     """Seconds to wait for the lock of a dying process."""
+    measurement: RationaleMeasurement | None = None
+    """What is measured besides the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,11 +224,15 @@ class _Session:
     def _run_spec(self, run: PlannedRun) -> RunSpec:
         if run.config is None:
             raise ValueError(f"{run.name} has no config yet")
+        spec, measurement = self.design.spec, None
+        if spec.rationale is not None and isinstance(spec.data, TaskConfig) and run.kind == "main":
+            measurement = RationaleMeasurement(data=spec.data, rationale=spec.rationale)
         return RunSpec(
             folder=str((self.study / run.folder).absolute()),
             config=run.config,
             command=self.command,
             lock_timeout=self.executor.lock_timeout,
+            measurement=measurement,
         )
 
     def _needs_retry(self, run: PlannedRun, outcome: RunOutcome, tries: Counter[Path]) -> bool:
@@ -298,7 +305,7 @@ def _resumed_design(spec: ExperimentSpec | None, study: Path) -> Design:
 def _describe_data(design: Design) -> dict[str, object]:
     data = design.spec.data
     if isinstance(data, TaskConfig):
-        raise NotImplementedError
+        return describe_task(open_task(data))
     return describe_corpus(open_corpus(data))
 
 
@@ -324,6 +331,7 @@ def _train(spec: RunSpec, folder: Path) -> None:
                 spec.config,
                 folder,
                 callbacks=[_CountAttempt()],
+                measurement=spec.measurement,
                 resume=resume,
                 command=spec.command,
             )

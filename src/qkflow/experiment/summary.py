@@ -25,6 +25,7 @@ from qkflow.experiment.design import (
     tuning_losses,
 )
 from qkflow.experiment.matching import DECAY, EVALUATIONS
+from qkflow.experiment.metrics.rationale import RationaleSummary, read_rationale
 from qkflow.experiment.metrics.recall import RecallSummary, read_recall_summary
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.stats.curves import CostRatio, Curve, cost_ratio
@@ -140,6 +141,9 @@ class ExperimentResult:
     """What losses are per."""
     recall: RecallSummary | None = None
     """Accuracy on the test instances of a recall task; None for text, and before a run is finished."""
+    rationale: RationaleSummary | None = None
+    """Attention on the rationales of a task; None if it was not measured. There are no verdicts on the loss then: the
+    validation instances chose the learning rates."""
 
     @property
     def bits(self) -> str:
@@ -177,16 +181,39 @@ def read_result(study: Path | str) -> ExperimentResult:
     arms = tuple(
         _arm_summary(design, arm, main[arm.name], rates.get(arm.name), tuning[arm.name]) for arm in design.arms
     )
-    comparisons = _compare(design, main, {arm.name: arm.curves for arm in arms})
+    comparisons = ()
+    if design.spec.rationale is None:
+        comparisons = _compare(design, main, {arm.name: arm.curves for arm in arms})
     baseline = arms[0]
     loss = baseline.mean or 1.0  # irrelevant before the baseline has a run: then there is nothing to judge
     margin = design.spec.margin * loss
     corpus = _read_optional(study / "corpus.json")
     environments = [_read_optional(run.folder / "environment.json") for run in runs]
+    environment = next((record for record in environments if record), {})
     finished_folders = {
         name: {run.run.seed: run.folder for run in arm_runs if run.result is not None}
         for name, arm_runs in main.items()
     }
+    rationale = None
+    if design.spec.rationale is not None and "task" in corpus:
+        rationale = read_rationale(
+            design,
+            design.spec.rationale,
+            corpus["task"],
+            {
+                name: {run.run.seed: (run.folder, run.records) for run in arm_runs if run.result is not None}
+                for name, arm_runs in main.items()
+            },
+            rates=rates,
+            tuning=tuning,
+            failures={
+                arm.name: tuple(
+                    f"{run.folder.name}: {run.failed}" for run in runs if run.run.arm == arm.name and run.failed
+                )
+                for arm in design.arms
+            },
+            environment=environment,
+        )
     return ExperimentResult(
         folder=str(study),
         corpus=design.corpus,
@@ -213,10 +240,11 @@ def read_result(study: Path | str) -> ExperimentResult:
         notes=tuple(from_dict(CorpusNote, note) for note in corpus.get("notes", [])),
         remarks=_remarks(design, runs),
         design=to_dict(design),
-        environment=next((environment for environment in environments if environment), {}),
+        environment=environment,
         command=design.command,
         unit=design.unit,
         recall=read_recall_summary(finished_folders),
+        rationale=rationale,
     )
 
 

@@ -107,7 +107,7 @@ def test_a_call_that_fails_or_dies_says_why_and_stops_no_other(called: Any) -> N
     assert work(called.fail, "too\nbad")[0].crash == "RuntimeError: too bad"
     assert work(called.leave, 3)[0].crash == "its process exited with code 3"
     killed, terminated = work(called.die, signal.SIGKILL, signal.SIGTERM)
-    assert killed.crash == "its process was killed by SIGKILL, perhaps for want of memory"
+    assert killed.crash == "its process was killed by SIGKILL, possibly out of memory"
     assert terminated.crash == "its process was killed by SIGTERM"
 
 
@@ -144,7 +144,7 @@ def test_leaving_the_engine_ends_its_processes(called: Any, tmp_path: Path) -> N
 def test_an_unknown_engine_is_answered_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match="unknown executor 'locale': did you mean 'local'"):
         make_executor("locale")
-    with pytest.raises(UsageError, match="choose the engine ray"):
+    with pytest.raises(UsageError, match="use --executor ray"):
         make_executor("local", address="10.0.0.1:6379")
 
 

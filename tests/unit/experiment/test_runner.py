@@ -306,7 +306,7 @@ def test_a_run_folder_of_another_config_is_refused_and_the_others_are_made(
     (folder / "config.json").write_text(json.dumps({**config, "lr": 1.0}))
     run_experiment(None, study, executor=inline(), observer=watcher)
     assert [name for name, _ in watcher.failures] == ["standard seed 0"]
-    assert "is not the one of" in watcher.failures[0][1]
+    assert "the config differs from" in watcher.failures[0][1]
     assert len(losses(study)) == 3
 
 
