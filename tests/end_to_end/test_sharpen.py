@@ -1,4 +1,4 @@
-"""`qkflow sharpen` as a user meets it: through real processes, from a task to a page."""
+"""`qkflow sharpen` from the command line, with real processes, to the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from qkflow.cli import main
-from qkflow.cli.sharpen import Watch
+from qkflow.cli.compare import ExperimentDisplay
 
 SMALL = ["--train", "40", "--test", "12", "--ratios", "1,20", "--steps", "3", "--rates", "1e-3"]
 SENTINEL = "xyzzyword"
@@ -40,7 +40,7 @@ def test_one_command_answers_and_the_same_again_makes_nothing_new(
     flags = [*SMALL, "--seeds", "2", "--jobs", "2", "--out", "study"]
     assert sharpen(monkeypatch, *flags) == 0
     said = capsys.readouterr().out
-    assert "On agreement (built-in grammar), against r = 1: r = 20" in said.replace("\n", " ")
+    assert "On agreement (built-in grammar), compared with r = 1: r = 20" in said.replace("\n", " ")
     assert "report: " in said
     study = Path("study")
     found = json.loads((study / "results.json").read_text())
@@ -97,20 +97,20 @@ def test_no_word_of_a_task_that_may_not_be_shown_leaves_the_process(
         (["--ratios", "1,x"], "--ratios must be numbers separated by commas"),
         (["--ratios", "0,1"], "r must be a finite number above 0, got 0, 1"),
         (["--ratios", "1,nan"], "r must be a finite number above 0, got 1, nan"),
-        (["--ratios", "1"], "a study compares at least two arms: give --ratios 1,20"),
-        (["--growth", "no"], "--growth takes numbers"),
-        (["--rates", "fast"], "learning rates are numbers"),
+        (["--ratios", "1"], "at least two arms are needed: give --ratios 1,20"),
+        (["--growth", "no"], "--growth must be numbers"),
+        (["--rates", "fast"], "--rates must be numbers"),
         (["--seeds", "0"], "seeds must be at least 1, got 0"),
         (["--task", "squad"], "the task squad needs data: set --data"),
         (["--task", "hatexplain", "--data", "nowhere"], "nowhere: give --data PATH"),
         (["--data", "empty.jsonl"], "empty.jsonl is empty"),
         (["--data", "~nobody-here/x"], "the home of a user that is not there"),
         (["--mechanism", "standart", "--train", "40", "--test", "8"], "did you mean 'standard'"),
-        (["--form", "CACO"], "forms are for the task synthetic"),
+        (["--form", "CACO"], "--form is for the task synthetic"),
         (["--task", "synthetic", "--mechanism", "qdelta"], "the one-layer model of the theory"),
         (["--task", "synthetic", "--published", "--train", "8", "--test", "4"], "leave out --published"),
         (["--train", "40", "--test", "8", "--out", "empty.jsonl"], "empty.jsonl is a file: choose a folder"),
-        (["--train", "40", "--test", "8", "--out", "."], "holds other things (empty.jsonl) and no study"),
+        (["--train", "40", "--test", "8", "--out", "."], "is not empty (empty.jsonl)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -140,7 +140,7 @@ def test_the_help_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypa
         sharpen(monkeypatch, "--help")
     assert left_with.value.code == 0
     told = capsys.readouterr().out
-    assert "Find out whether faster query-key learning sharpens attention" in " ".join(told.split())
+    assert "Test whether faster query-key learning sharpens attention" in " ".join(told.split())
     for flag in ("--task", "--data", "--ratios", "--growth", "--published", "--seeds", "--tau", "--pooling", "--out"):
         assert flag in told
 
@@ -150,14 +150,13 @@ def test_ctrl_c_leaves_130_and_says_how_to_go_on(
 ) -> None:
     signals = iter([signal.SIGINT])  # a second one would end this process at once
 
-    def interrupt(self: Watch, done: int, every: int) -> None:
+    def interrupt(self: ExperimentDisplay, progress: Any) -> None:
         for number in signals:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(Watch, "progress", interrupt)  # it is called before the first run, and after each
+    monkeypatch.setattr(ExperimentDisplay, "on_progress", interrupt)
     flags = [*SMALL[:6], "--steps", "100000000", "--rates", "1e-3", "--seeds", "1", "--jobs", "1", "--out", "study"]
     assert sharpen(monkeypatch, *flags) == 130
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "stopped with 0 of 2 runs finished: the same command with --out study goes on from there" in error
-    assert not list(Path("study").glob("runs/*"))
+    assert "stopped with 0 of 2 runs finished: resume with `qkflow compare --resume study`" in error

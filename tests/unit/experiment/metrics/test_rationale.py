@@ -1,4 +1,4 @@
-"""Differences, masses at an equal loss, and the sentence, from numbers made by hand."""
+"""Paired differences, mass at equal loss, and the answer, from given numbers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkflow.experiment.metrics.rationale import MetricChange, RationaleArm, TrainingPoint
-from qkflow.experiment.sharpen.changes import changes
-from qkflow.experiment.sharpen.summarise import equal_loss, mass_at
-from qkflow.experiment.sharpen.words import answer
+from qkflow.experiment.metrics.rationale import (
+    MetricChange,
+    RationaleArm,
+    TrainingPoint,
+    answer,
+    equal_loss,
+    mass_at,
+    metric_changes,
+)
 from qkflow.experiment.stats.paired import mean_difference, paired
 from qkflow.experiment.stats.t_dist import half_width
 
@@ -35,7 +40,7 @@ def numbers(seeds: int, instances: int, seed: int) -> tuple[np.ndarray, np.ndarr
 
 @given(seeds=st.integers(2, 6), instances=st.integers(1, 30), seed=st.integers(0, 99))
 @settings(deadline=None, max_examples=25)
-def test_a_gap_is_the_paired_difference_of_documents_of_one_size(seeds: int, instances: int, seed: int) -> None:
+def test_mean_difference_equals_paired_with_documents_of_size_one(seeds: int, instances: int, seed: int) -> None:
     ours, theirs = numbers(seeds, instances, seed)
     want = paired(ours * math.log(2), theirs * math.log(2), np.ones(instances))
     got = mean_difference(ours, theirs, level=0.9)
@@ -45,7 +50,7 @@ def test_a_gap_is_the_paired_difference_of_documents_of_one_size(seeds: int, ins
     assert got.p == pytest.approx(float(want.p()))
 
 
-def test_a_gap_by_hand() -> None:
+def test_mean_difference_by_hand() -> None:
     # differences (1, 0), (0, 0), (1, 1): by seed 1/2, 0, 1; s^2 = 1/4
     # z: (1/4, -1/4), (0, 0), (0, 0); means 1/12, -1/12; V_inst = 2 (2 / 144) = 1/36
     # V_both = 2 (2 (1/6)^2 + 4 (1/12)^2) / 6 = 1/36: instances add nothing, and t has two degrees of freedom
@@ -87,7 +92,7 @@ def test_changes_are_paired_by_seed_and_by_the_instances_that_have_the_number() 
     nan = math.nan
     baseline = {0: {"mass": np.array([0.1, 0.2, nan])}, 1: {"mass": np.array([0.3, 0.1, nan])}, 2: {}}
     arm = {1: {"mass": np.array([0.5, nan, nan])}, 0: {"mass": np.array([0.4, 0.9, nan])}}
-    (found,) = changes(["mass"], baseline, {"r = 20": arm}, level=0.95)
+    (found,) = metric_changes(["mass"], baseline, {"r = 20": arm}, level=0.95)
     want = mean_difference(np.array([[0.4], [0.5]]), np.array([[0.1], [0.3]]), level=0.95)
     assert (found.mean, found.low, found.high, found.p) == want
     assert found.mean == pytest.approx(0.25)
@@ -97,13 +102,13 @@ def test_changes_are_paired_by_seed_and_by_the_instances_that_have_the_number() 
 def test_arms_without_a_pair_or_a_number_have_no_change() -> None:
     known, unknown = {"mass": np.array([0.1])}, {"mass": np.array([math.nan])}
     others = {"late": {5: known}, "blind": {0: unknown}, "none": {}, "good": {0: known}}
-    assert [one.arm for one in changes(["mass"], {0: known}, others, level=0.95)] == ["good"]
+    assert [one.arm for one in metric_changes(["mass"], {0: known}, others, level=0.95)] == ["good"]
 
 
 def test_p_values_are_corrected_over_arms_within_a_metric() -> None:
     runs = {name: numbers(4, 6, seed)[0] + 2 * seed for seed, name in enumerate(("base", "a", "b", "c"))}
     by_seed = {name: {s: {"mass": row, "effective": -row} for s, row in enumerate(x)} for name, x in runs.items()}
-    found = changes(["mass", "effective"], by_seed.pop("base"), by_seed, level=0.95)
+    found = metric_changes(["mass", "effective"], by_seed.pop("base"), by_seed, level=0.95)
     for metric in ("mass", "effective"):
         raw = {one.arm: one.p for one in found if one.metric == metric}
         holm = {one.arm: one.p_holm for one in found if one.metric == metric}
@@ -176,23 +181,26 @@ def change(metric: Any, mean: float, p: float | None) -> MetricChange:
     [
         (
             [change("mass", 0.2, 0.001), change("performance", 0.03, 0.01)],
-            "r = 20 is sharper (+20.0 points, +19.0 to +21.0), performs better (+3.0 points, +2.0 to +4.0)",
+            "r = 20 has higher attention mass on the rationale (+20.0 points, +19.0 to +21.0), "
+            "better performance (+3.0 points, +2.0 to +4.0)",
         ),
         (
             [change("mass", -0.2, 0.001), change("performance", -0.03, 0.01)],
-            "r = 20 is blunter (-20.0 points, -21.0 to -19.0), performs worse (-3.0 points, -4.0 to -2.0)",
+            "r = 20 has lower attention mass (-20.0 points, -21.0 to -19.0), "
+            "worse performance (-3.0 points, -4.0 to -2.0)",
         ),
         (
             [change("mass", 0.002, 0.4), change("performance", 0.001, 0.06)],
-            "r = 20: no change of attention mass seen (+0.2 points, -0.8 to +1.2), no change of performance seen",
+            "r = 20 has no significant change in mass (+0.2 points, -0.8 to +1.2), "
+            "no significant change in performance",
         ),
-        ([change("performance", 0.5, 0.001)], "r = 20: performs better (+50.0 points"),
+        ([change("performance", 0.5, 0.001)], "r = 20 has better performance (+50.0 points"),
         ([], "r = 20 has no finished pair of runs"),
     ],
 )
 def test_the_answer_says_what_was_found(found: list[MetricChange], says: str) -> None:
     told = answer("signs", [arm("r = 1"), arm("r = 20")], found, 0.95)
-    assert told.startswith("On signs, against r = 1: ")
+    assert told.startswith("On signs, compared with r = 1: ")
     assert says in told
 
 
@@ -201,5 +209,5 @@ def test_one_seed_is_no_ground_for_a_claim() -> None:
         "signs", [arm("r = 1"), arm("r = 20")], [change("mass", 0.4, None), change("performance", 0.1, None)], 0.95
     )
     assert "one seed" in told
-    assert "sharper (" not in told.replace("is sharper or", "")
+    assert "higher" not in told
     assert "better" not in told
