@@ -2,15 +2,14 @@
 
 import csv
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from qkflow import recipes
 from qkflow.cli import main
 from qkflow.data import CorpusConfig
 from qkflow.experiment.spec import ExperimentSpec
+from qkflow.recipes import Recipe
 
 TINY = ("--size", "100k", "--train-tokens", "4k", "--context", "16", "--batch", "4")
 
@@ -163,13 +162,12 @@ def test_report_refuses_what_is_no_study(capsys: pytest.CaptureFixture[str]) -> 
 def test_reproduce_prints_published_beside_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tiny(corpus: CorpusConfig) -> ExperimentSpec:
+    def tiny(_: Recipe, __: str, corpus: CorpusConfig) -> ExperimentSpec:
         return ExperimentSpec(
             data=corpus, arms=("standard", "differential"), size="100k", tokens=4000, seeds=2, context=16, batch=4
         )
 
-    found = recipes.recipe("differential")
-    monkeypatch.setitem(recipes.RECIPES, "differential", lambda: replace(found, studies={"laptop": tiny}))
+    monkeypatch.setattr(Recipe, "spec", tiny)
     assert qkflow("reproduce", "differential", "text.txt", "--out", "s") == 0
     told = capsys.readouterr().out
     assert "published" in told

@@ -1,115 +1,235 @@
-"""A published table as a study of ours: what was printed, and what to run to see whether it holds here."""
+"""A published table, and the study that tests whether it holds here.
+
+Papers report perplexities p = exp(loss), bits b = loss / ln 2, or a relative change c of the perplexity. All are
+converted to the change of the loss in nats per token:
+
+    ln(p_arm / p_baseline)        ln(1 + c)        (b_arm - b_baseline) ln 2
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
 from qkflow.experiment.spec import ExperimentSpec
+from qkflow.experiment.stats.paired import spread_ratio
 from qkflow.experiment.stats.verdict import Verdict
-from qkflow.recipes.claims import Bounds, Claim, Finding, Perplexity, finding, loss_change
-from qkflow.recipes.ratios import PublishedRatio
+from qkflow.experiment.summary import ExperimentResult
+from qkflow.models import SIZES
+from qkflow.recipes.models import match_layer, standard_config
 
 Scale = Literal["laptop", "paper"]
+Finding = Literal["better", "worse", "equivalent", "unclear"]
+"""Unclear: the figures of the paper disagree."""
+Bounds = tuple[float, float]
+"""Lower and upper end; equal for a single figure."""
+
+LAPTOP_CORPUS = CorpusConfig()
+LAPTOP_SECONDS = 300.0
+"""Budget per arm at laptop scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a paper reports for one arm.
+
+    >>> Claim.perplexity(22.55, 22.62).text
+    'perplexity 22.55 to 22.62'
+    """
+
+    text: str
+    """The figures as the paper prints them."""
+    loss: Bounds | None = None
+    """The loss in nats per token."""
+    change: Bounds | None = None
+    """The change of the loss against the baseline, in nats per token, if the paper does not report the losses."""
+    finding: Finding | None = None
+    """The direction, if the paper reports no losses; otherwise it follows from them."""
+
+    @classmethod
+    def perplexity(cls, low: float, high: float | None = None, *, note: str = "") -> Claim:
+        """A perplexity per token, or a range."""
+        text = f"perplexity {low:.2f}" + (f" to {high:.2f}" if high else "") + note
+        return cls(text=text, loss=(math.log(low), math.log(high or low)))
+
+    @classmethod
+    def perplexity_change(cls, change: float) -> Claim:
+        """A relative change of the perplexity: -0.067 is 6.7 % less.
+
+        >>> Claim.perplexity_change(-0.067).text
+        'perplexity -6.7 %'
+        """
+        return cls(text=f"perplexity {100 * change:+.1f} %", change=(math.log1p(change), math.log1p(change)))
+
+    @classmethod
+    def bits_per_character(cls, bits: str, spread: str | None = None) -> Claim:
+        """A loss in bits, with the digits of the paper.
+
+        >>> Claim.bits_per_character("1.637", spread="0.010").text
+        '1.637 +- 0.010 bits per character'
+        """
+        loss = float(bits) * math.log(2)
+        return cls(text=f"{bits}{f' +- {spread}' if spread else ''} bits per character", loss=(loss, loss))
+
+    @classmethod
+    def bits_change(cls, low: float, high: float) -> Claim:
+        """A range of changes of the loss, in bits per byte.
+
+        >>> Claim.bits_change(-0.012, -0.010).text
+        '-0.012 to -0.010 bits per byte'
+        """
+        text = f"{low:+.3f} to {high:+.3f} bits per byte"
+        return cls(text=text, change=(low * math.log(2), high * math.log(2)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRatio:
+    """A published ratio of two arms."""
+
+    quantity: Literal["variance over seeds", "seconds per token"]
+    """The variance is that of the held-out loss."""
+    arm: str
+    """The numerator."""
+    against: str
+    """The denominator."""
+    published: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRatio:
+    """The same ratio in a study, with an interval if there is one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One published table. A recipe is a function that returns one of these."""
+    """One published table, and the study behind it."""
 
     title: str
-    """What the table shows."""
     source: str
     """Where it was published, with an address."""
     text: str
-    """The text that its figures are of, as the paper calls it."""
+    """The text of the published figures, as the paper calls it."""
     table: Mapping[str, Claim | None]
-    """What was published of each arm; the first is the baseline, of which there may be nothing."""
+    """The claim for each arm; the first is the baseline, for which there may be none."""
     derived: str | None = None
-    """How a figure was derived where the paper does not print it."""
+    """How a figure was derived that the paper does not print."""
     unclear: str | None = None
-    """What the paper leaves unclear about its own figures."""
+    """What the paper leaves unclear about its figures."""
     ratios: tuple[PublishedRatio, ...] = ()
-    """What was published of the arms besides their loss."""
-    studies: Mapping[Scale, Callable[[CorpusConfig], ExperimentSpec]]
-    """The study at the paper's size and at a laptop's, for a corpus."""
-    corpora: Mapping[Scale, CorpusConfig]
-    """The corpus of each, unless the user names another."""
-    bring: bool = False
-    """Whether the paper's scale needs a text of the user's, because the paper's own has no name here."""
-    ours: str
-    """What the paper leaves open and we chose."""
+    """What was published besides the loss."""
+    chosen: str
+    """What the paper does not specify at its scale and we chose, besides the settings that `ours` adds."""
+    laptop_corpus: CorpusConfig = LAPTOP_CORPUS
+    paper_corpus: CorpusConfig
+    needs_corpus: bool = False
+    """Whether the paper's text is not available here, so that the user must give one at paper scale."""
+    size: str
+    """Parameters at paper scale."""
+    heads: int | None = None
+    """Heads of every arm at paper scale; None: those of the size."""
+    seeds: int = 3
+    context: int = 512
+    batch: int | None = None
+    tokens: int = 100_000_000
+    """Training tokens per run at paper scale; the default is about one pass over WikiText-103."""
+    passes: float = ExperimentSpec.passes
+    learning_rate: float = 3e-4
 
     def __post_init__(self) -> None:
-        first = self.table[self.baseline]
-        if first is not None and (not isinstance(first, Perplexity) or first.high is not None):
-            raise ValueError(f"the baseline has one perplexity or nothing, got {first.words}")
-        for arm in list(self.table)[1:]:
+        for arm in list(self.table)[1:]:  # report a contradiction before the study, not after it
             self.finding(arm)
-        for ratio in self.ratios:
-            if not {ratio.arm, ratio.against} <= self.table.keys():
-                raise ValueError(f"a ratio is of arms in the table, got {ratio.arm!r} over {ratio.against!r}")
-
-    def corpus(self, scale: Scale, source: str | None = None) -> CorpusConfig:
-        """The corpus of a scale, or another text in its place, with the same tokens."""
-        if source is None and self.bring and scale == "paper":
-            raise UsageError(
-                f"the paper's text ({self.text}) has no name here: give one of yours as CORPUS for --scale paper"
-            )
-        return self.corpora[scale] if source is None else replace(self.corpora[scale], source=source)
-
-    def spec(self, scale: Scale, corpus: CorpusConfig | None = None) -> ExperimentSpec:
-        """The study to run."""
-        return self.studies[scale](self.corpus(scale) if corpus is None else corpus)
 
     @property
     def baseline(self) -> str:
-        """The arm that the others are held against."""
+        """The arm that the others are compared with."""
         return next(iter(self.table))
 
+    @property
+    def ours(self) -> str:
+        """What is not the paper's."""
+        tokens = f"{self.tokens // 10**6:,}M tokens per run"
+        return (
+            f"at --scale laptop everything except the arms; at --scale paper {self.chosen}, {tokens}, schedule, "
+            f"learning rate ({self.learning_rate:g})"
+        )
+
+    def corpus(self, scale: Scale, source: str | None = None) -> CorpusConfig:
+        """Return the corpus of a scale, or another text with the same tokens."""
+        if source is None and self.needs_corpus and scale == "paper":
+            raise UsageError(f"the paper's text ({self.text}) is not available: give your own copy as CORPUS")
+        corpus = self.laptop_corpus if scale == "laptop" else self.paper_corpus
+        return corpus if source is None else replace(corpus, source=source)
+
+    def spec(self, scale: Scale, corpus: CorpusConfig | None = None) -> ExperimentSpec:
+        """Return the study: at laptop scale whatever fits into five minutes per arm."""
+        arms, corpus = tuple(self.table), corpus or self.corpus(scale)
+        if scale == "laptop":
+            return ExperimentSpec(data=corpus, arms=arms, budget=LAPTOP_SECONDS * len(arms))
+        size, model = self.size, None
+        if self.heads is not None:
+            size, model = None, match_layer(standard_config(self.size), self.baseline, self.heads)
+        elif self.size not in SIZES:
+            size, model = None, standard_config(self.size)
+        return ExperimentSpec(
+            data=corpus,
+            arms=arms,
+            size=size,
+            model=model,
+            tokens=self.tokens,
+            seeds=self.seeds,
+            context=self.context,
+            batch=self.batch,
+            learning_rates=(self.learning_rate,),
+            passes=self.passes,
+        )
+
     def finding(self, arm: str) -> Finding:
-        """Which way an arm went against the baseline, as published."""
-        return finding(self._claim(arm), self._reference())
+        """Return the published direction of an arm against the baseline."""
+        if (claim := self._claim(arm)).finding is not None:
+            return claim.finding
+        low, high = self.loss_change(arm) or (0.0, 0.0)
+        if low <= 0 <= high:
+            raise ValueError(f"{claim.text} ({arm}) has no direction against {self.baseline}: set `finding`")
+        return "better" if high < 0 else "worse"
 
     def loss_change(self, arm: str) -> Bounds | None:
-        """The published change of the loss in nats a token: the lower and the upper end, alike but for ranges."""
-        return loss_change(self._claim(arm), self._reference())
+        """Return the published change of the loss in nats per token; None if there are no figures."""
+        claim, baseline = self._claim(arm), self.table[self.baseline]
+        if claim.loss is None or baseline is None or baseline.loss is None:
+            return claim.change
+        return claim.loss[0] - baseline.loss[1], claim.loss[1] - baseline.loss[0]
 
-    def published(self, arm: str) -> Bounds | None:
-        """The published change of the loss, as a part of the baseline's: -0.01 is one per cent less.
+    def relative_change(self, arm: str) -> Bounds | None:
+        """Return the published change of the loss relative to the baseline's loss: -0.01 is one percent less.
 
-        Perplexities of different tokens do not compare; changes of the loss in parts of it do, roughly. None where
-        the baseline's perplexity was not published, or nothing but which way the arm went.
+        Perplexities with different tokenizers cannot be compared; relative changes can, roughly. None if the loss of
+        the baseline was not published.
         """
-        change, reference = self.loss_change(arm), self._reference()
-        if change is None or reference is None:
+        change, baseline = self.loss_change(arm), self.table[self.baseline]
+        if change is None or baseline is None or baseline.loss is None:
             return None
-        return change[0] / math.log(reference.low), change[1] / math.log(reference.low)
+        return change[0] / baseline.loss[0], change[1] / baseline.loss[0]
 
     def _claim(self, arm: str) -> Claim:
-        if (claim := self.table.get(arm)) is not None:
-            return claim
-        known = ", ".join(name for name, claim in self.table.items() if claim is not None)
-        raise UsageError(f"nothing was published of {arm!r} in {self.title!r}: it has {known}")
-
-    def _reference(self) -> Perplexity | None:
-        first = self.table[self.baseline]
-        return first if isinstance(first, Perplexity) else None
+        if (claim := self.table.get(arm)) is None:
+            arms = ", ".join(name for name, claim in self.table.items() if claim is not None)
+            raise UsageError(f"{self.title!r} has no published figure for {arm!r}: choose one of {arms}")
+        return claim
 
 
 def direction(claimed: Finding, verdict: Verdict) -> str:
-    """Whether a verdict agrees with what was published.
+    """Return whether a verdict agrees with what was published.
 
     >>> direction("better", Verdict(arm="a", kind="better", sentence="", advice=None))
     'same direction'
-    >>> direction("better", Verdict(arm="a", kind="equivalent", sentence="", advice=None))
-    'undecided (equivalent within the margin)'
-    >>> direction("equivalent", Verdict(arm="a", kind="equivalent", sentence="", advice=None))
-    'equivalent too'
     >>> direction("unclear", Verdict(arm="a", kind="better", sentence="", advice=None))
     'here better'
     """
@@ -122,3 +242,26 @@ def direction(claimed: Finding, verdict: Verdict) -> str:
     if verdict.kind == "equivalent":
         return "undecided (equivalent within the margin)"
     return "same direction" if verdict.kind == claimed else "other direction"
+
+
+def measure_ratio(ratio: PublishedRatio, result: ExperimentResult) -> MeasuredRatio | None:
+    """Return a published ratio as measured in a study; None if the runs are too few or were not timed.
+
+    A ratio of variances has an interval from three seeds on, at the level of the study. A ratio of times has none: it
+    holds for one machine.
+    """
+    arms = {arm.name: arm for arm in result.arms}
+    arm, against = arms[ratio.arm], arms[ratio.against]
+    if ratio.quantity == "seconds per token":
+        if not arm.tokens_per_second or not against.tokens_per_second:
+            return None
+        return MeasuredRatio(value=against.tokens_per_second / arm.tokens_per_second)
+    arm_losses, against_losses = (dict(zip(a.seeds, a.bits_per_byte, strict=True)) for a in (arm, against))
+    seeds = sorted(arm_losses.keys() & against_losses.keys())
+    spread = spread_ratio(
+        [arm_losses[seed] for seed in seeds], [against_losses[seed] for seed in seeds], level=1 - result.error_rate
+    )
+    if spread is None:
+        return None
+    low, high = (None if end is None else end**2 for end in (spread.low, spread.high))
+    return MeasuredRatio(value=spread.ratio**2, low=low, high=high)
