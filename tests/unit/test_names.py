@@ -1,8 +1,9 @@
-"""Names of 0.1 that were replaced do not come back."""
+"""Names of the package: public classes are unique, and names that were replaced do not come back."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ REPLACED_MODULES = {
     "training": {"world", "meeting", "pieces", "start", "scores", "runtime"},
     "data": {"lesson", "mixing", "find", "saved", "survey", "named", "stored", "words"},
     "circuits": {"by_hand", "known", "parts"},
-    "experiment": {"student", "notes", "attempts", "wording"},
+    "experiment": {"student", "notes", "attempts", "words", "wording"},
     "report": {"shell", "rows", "gallery", "probed", "picture", "wording"},
     "hub": {"plain", "common", "description"},
     "": {"harness", "flow", "study", "files"},
@@ -39,6 +40,14 @@ def definitions() -> list[tuple[Path, ast.ClassDef | ast.FunctionDef]]:
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef | ast.FunctionDef)
     ]
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    modules = defaultdict(list)
+    for path, node in definitions():
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            modules[node.name].append(str(path))
+    assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
 
 
 @pytest.mark.parametrize("package", REPLACED_MODULES)
