@@ -11,13 +11,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from qkflow.experiment.stats.curves import Curve
-from qkflow.experiment.summary import Comparison, ExperimentResult
-from qkflow.formatting import Number, format_interval, format_ratio, format_signed, shorten
+from qkflow.experiment.summary import ExperimentResult
+from qkflow.formatting import Number, format_difference, format_ratio, format_signed, shorten
 from qkflow.report.palette import arm_color, arm_dash, arm_marker, ink
 
 PlotlyFigure = dict[str, Any]
@@ -75,7 +76,8 @@ def line_chart(
             outline = {"x": [*x, *reversed(x)], "y": [*line.high, *reversed(line.low)]}
             fill = {"fill": "toself", "fillcolor": ink(role, 0.13), "line": {"width": 0}}
             background.append({**silent, **outline, **fill})
-        trace = {**_trace(line.arm, "lines+markers"), "x": list(line.x), "y": list(line.y)}
+        trace = {"type": "scatter", "mode": "lines+markers", "meta": {"arm": line.arm}}
+        trace |= {"x": list(line.x), "y": list(line.y)}
         trace |= {"line": {"color": ink(role), "width": 3 if line.seeds else 2, "dash": arm_dash(line.arm)}}
         trace |= {"marker": {"symbol": arm_marker(line.arm), "size": 6, "color": ink(role)}}
         trace |= {"name": label(line.name, 28), "hovertemplate": line.hover}
@@ -118,53 +120,37 @@ def interval_chart(rows: Sequence[Row], x_title: str, **x_axis: Any) -> PlotlyFi
         color = ink(arm_color(row.arm))
         if row.ticks:
             ticks = {"symbol": "line-ns", "size": 9, "line": {"width": 1.5, "color": ink(arm_color(row.arm), 0.6)}}
-            x = list(row.ticks.values())
-            points = {"x": x, "y": [y - 0.22] * len(x), "text": list(row.ticks), "marker": ticks}
-            traces.append({**_trace(row.arm, "markers"), **points, **_ON_HOVER})
+            traces.append(_marks(row.arm, y - 0.22, row.ticks, ticks))
         for mark in row.marks:
             symbol = {"symbol": mark.symbol or arm_marker(row.arm), "size": 12, "color": color}
             bars: dict[str, Any] = {"visible": False}
             if mark.low is not None and mark.high is not None:
                 ends = {"array": [mark.high - mark.x], "arrayminus": [mark.x - mark.low]}
                 bars = {"type": "data", **ends, "color": color, "thickness": 2, "width": 6}
-            point = {"x": [mark.x], "y": [y + mark.offset], "text": [mark.text], "marker": symbol, "error_x": bars}
-            traces.append({**_trace(row.arm, "markers"), **point, **_ON_HOVER})
+            traces.append({**_marks(row.arm, y + mark.offset, {mark.text: mark.x}, symbol), "error_x": bars})
     return {"data": traces, "layout": _row_layout([row.title for row in rows], x_title, **x_axis)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SeedValues:
-    """A number of every run of an arm."""
-
-    arm: int
-    name: str
-    values: Mapping[int, float]
-    """By seed."""
-    mean: float | None
-
-
-def strip_chart(arms: Sequence[SeedValues], x_title: str) -> PlotlyFigure:
-    """One row per arm with runs: every run as a mark, the runs of a seed connected, and the mean."""
-    shown = [arm for arm in arms if arm.values]
-    height = {arm.arm: len(shown) - 1 - row for row, arm in enumerate(shown)}
+def strip_chart(arms: Mapping[str, Mapping[int, float]], x_title: str) -> PlotlyFigure:
+    """One row per arm with runs: every run as a mark, the runs of a seed connected, and the mean; `arms` has values by
+    name and seed.
+    """
+    shown = [(n, name, values) for n, (name, values) in enumerate(arms.items()) if values]
+    rows = list(zip(range(len(shown) - 1, -1, -1), shown, strict=True))
     traces: list[dict[str, Any]] = []
-    for seed in sorted({seed for arm in shown for seed in arm.values}):
-        x, y = zip(*((arm.values[seed], height[arm.arm]) for arm in shown if seed in arm.values), strict=True)
+    for seed in sorted({seed for _, _, values in shown for seed in values}):
+        x, y = zip(*((values[seed], y) for y, (_, _, values) in rows if seed in values), strict=True)
         line = {"color": ink("soft", 0.35), "width": 1}
         traces.append({"type": "scatter", "mode": "lines", "hoverinfo": "skip", "x": [*x], "y": [*y], "line": line})
-    for arm in shown:
-        y, role = height[arm.arm], arm_color(arm.arm)
-        if arm.mean is not None:
-            tall = {"symbol": "line-ns", "size": 26, "line": {"width": 3, "color": ink(role)}}
-            mean = {"x": [arm.mean], "y": [y], "text": [f"mean {arm.mean:.4f}"], "marker": tall}
-            traces.append({**_trace(arm.arm, "markers"), **mean, **_ON_HOVER})
-        points = {"symbol": arm_marker(arm.arm), "size": 9, "color": ink(role, 0.75)}
-        texts = [f"seed {seed}: {value:.4f}" for seed, value in arm.values.items()]
-        runs = {"x": list(arm.values.values()), "y": [y] * len(texts), "text": texts, "marker": points}
-        traces.append({**_trace(arm.arm, "markers"), **runs, **_ON_HOVER})
-    layout = _row_layout([f"<b>{label(arm.name, 32)}</b>" for arm in shown], x_title)
-    for annotation in layout["annotations"]:
-        annotation["bgcolor"] = ink("paper", 0.8)  # the lines of the seeds pass behind it
+    for y, (n, _, values) in rows:
+        mean = fmean(values.values())
+        tall = {"symbol": "line-ns", "size": 26, "line": {"width": 3, "color": ink(arm_color(n))}}
+        traces.append(_marks(n, y, {f"mean {mean:.4f}": mean}, tall))
+        small = {"symbol": arm_marker(n), "size": 9, "color": ink(arm_color(n), 0.75)}
+        traces.append(_marks(n, y, {f"seed {seed}: {value:.4f}": value for seed, value in values.items()}, small))
+    layout = _row_layout([f"<b>{label(name, 32)}</b>" for _, name, _ in shown], x_title)
+    for title in layout["annotations"]:
+        title["bgcolor"] = ink("paper", 0.8)  # the lines of the seeds pass behind it
     return {"data": traces, "layout": layout}
 
 
@@ -208,20 +194,19 @@ def percent_map(
 
 def rule(axis: str, at: float = 0.0, **line: Any) -> dict[str, Any]:
     """A thin line across the figure at one position of an axis."""
+    return _span(axis, at, at, type="line", line={"color": ink("soft"), "width": 1, **line})
+
+
+def _span(axis: str, low: float, high: float, **shape: Any) -> dict[str, Any]:
     other = "y" if axis == "x" else "x"
-    ends = {f"{axis}0": at, f"{axis}1": at, f"{other}0": 0, f"{other}1": 1, f"{other}ref": "paper"}
-    return {"type": "line", **ends, "line": {"color": ink("soft"), "width": 1, **line}, "layer": "below"}
+    ends = {f"{axis}0": low, f"{axis}1": high, f"{other}0": 0, f"{other}1": 1, f"{other}ref": "paper"}
+    return {**ends, **shape, "layer": "below"}
 
 
 def annotation(text: str, **position: Any) -> dict[str, Any]:
     """A short text in a figure."""
-    return {
-        "text": text,
-        "showarrow": False,
-        "yanchor": "bottom",
-        "font": {"size": 11.5, "color": ink("soft")},
-        **position,
-    }
+    font = {"size": 11.5, "color": ink("soft")}
+    return {"text": text, "showarrow": False, "yanchor": "bottom", "font": font, **position}
 
 
 def padded_range(values: Sequence[float], padding: float) -> list[float] | None:
@@ -237,8 +222,10 @@ def padded_range(values: Sequence[float], padding: float) -> list[float] | None:
     return [min(finite) - space, max(finite) + space]
 
 
-def _trace(arm: int, mode: str) -> dict[str, Any]:
-    return {"type": "scatter", "mode": mode, "meta": {"arm": arm}}
+def _marks(arm: int, y: float, x: Mapping[str, float], marker: dict[str, Any]) -> dict[str, Any]:
+    """Marks in one row; the keys of `x` are shown under the pointer."""
+    points = {"x": list(x.values()), "y": [y] * len(x), "text": list(x), "marker": marker}
+    return {"type": "scatter", "mode": "markers", "meta": {"arm": arm}, **points, **_ON_HOVER}
 
 
 def _row_layout(titles: Sequence[str], x_title: str, **x_axis: Any) -> dict[str, Any]:
@@ -288,7 +275,7 @@ def mean_curve(curves: Sequence[Curve], x: str) -> MeanCurve:
     >>> mean.x, mean.mean, mean.low
     ([1.0, 2.5], [4.5, 2.5], [4.0, 2.0])
     """
-    return _average([(list(getattr(curve, x)), list(curve.bits_per_byte)) for curve in curves])
+    return _average([(getattr(curve, x), curve.bits_per_byte) for curve in curves])
 
 
 def difference_curve(arm: Sequence[Curve], baseline: Sequence[Curve], x: str) -> MeanCurve:
@@ -307,24 +294,18 @@ def difference_curve(arm: Sequence[Curve], baseline: Sequence[Curve], x: str) ->
     return _average(differences)
 
 
-def _average(curves: Sequence[tuple[list[Any], list[float]]]) -> MeanCurve:
+def _average(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> MeanCurve:
     average = MeanCurve()
     longest = max((len(x) for x, _ in curves), default=0)
-    for n in sorted({round(n) for n in np.linspace(0, longest - 1, min(longest, MAX_POINTS))}) if longest else ():
+    for n in sorted({round(n) for n in np.linspace(0, longest - 1, min(longest, MAX_POINTS))}):
         points = [(x[n], y[n]) for x, y in curves if n < len(x) and math.isfinite(y[n])]
-        if not points:
-            continue
-        ys = [y for _, y in points]
-        average.x.append(_round(sum(x for x, _ in points) / len(points)))
-        average.mean.append(_round(sum(ys) / len(ys)))
-        average.low.append(_round(min(ys)))
-        average.high.append(_round(max(ys)))
-        average.runs.append(len(points))
+        if points:
+            xs, ys = zip(*points, strict=True)
+            numbers = (fmean(xs), fmean(ys), min(ys), max(ys))
+            for column, value in zip((average.x, average.mean, average.low, average.high), numbers, strict=True):
+                column.append(float(f"{value:.7g}"))
+            average.runs.append(len(points))
     return average
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.7g}")
 
 
 def learning_curves(result: ExperimentResult) -> dict[str, PlotlyFigure]:
@@ -377,58 +358,41 @@ def forest(result: ExperimentResult) -> PlotlyFigure:
     for item in result.comparisons:
         if (difference := item.difference) is None:
             continue
-        text = f"{format_signed(difference.mean)} ({format_interval(difference.low, difference.high)})"
+        text = format_difference(difference.mean, difference.low, difference.high)
         mark = Mark(x=difference.mean, low=difference.low, high=difference.high, text=text)
         ticks = {f"pair {n}: {format_signed(value)}": value for n, value in enumerate(difference.by_seed, start=1)}
         title = f"<b>{label(item.arm, 22)}</b>  {verdicts.get(item.arm, 'undecided')}"
         rows.append(Row(arm=arms.index(item.arm), title=title, marks=[mark], ticks=ticks))
-        found = (difference.low, difference.high, difference.mean, *difference.by_seed)
-        ends += [end for end in found if end is not None]
-    figure = interval_chart(
-        rows, f"{result.bits} minus the baseline's (left is better)", range=padded_range(ends, 0.08)
-    )
+        drawn = (difference.low, difference.high, difference.mean, *difference.by_seed)
+        ends += [end for end in drawn if end is not None]
+    title = f"{result.bits} minus the baseline's (left is better)"
+    figure = interval_chart(rows, title, range=padded_range(ends, 0.08))
     figure["layout"]["shapes"] = [_margin(result, "x"), rule("x")]
     return figure
 
 
 def loss_strips(result: ExperimentResult) -> PlotlyFigure:
     """The loss of every run."""
-    arms = [
-        SeedValues(arm=n, name=arm.name, values=dict(zip(arm.seeds, arm.bits_per_byte, strict=True)), mean=arm.mean)
-        for n, arm in enumerate(result.arms)
-    ]
+    arms = {arm.name: dict(zip(arm.seeds, arm.bits_per_byte, strict=True)) for arm in result.arms}
     return strip_chart(arms, f"held-out {result.bits} (left is better)")
 
 
 def reach(result: ExperimentResult) -> PlotlyFigure:
     """Tokens and seconds to the same loss as ratios to the baseline."""
-    arms = [arm.name for arm in result.arms]
-    rows = []
+    arms, rows = [arm.name for arm in result.arms], []
     for item in result.comparisons:
-        if marks := _reach_marks(item):
+        marks = []
+        for unit, offset, symbol in (("tokens", 0.06, "circle"), ("seconds", -0.3, "square-open")):
+            ratio, low, high = (getattr(item.reach, f"{unit}{end}", None) for end in ("", "_low", "_high"))
+            if ratio is not None:
+                text = f"{unit}: {format_ratio(ratio, low, high)}"
+                marks.append(Mark(x=ratio, low=low, high=high, text=text, symbol=symbol, offset=offset))
+        if marks:
             rows.append(Row(arm=arms.index(item.arm), title=f"<b>{label(item.arm, 32)}</b>", marks=marks))
     figure = interval_chart(rows, "ratio to the baseline (left is faster)", type="log", tickformat="~g")
     figure["layout"]["shapes"] = [rule("x", at=1.0)]
     return figure
 
 
-def _reach_marks(item: Comparison) -> list[Mark]:
-    marks = []
-    for unit, offset, symbol in (("tokens", 0.06, "circle"), ("seconds", -0.3, "square-open")):
-        ratio, low, high = (getattr(item.reach, f"{unit}{end}", None) for end in ("", "_low", "_high"))
-        if ratio is not None:
-            text = f"{unit}: {format_ratio(ratio, low, high)}"
-            marks.append(Mark(x=ratio, low=low, high=high, text=text, symbol=symbol, offset=offset))
-    return marks
-
-
 def _margin(result: ExperimentResult, axis: str) -> dict[str, Any]:
-    other = "y" if axis == "x" else "x"
-    ends = {
-        f"{axis}0": -result.margin,
-        f"{axis}1": result.margin,
-        f"{other}0": 0,
-        f"{other}1": 1,
-        f"{other}ref": "paper",
-    }
-    return {"type": "rect", **ends, "fillcolor": ink("band"), "line": {"width": 0}, "layer": "below"}
+    return _span(axis, -result.margin, result.margin, type="rect", fillcolor=ink("band"), line={"width": 0})

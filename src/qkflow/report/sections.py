@@ -46,6 +46,11 @@ def text_column(title: str, key: str = "") -> Column:
     return Column(title=title, keys=(key or title,), is_text=True)
 
 
+def verdict_column() -> Column:
+    """A column of verdicts, with their icons."""
+    return Column(title="verdict", keys=("verdict",), is_text=True, style="verdict")
+
+
 def number_column(title: str, key: str, format: Callable[..., str] = as_text, *, is_setting: bool = False) -> Column:
     """A column of numbers."""
     return Column(title=title, keys=(key,), format=format, is_setting=is_setting)
@@ -57,14 +62,14 @@ class Table:
 
     kind: ClassVar = "table"
     caption: str
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Value, ...], ...]
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Value]]
     """The values of each row, flat: as many as the columns have keys."""
     name: str = ""
     """The CSV file is named after it; tables without a name are not exported."""
-    page: tuple[str, ...] | None = None
+    page: Sequence[str] | None = None
     """First keys of the columns on the page; None shows all of them, () none."""
-    terminal: tuple[str, ...] = ()
+    terminal: Sequence[str] = ()
     """First keys of the columns in the terminal; none: the table is not printed."""
     summary: str = ""
     """If set, the page shows the table collapsed under this line."""
@@ -151,7 +156,7 @@ class FigureGrid:
     """Small figures side by side, on a scale from 0 to 100%."""
 
     kind: ClassVar = "grid"
-    figures: tuple[Figure, ...]
+    figures: Sequence[Figure]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +184,7 @@ class BulletList:
     """A list of lines."""
 
     kind: ClassVar = "list"
-    items: tuple[str, ...]
+    items: Sequence[str]
     in_terminal: bool = False
 
 
@@ -188,7 +193,7 @@ class Definitions:
     """Terms, each with a value and its meaning; either may be empty."""
 
     kind: ClassVar = "definitions"
-    items: tuple[tuple[str, str, str], ...]
+    items: Sequence[tuple[str, str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +213,7 @@ class ColoredText:
     caption: str
     name_title: str
     end_title: str
-    lines: tuple[Any, ...]
+    lines: Sequence[Any]
     """`attention_maps.ColoredLine`s."""
     is_spaced: bool = True
     """Whether words are separated by spaces; tokens are not."""
@@ -239,7 +244,7 @@ class Section:
     title: str
     nav: str
     """The title in the page's navigation."""
-    blocks: tuple[Block, ...]
+    blocks: Sequence[Block]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,11 +255,11 @@ class ReportContent:
     """`study` or `probe`."""
     title: str
     answer: str
-    callouts: tuple[str, ...]
+    callouts: Sequence[str]
     """What a reader must know before the numbers."""
-    facts: tuple[tuple[str, str], ...]
-    sections: tuple[Section, ...]
-    arms: tuple[str, ...] = ()
+    facts: Sequence[tuple[str, str]]
+    sections: Sequence[Section]
+    arms: Sequence[str] = ()
     """Names of the arms, the baseline first; they decide the colours."""
     source: str = "the study folder"
     """What the page was made from."""
