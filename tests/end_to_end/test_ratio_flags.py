@@ -36,20 +36,20 @@ def qkflow(*flags: str) -> int:
         (["--mechanism", "standard:r=20,growth=40"], "standard-r=20-growth=40-seed0"),
     ],
 )
-def test_flags_and_the_mechanism_say_the_same(flags: list[str], folder: str) -> None:
+def test_flags_and_mechanism_options_are_equivalent(flags: list[str], folder: str) -> None:
     assert qkflow(*flags) == 0
     config = json.loads(Path("runs", folder, "config.json").read_text())
     assert (config["qk_ratio"], config["qk_growth"], config["model"]["mechanism"]) == (20.0, 40.0, "standard")
 
 
-def test_a_ratio_given_twice_or_not_positive_is_refused_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, says in (
-        (["--mechanism", "standard:r=20", "--qk-ratio", "5"], "--mechanism standard:r=20 has a ratio already"),
+def test_a_duplicate_or_invalid_ratio_raises_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, fragment in (
+        (["--mechanism", "standard:r=20", "--qk-ratio", "5"], "--mechanism standard:r=20 sets a ratio already"),
         (["--qk-ratio", "0"], "qk_ratio must be a finite number above 0, got 0.0"),
         (["--mechanism", "standard:r=x"], "r must be a finite number above 0, got 'x'"),
     ):
         assert qkflow(*flags) == 2
         error = capsys.readouterr().err
-        assert says in error
+        assert fragment in error
         assert error.count("\n") == 1
     assert not Path("runs").exists()

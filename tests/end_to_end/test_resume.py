@@ -1,4 +1,4 @@
-"""A run that is stopped at any instant, in any way, and resumed, is the run that was never stopped: bit for bit."""
+"""Runs that are stopped or killed at any time resume bit-for-bit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,21 @@ import pytest
 SERVER = Path(__file__).with_name("forkserver.py")
 MODEL = {"width": 16, "layers": 1, "heads": 2, "hidden": 32, "dropout": 0.1}
 TIMES = ("seconds", "evaluation_seconds")
+RECALL = {
+    "data": {"source": "mqar:pairs=1+2,length=16,keys=6,values=3,train=60,validation=12,each=4"},
+    "context": 16,
+    "model": {**MODEL, "vocabulary": 16},
+}
+TASK = {
+    "data": {"name": "agreement", "train": 60, "test": 12},
+    "model": {"width": 16, "layers": 1, "heads": 2, "vocabulary": 500, "classes": 2, "dropout": 0.1},
+    "optimizer": "sgd",
+    "momentum": 0.9,
+}
 
 
 class Server:
-    """Training sessions on order, each in a process of its own."""
+    """Runs training sessions on request, each in its own process."""
 
     def __init__(self, folder: Path) -> None:
         environment = {**os.environ, "QKFLOW_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
@@ -35,7 +46,7 @@ class Server:
         self.process.stdin.write(json.dumps(order, default=str) + "\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
-        assert answer, "the server is gone"
+        assert answer, "the server has exited"
         return json.loads(answer)
 
     def close(self) -> None:
@@ -65,11 +76,11 @@ def server(place: Path) -> Iterator[Server]:
 
 
 def config(place: Path, **changes: Any) -> dict[str, Any]:
-    """Short, but with everything in it: dropout, accumulation, evaluations and checkpoints at different steps."""
+    """A short run with dropout, accumulation, and evaluations and checkpoints at different steps."""
     base = {
         "data": {"source": str(place / "corpus.jsonl")},
         "model": MODEL,
-        "steps": 40,
+        "steps": 24,
         "context": 24,
         "batch": 4,
         "accumulate": 2,
@@ -82,8 +93,8 @@ def config(place: Path, **changes: Any) -> dict[str, Any]:
     return {**base, **changes}
 
 
-def left_behind(folder: Path) -> dict[str, Any]:
-    """All that a finished run consists of, times left out; the metrics hold a checksum of each batch."""
+def run_content(folder: Path) -> dict[str, Any]:
+    """The content of a finished run without times; the metrics include a checksum of each batch."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = sorted((folder / "checkpoints").iterdir())[-1]
     return {
@@ -105,21 +116,23 @@ def finish(server: Server, **order: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "times", "changes"),
     [
-        (signal.SIGKILL, 20, {}),
-        (signal.SIGKILL, 6, {"crossing": False, "checkpoint_minutes": 0.0005, "schedule": "stable"}),
-        (signal.SIGTERM, 6, {}),
-        (signal.SIGINT, 6, {}),
+        (signal.SIGKILL, 10, {}),
+        (signal.SIGKILL, 4, {"crossing": False, "checkpoint_minutes": 0.0005, "schedule": "stable"}),
+        (signal.SIGKILL, 4, RECALL),
+        (signal.SIGKILL, 4, TASK),
+        (signal.SIGTERM, 4, {}),
+        (signal.SIGINT, 4, {}),
     ],
-    ids=["kill", "kill without crossing, checkpoints by time", "SIGTERM", "Ctrl-C"],
+    ids=["SIGKILL", "SIGKILL, checkpoints by time", "SIGKILL, recall", "SIGKILL, task", "SIGTERM", "Ctrl-C"],
 )
-def test_a_run_stopped_at_random_instants_and_resumed_ends_with_the_same_bits(
+def test_a_run_stopped_at_random_times_resumes_bit_for_bit(
     server: Server, place: Path, tmp_path: Path, kind: signal.Signals, times: int, changes: dict[str, Any]
 ) -> None:
     order = {"config": config(place, **changes)}
-    finish(server, **order, folder=tmp_path / "whole")  # prepares the corpus, too
-    whole = left_behind(tmp_path / "whole")
+    finish(server, **order, folder=tmp_path / "whole")  # also prepares the corpus
+    whole = run_content(tmp_path / "whole")
     again = server(**order, folder=tmp_path / "again")
-    assert left_behind(tmp_path / "again") == whole
+    assert run_content(tmp_path / "again") == whole
 
     generator = random.Random(1)
     stops, run, interrupted = 0, 0, 0
@@ -127,7 +140,7 @@ def test_a_run_stopped_at_random_instants_and_resumed_ends_with_the_same_bits(
         folder = tmp_path / f"run-{run}"
         answer = server(**order, folder=folder, signal=kind, after=generator.uniform(0, again["seconds"]))
         if answer["outcome"] == "finished":
-            assert left_behind(folder) == whole
+            assert run_content(folder) == whole
             run += 1
             continue
         stops += 1
@@ -135,28 +148,30 @@ def test_a_run_stopped_at_random_instants_and_resumed_ends_with_the_same_bits(
             interrupted += 1
             assert f"qkflow train --resume {folder}" in answer["message"]
     finish(server, **order, folder=tmp_path / f"run-{run}")
-    assert left_behind(tmp_path / f"run-{run}") == whole
+    assert run_content(tmp_path / f"run-{run}") == whole
     assert (interrupted > 0) == (kind != signal.SIGKILL)
 
 
-def test_a_kill_before_any_call_that_changes_files_loses_nothing(server: Server, place: Path, tmp_path: Path) -> None:
-    """Every one of them, in a whole run of three steps with three checkpoints, of which the first is removed again."""
+def test_a_run_killed_before_any_file_system_call_resumes_bit_for_bit(
+    server: Server, place: Path, tmp_path: Path
+) -> None:
+    """Covers every call of a run of three steps with three checkpoints, the first of which is removed again."""
     order = {"config": config(place, steps=3, checkpoint_every=1, evaluate_every=2)}
     finish(server, **order, folder=tmp_path / "whole")
-    whole = left_behind(tmp_path / "whole")
+    whole = run_content(tmp_path / "whole")
     total = server(**order, folder=tmp_path / "again")["calls"]
     assert total > 40
     for call in range(1, total + 1):
         folder = tmp_path / f"call-{call}"
         assert server(**order, folder=folder, signal=signal.SIGKILL, call=call)["outcome"] == "killed"
-        if call % 3 == 0:  # the session that resumes is killed, too
+        if call % 3 == 0:  # the resumed session is killed, too
             server(**order, folder=folder, signal=signal.SIGKILL, call=call)
         finish(server, **order, folder=folder)
-        assert left_behind(folder) == whole, f"killed before call {call}"
+        assert run_content(folder) == whole, f"killed before call {call}"
         shutil.rmtree(folder)
 
 
-def test_sigterm_during_a_checkpoint_leaves_a_whole_one(server: Server, place: Path, tmp_path: Path) -> None:
+def test_sigterm_during_a_checkpoint_leaves_a_complete_one(server: Server, place: Path, tmp_path: Path) -> None:
     order = {"config": config(place, steps=3, checkpoint_every=1, evaluate_every=2)}
     finish(server, **order, folder=tmp_path / "whole")
     again = server(**order, folder=tmp_path / "again")
@@ -165,10 +180,10 @@ def test_sigterm_during_a_checkpoint_leaves_a_whole_one(server: Server, place: P
         answer = server(**order, folder=folder, signal=signal.SIGTERM, call=call)
         assert answer["outcome"] in ("Interrupted", "finished")
         finish(server, **order, folder=folder)
-        assert left_behind(folder) == left_behind(tmp_path / "whole")
+        assert run_content(folder) == run_content(tmp_path / "whole")
 
 
-def test_a_disk_that_fills_up_at_any_call_loses_no_checkpoint(server: Server, place: Path, tmp_path: Path) -> None:
+def test_a_full_disk_at_any_call_loses_no_checkpoint(server: Server, place: Path, tmp_path: Path) -> None:
     order = {"config": config(place, steps=3, checkpoint_every=1, evaluate_every=2)}
     finish(server, **order, folder=tmp_path / "whole")
     again = server(**order, folder=tmp_path / "again")
@@ -177,14 +192,12 @@ def test_a_disk_that_fills_up_at_any_call_loses_no_checkpoint(server: Server, pl
         answer = server(**order, folder=folder, full=call)
         assert answer["outcome"] == "DiskError", answer
         if call > again["started"]:
-            assert f"free some space, then go on with `qkflow train --resume {folder}`" in answer["message"]
+            assert f"free some space, then run `qkflow train --resume {folder}`" in answer["message"]
         finish(server, **order, folder=folder)
-        assert left_behind(folder) == left_behind(tmp_path / "whole"), f"full from call {call} on"
+        assert run_content(folder) == run_content(tmp_path / "whole"), f"full from call {call} on"
 
 
-def test_a_checkpoint_that_the_system_refuses_to_write_loses_no_earlier_one(
-    server: Server, place: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_over_the_file_size_limit_keeps_earlier_ones(server: Server, place: Path, tmp_path: Path) -> None:
     order = {"config": config(place), "folder": tmp_path / "run"}
     assert server(**order, signal=signal.SIGKILL, step=12)["outcome"] == "killed"
     before = sorted((tmp_path / "run" / "checkpoints").iterdir())
@@ -195,7 +208,7 @@ def test_a_checkpoint_that_the_system_refuses_to_write_loses_no_earlier_one(
     finish(server, **order)
 
 
-def test_a_second_process_on_one_folder_is_refused(server: Server, place: Path, tmp_path: Path) -> None:
+def test_a_second_process_in_the_same_folder_is_refused(server: Server, place: Path, tmp_path: Path) -> None:
     order = {"config": config(place, steps=3), "folder": tmp_path / "run"}
     holder = server(**order, hold=True)
     assert holder["outcome"] == "holding"
@@ -206,7 +219,9 @@ def test_a_second_process_on_one_folder_is_refused(server: Server, place: Path, 
     finish(server, **order)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(server: Server, place: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
+    server: Server, place: Path, tmp_path: Path
+) -> None:
     order = {"config": config(place)}
     finish(server, **order, folder=tmp_path / "whole")
     folder = tmp_path / "run"
@@ -220,4 +235,4 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(server: Server
     assert answer["outcome"] == "finished"
     assert any(str(file) in notice for notice in answer["notices"])
     shutil.rmtree(newest.with_name("refused-step-00000015"))
-    assert left_behind(folder) == left_behind(tmp_path / "whole")
+    assert run_content(folder) == run_content(tmp_path / "whole")

@@ -27,7 +27,7 @@ SETTINGS = {
 }
 
 
-def test_a_killed_process_costs_nothing_but_time(tmp_path: Path, numbers: Numbers) -> None:
+def test_a_run_survives_a_killed_process(tmp_path: Path, numbers: Numbers) -> None:
     lines = (f"line {number}: the quick brown fox number {number * number}\n" for number in range(400))
     (tmp_path / "text.txt").write_text("".join(lines))
     (tmp_path / "small.json").write_text(json.dumps(SETTINGS))

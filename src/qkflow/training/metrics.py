@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, in the order of the steps. A kill can tear only the last line."""
+"""metrics.jsonl: one JSON object per line, in the order of the steps. A crash can truncate only the last line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qkflow.io import write_file
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every whole record of the file; torn lines are left out.
+    """Read every complete record; truncated lines are skipped.
 
     >>> read_metrics(Path("no such file"))
     []
@@ -23,9 +23,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def trim_metrics(path: Path, step: int) -> int:
-    """Drop what was written after `step`, and torn lines, in one atomic write; the number of lines dropped.
+    """Remove records after `step` and truncated lines, in one atomic write; return the number of lines removed.
 
-    What a run wrote between its last checkpoint and a kill is made again, and would stand there twice.
+    A resumed run computes the records after its checkpoint again, and they would appear twice.
     """
     kept = [line for line, record in _lines(path) if record["step"] <= step]
     content = b"".join(line + b"\n" for line in kept)
@@ -36,25 +36,22 @@ def trim_metrics(path: Path, step: int) -> int:
 
 
 class Metrics:
-    """The open file: `write` appends a record, `sync` puts all of them on the disk."""
+    """metrics.jsonl, opened for appending."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with self._guarded():
             self._file = open(path, "ab")  # noqa: SIM115
-        self.evaluated = {record["step"] for record in read_metrics(path) if record["kind"] == "eval"}
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record; a value that is not finite is refused, since JSON has none."""
+        """Append one record; a non-finite value raises `ValueError`, since JSON cannot represent it."""
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
         with self._guarded():
             self._file.write(line)
             self._file.flush()
-        if record["kind"] == "eval":
-            self.evaluated.add(record["step"])
 
     def sync(self) -> None:
-        """Return when every record is on the disk."""
+        """Sync all records to disk."""
         with self._guarded():
             os.fsync(self._file.fileno())
 

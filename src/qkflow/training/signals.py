@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request: the first one is noted; the second one ends the process at once, unless it waits."""
+"""Handle Ctrl-C and SIGTERM: the first signal requests a stop, the second ends the process at once."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from types import FrameType
 
 
 class StopRequest:
-    """Whether someone has asked to stop; a callable, to be asked between two pieces of work."""
+    """Whether a stop was requested; called between units of work."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
 
     def __call__(self) -> bool:
-        """True from the first signal on."""
+        """True after the first signal."""
         return self.signal is not None
 
 
 @contextlib.contextmanager
 def stop_on_signals(*, patient: bool = False) -> Iterator[StopRequest]:
-    """Note SIGINT and SIGTERM while the block runs, and put the old handlers back after it.
+    """Turn SIGINT and SIGTERM into a stop request inside the block, and restore the old handlers after it.
 
-    A second one ends the process at once, unless it is `patient`: torchrun passes on what it is sent, so that whoever
-    signals all processes of a job (a terminal, a scheduler) signals these twice. It kills those that stay too long.
+    A second signal ends the process at once, unless `patient`: torchrun forwards signals to its processes, so that a
+    terminal or scheduler that signals the whole job signals them twice. torchrun kills those that do not stop in time.
 
-    Outside the main thread nothing is installed: Python allows handlers only there. A signal that is ignored already (a
-    background job's SIGINT) stays ignored.
+    Outside the main thread no handlers are installed, since Python does not allow it. A signal that is already ignored
+    (SIGINT of a background job) stays ignored.
 
     >>> with stop_on_signals() as stop:
     ...     stop()
@@ -46,11 +46,11 @@ def stop_on_signals(*, patient: bool = False) -> Iterator[StopRequest]:
             os.kill(os.getpid(), number)
         stop.signal = signal.Signals(number)
 
-    asked = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handle) for number in asked}
+    handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in handled}
     try:
         yield stop
     finally:
         for number, handler in before.items():
-            # A handler that was not installed from Python reads as None and cannot be put back.
+            # A handler that was not installed from Python reads as None and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

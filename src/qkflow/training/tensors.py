@@ -1,4 +1,4 @@
-"""Tensors in safetensors files that carry a checksum of their content. Nothing else is ever read: no pickle, no zip."""
+"""Safetensors files with a checksum of their content. Pickles and zip archives are refused."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from qkflow.training.parallel import is_sharded, local, shard_like
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors as safetensors, their `digest` in the header; a disk that is full raises `OSError`."""
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    """Write tensors as safetensors, with their `digest` in the header; a full disk raises `OSError`."""
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     path.touch()
     mode = path.stat().st_mode
     try:
         # One entry only: the header's bytes must not depend on the order of a hash map.
-        save_file(whole, path, metadata={"sha256": digest(whole)})
+        save_file(contiguous, path, metadata={"sha256": digest(contiguous)})
     except SafetensorError as error:
-        found = re.search(r"os error (\d+)", str(error))
-        number = int(found[1]) if found else errno.EIO
+        match = re.search(r"os error (\d+)", str(error))
+        number = int(match[1]) if match else errno.EIO
         raise OSError(number, os.strerror(number), str(path)) from error
-    path.chmod(mode)  # the library makes the file readable by its owner alone, whatever the umask says
+    path.chmod(mode)  # safetensors makes the file readable by its owner only, ignoring the umask
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read what `save_tensors` wrote; anything else, or anything altered, raises `CheckpointError`."""
+    """Read the result of `save_tensors`; other or altered files raise `CheckpointError`."""
     refuse_foreign(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -43,15 +43,15 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
             recorded = (file.metadata() or {}).get("sha256")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} cannot be read as safetensors ({error}): it is torn or something else"
+            f"{path} cannot be read as safetensors ({error}): truncated, or not a safetensors file"
         ) from error
     if recorded != digest(tensors):
-        raise CheckpointError(f"{path} was altered after it was written: its content does not match its checksum")
+        raise CheckpointError(f"{path} was altered: its content does not match its checksum")
     return tensors
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """The SHA-256 over names, types, shapes and bytes, in the order of the names.
+    """SHA-256 of the names, types, shapes and bytes of tensors, sorted by name.
 
     >>> digest({"a": torch.zeros(2)}) == digest({"a": torch.zeros(1, 2)})
     False
@@ -65,46 +65,46 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise `CheckpointError` for a missing file, and for pickles and zips, which could run code when opened."""
+    """Raise `CheckpointError` for a missing file, and for pickles and zip archives, which can run code when opened."""
     try:
         with open(path, "rb") as file:
             head = file.read(9)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
-    if head[8:] == b"{":  # a safetensors header, whose first eight bytes are a length and may look like anything
+    if head[8:] == b"{":  # a safetensors header; its first eight bytes are a length and can have any value
         return
     if head.startswith((b"PK\x03\x04", b"\x80")):
         kind = "pickle" if head.startswith(b"\x80") else "zip archive (as torch.save writes)"
         raise CheckpointError(
-            f"{path} is a {kind}, which can run code when it is opened: qkflow reads safetensors only; convert it first"
+            f"{path} is a {kind}, which can run code when it is opened: qkflow reads safetensors only, convert it first"
         )
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """A model's parameters and buffers by name; tied ones once, under their first name."""
-    found: dict[str, Tensor] = {}
+    """The parameters and buffers of a model by name; tied ones once, under their first name."""
+    tensors: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     for name, tensor in model.state_dict().items():
         own = local(tensor)
-        place = (own.data_ptr(), tensor.shape, tensor.stride())
-        if own.numel() == 0 or place not in seen:
-            found[name] = tensor
-        seen.add(place)
-    return found
+        location = (own.data_ptr(), tensor.shape, tensor.stride())
+        if own.numel() == 0 or location not in seen:
+            tensors[name] = tensor
+        seen.add(location)
+    return tensors
 
 
 def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `model_tensors` gave, in place; names, shapes or types that do not fit raise `CheckpointError`."""
+    """Load the result of `model_tensors` in place; mismatching names, shapes or types raise `CheckpointError`."""
     own = model_tensors(model)
     if own.keys() != tensors.keys():
         stray = sorted(own.keys() ^ tensors.keys())[0]
-        raise CheckpointError(f"the weights do not belong to this model: {stray!r} is in only one of them")
+        raise CheckpointError(f"the weights do not match the model: {stray!r} is in only one of them")
     for name, tensor in own.items():
-        given = tensors[name]
-        if (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
+        loaded = tensors[name]
+        if (loaded.shape, loaded.dtype) != (tensor.shape, tensor.dtype):
             raise CheckpointError(
-                f"the weights do not belong to this model: {name!r} is {given.dtype} {list(given.shape)}, "
-                f"the model's is {tensor.dtype} {list(tensor.shape)}"
+                f"the weights do not match the model: {name!r} is {loaded.dtype} {list(loaded.shape)}, "
+                f"expected {tensor.dtype} {list(tensor.shape)}"
             )
     with torch.no_grad():
         for name, tensor in own.items():

@@ -29,32 +29,32 @@ class Watcher(Callback):
     """Keeps everything it is told, and does something at a step if asked to."""
 
     def __init__(self, act: Callable[[int, nn.Module], None] = lambda step, model: None) -> None:
-        self.told: list[tuple[str, Any]] = []
+        self.events: list[tuple[str, Any]] = []
         self.act = act
 
     def on_start(self, run: Run) -> None:
         self.model = run.model
-        self.told.append(("start", run.step))
+        self.events.append(("start", run.step))
 
     def on_step(self, record: Mapping[str, Any]) -> None:
-        self.told.append(("step", record["step"]))
+        self.events.append(("step", record["step"]))
         self.act(record["step"], self.model)
 
     def on_evaluate(self, record: Mapping[str, Any]) -> None:
-        self.told.append(("evaluate", record["step"]))
+        self.events.append(("evaluate", record["step"]))
 
     def on_checkpoint(self, path: Path) -> None:
-        self.told.append(("checkpoint", int(path.name[5:])))
+        self.events.append(("checkpoint", int(path.name[5:])))
 
     def on_notice(self, text: str) -> None:
-        self.told.append(("notice", text))
+        self.events.append(("notice", text))
 
     def on_end(self, result: Result) -> None:
-        self.told.append(("end", result.step))
+        self.events.append(("end", result.step))
 
     @property
     def notices(self) -> list[str]:
-        return [text for kind, text in self.told if kind == "notice"]
+        return [text for kind, text in self.events if kind == "notice"]
 
 
 @pytest.fixture(scope="session")

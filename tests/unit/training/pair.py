@@ -12,7 +12,7 @@ An order is a `name` and
                                           "nan"    its weights are spoilt
                                           "room"   it may write only small files from here on
                                           "raise"  it fails, and leaves
-    restarts                            of each process, how often torchrun says that it was started again
+    restarts                            of each process, how often torchrun fragment that it was started again
     command                             arguments of the command line, instead of a run
     budget                              seconds, instead of a run
 """

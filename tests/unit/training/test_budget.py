@@ -14,7 +14,7 @@ from qkflow.training.step import Learner
 
 
 class Clock:
-    """Time that passes only when a step or an evaluation says so."""
+    """Time that passes only when a step or an evaluation fragment so."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -43,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_steps_fill_the_time_that_evaluations_leave(configure: Any, corpus: Corpus, clock: Clock) -> None:
+def test_steps_fill_the_time_left_by_evaluations(configure: Any, corpus: Corpus, clock: Clock) -> None:
     config = configure(evaluate_every=10, evaluate_tokens=None)
     once = budget.open_objective(config).validation(None).n_tokens() / 1000
     steps = steps_for_budget(config, 100.0)
@@ -51,17 +51,17 @@ def test_steps_fill_the_time_that_evaluations_leave(configure: Any, corpus: Corp
     assert steps_for_budget(config, 200.0) > 1.9 * steps
 
 
-def test_there_is_always_one_step(configure: Any, clock: Clock) -> None:
+def test_a_budget_allows_at_least_one_step(configure: Any, clock: Clock) -> None:
     assert steps_for_budget(configure(), 1e-3) == 1
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
-def test_no_time_is_refused(configure: Any, seconds: float) -> None:
+def test_a_non_positive_budget_is_refused(configure: Any, seconds: float) -> None:
     with pytest.raises(UsageError, match="a budget must be more than 0 seconds"):
         steps_for_budget(configure(), seconds)
 
 
-def test_nothing_is_written(configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_the_speed_writes_no_files(configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert steps_for_budget(configure(), 0.2) >= 1
     assert not list(tmp_path.iterdir())

@@ -29,7 +29,7 @@ def save(folder: Path, step: int) -> Path:
     return checkpoint.save(folder, step, weights, memory, {"tokens": 3 * step, "seconds": step / 3})
 
 
-def test_a_checkpoint_comes_back_whole(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_is_loaded_completely(tmp_path: Path) -> None:
     path = save(tmp_path, 12)
     found = checkpoint.load(path)
     assert path == found.path == tmp_path / "checkpoints" / "step-00000012"
@@ -38,7 +38,7 @@ def test_a_checkpoint_comes_back_whole(tmp_path: Path) -> None:
     assert sorted(file.name for file in path.iterdir()) == sorted(FILES)
 
 
-def test_the_last_two_are_kept(tmp_path: Path) -> None:
+def test_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (1, 5, 30, 200):
         save(tmp_path, step)
     assert [path.name for path in checkpoint.find(tmp_path)] == ["step-00000030", "step-00000200"]
@@ -47,9 +47,7 @@ def test_the_last_two_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("bit", [0, 5])
-def test_a_flipped_bit_in_any_range_is_refused_named_and_the_one_before_is_used(
-    tmp_path: Path, name: str, bit: int
-) -> None:
+def test_a_flipped_bit_is_detected_and_the_previous_checkpoint_is_used(tmp_path: Path, name: str, bit: int) -> None:
     save(tmp_path, 1)
     file = save(tmp_path, 2) / name
     whole = file.read_bytes()
@@ -87,7 +85,7 @@ def damages(name: str) -> dict[str, Callable[[Path], object]]:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", damages(""))
-def test_a_damaged_file_is_refused_and_the_one_before_is_used(tmp_path: Path, name: str, damage: str) -> None:
+def test_a_damaged_file_is_detected_and_the_previous_checkpoint_is_used(tmp_path: Path, name: str, damage: str) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     damages(name)[damage](path)
@@ -105,7 +103,7 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
         checkpoint.load(other)
 
 
-def test_with_none_left_the_error_names_each_and_says_what_to_do(tmp_path: Path) -> None:
+def test_without_a_valid_checkpoint_the_error_lists_all_of_them(tmp_path: Path) -> None:
     for step in (1, 2):
         (save(tmp_path, step) / "weights.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="restart the run from step 0") as caught:
@@ -115,11 +113,11 @@ def test_with_none_left_the_error_names_each_and_says_what_to_do(tmp_path: Path)
     assert "\n" not in str(caught.value)
 
 
-def test_with_none_ever_written_there_is_none(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_has_no_latest_one(tmp_path: Path) -> None:
     assert checkpoint.load_latest(tmp_path) == (None, {})
 
 
-def test_a_newer_format_stops_the_search_instead_of_losing_its_work(tmp_path: Path) -> None:
+def test_a_newer_format_raises_instead_of_being_skipped(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     body = json.loads((path / "manifest.json").read_bytes())["manifest"]
@@ -128,7 +126,7 @@ def test_a_newer_format_stops_the_search_instead_of_losing_its_work(tmp_path: Pa
         checkpoint.load_latest(tmp_path)
 
 
-def test_a_manifest_that_is_consistent_but_not_ours_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_of_another_program_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     body = json.loads((path / "manifest.json").read_bytes())["manifest"]
     for changes in ({"files": {"../secret": ""}}, {"step": "1"}, {"files": None}, {"extra": []}):
@@ -140,7 +138,7 @@ def test_a_manifest_that_is_consistent_but_not_ours_is_refused(tmp_path: Path) -
         checkpoint.load(path)
 
 
-def test_what_is_not_a_folder_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_must_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"PK\x03\x04 and so on")
     with pytest.raises(CheckpointError, match="can run code when it is opened"):
         checkpoint.load(tmp_path / "model.pt")
@@ -148,7 +146,7 @@ def test_what_is_not_a_folder_is_refused(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "nothing")
 
 
-def test_a_refused_checkpoint_set_aside_is_neither_found_nor_in_the_way(tmp_path: Path) -> None:
+def test_a_refused_checkpoint_is_renamed_and_not_found_again(tmp_path: Path) -> None:
     save(tmp_path, 1)
     for _ in range(2):
         aside = checkpoint.set_aside(save(tmp_path, 2))
@@ -178,7 +176,7 @@ class FullDisk:
         return limiting
 
 
-def test_a_disk_that_is_full_at_any_call_loses_no_earlier_checkpoint(tmp_path: Path) -> None:
+def test_a_full_disk_at_any_call_keeps_earlier_checkpoints(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
     (tmp_path / "elsewhere" / "checkpoints").mkdir(parents=True)

@@ -40,7 +40,7 @@ def test_without_torchrun_there_is_one_process(monkeypatch: pytest.MonkeyPatch) 
     assert not torch.distributed.is_initialized()
 
 
-def test_one_process_agrees_with_itself() -> None:
+def test_collectives_of_a_single_process_are_trivial() -> None:
     array, group = np.arange(3.0), SingleProcess()
     assert (group.any(True), group.any(False)) == (True, False)
     assert (group.gather(3), group.broadcast("a")) == ([3], "a")
@@ -52,7 +52,7 @@ def test_one_process_agrees_with_itself() -> None:
     assert not is_on_all_ranks(error)
 
 
-def test_what_all_know_is_known_of_what_it_caused() -> None:
+def test_an_error_caused_by_a_marked_error_is_on_all_ranks() -> None:
     def fail() -> None:
         try:
             raise mark_on_all_ranks(UsageError("inner"))
@@ -64,19 +64,19 @@ def test_what_all_know_is_known_of_what_it_caused() -> None:
     assert is_on_all_ranks(caught.value)
 
 
-def test_bits_may_depend_on_how_a_model_is_shared() -> None:
+def test_a_changed_parallel_setting_is_reported() -> None:
     record = {"processes": 2, "parallel": "ddp"}
     assert ["parallel was ddp when" in line for line in changes(record, {**record, "parallel": "fsdp"})] == [True]
     assert ["processes was 2 when" in line for line in changes(record, {"processes": 1, "parallel": None})] == [True]
 
 
-def test_sharing_by_one_process_is_remarked_on(configure: Any, texts: Path, tmp_path: Path, capsys: Any) -> None:
+def test_parallel_without_torchrun_prints_a_notice(configure: Any, texts: Path, tmp_path: Path, capsys: Any) -> None:
     small = ["--size", "100k", "--context", "16", "--batch", "4", "--steps", "1", "--out", str(tmp_path / "run")]
     assert main(["train", str(texts), *small, "--parallel", "fsdp"]) == 0
     assert "--parallel fsdp has no effect" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_restart_is_known_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_is_detected_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert (was_restarted(), is_torchrun()) == (False, False)
@@ -87,7 +87,7 @@ def test_a_restart_is_known_by_its_number(monkeypatch: pytest.MonkeyPatch) -> No
     assert was_restarted()
 
 
-def test_started_again_a_command_goes_on_with_its_own_run_only(
+def test_a_restarted_command_resumes_its_own_run_only(
     configure: Any, tmp_path: Path, begun: Any, watcher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = begun(configure(), tmp_path / "run", 2)
@@ -96,39 +96,39 @@ def test_started_again_a_command_goes_on_with_its_own_run_only(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(UsageError, match="the config differs from that of"):
         train(configure(seed=1), folder)
-    witness = watcher()
-    train(configure(), folder, callbacks=[witness])
-    assert witness.told[0] == ("start", 2)
+    recorder = watcher()
+    train(configure(), folder, callbacks=[recorder])
+    assert recorder.events[0] == ("start", 2)
     train(configure(), tmp_path / "new")  # killed before it had begun
 
 
-def test_every_process_draws_masks_of_its_own_and_the_first_those_of_one_alone() -> None:
+def test_ranks_have_different_seeds_and_rank_0_that_of_a_single_process() -> None:
     assert step_seed(3, 5, rank=0) == step_seed(3, 5)
     assert len({step_seed(3, 5, rank) for rank in range(8)}) == 8
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
 @settings(deadline=None, max_examples=25)
-def test_micro_batches_are_as_few_as_memory_allows(rows: int, most: int, more: int) -> None:
+def test_the_number_of_micro_batches_is_minimal(rows: int, most: int, more: int) -> None:
     count = n_micro_batches(rows, most)
     assert rows % count == 0
     assert rows // count <= most
     assert not any(rows % fewer == 0 and rows // fewer <= most for fewer in range(1, count))
-    assert n_micro_batches(rows * more, rows) == more  # one process makes as many as the config says
+    assert n_micro_batches(rows * more, rows) == more  # one process makes as many as the config fragment
 
 
 def pair(kind: Any) -> ProcessGroup:
     return ProcessGroup(rank=0, size=2, local_rank=0, kind=kind)
 
 
-def test_a_run_that_has_begun_is_not_told_to_take_another_batch(configure: Any) -> None:
+def test_a_resumed_run_is_not_advised_to_change_its_batch(configure: Any) -> None:
     with pytest.raises(UsageError, match="use --batch 2 or 4, or use 3 processes"):
         validate_parallel(configure(batch=3), pair("ddp"))
     with pytest.raises(UsageError, match=r"among 2 processes: use 3 processes$"):
         validate_parallel(configure(batch=3), pair("ddp"), resume=True)
 
 
-def test_what_cannot_be_compiled_in_pieces_is_refused(configure: Any) -> None:
+def test_compile_with_fsdp_is_refused(configure: Any) -> None:
     with pytest.raises(UsageError, match="compile does not support fsdp"):
         validate_parallel(configure(compile=True), pair("fsdp"))
     validate_parallel(configure(compile=True), pair("ddp"))

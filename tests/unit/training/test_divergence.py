@@ -13,7 +13,7 @@ from qkflow.training.divergence import first_bad_gradient, first_bad_module, fir
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_the_layer_that_went_first_is_named_whichever_it_is(configure: Any, bad: float) -> None:
+def test_the_first_layer_with_a_non_finite_output_is_found(configure: Any, bad: float) -> None:
     names = [name for name, _ in Decoder(configure().model).named_parameters()]
     for name in names:
         model = Decoder(configure().model)
@@ -23,7 +23,7 @@ def test_the_layer_that_went_first_is_named_whichever_it_is(configure: Any, bad:
         assert first_bad_parameter(model) == name
 
 
-def test_where_all_is_finite_nothing_is_named(configure: Any) -> None:
+def test_a_finite_model_has_no_bad_module(configure: Any) -> None:
     model = Decoder(configure().model)
     model(torch.arange(6)[None])[0].sum().backward()
     assert first_bad_module(model, lambda: model(torch.arange(6)[None])) is None
@@ -51,7 +51,7 @@ class Explodes(torch.autograd.Function):
         return grads[0] / 0
 
 
-def test_the_gradient_that_went_first_on_the_way_back_is_named() -> None:
+def test_the_first_non_finite_gradient_of_the_backward_pass_is_found() -> None:
     first, second, third = (nn.Linear(3, 3) for _ in range(3))
     model = nn.ModuleList([first, second, third])
     third(Explodes.apply(second(first(torch.ones(2, 3))))).sum().backward()

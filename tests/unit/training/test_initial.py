@@ -27,7 +27,7 @@ def weights(configure: Any) -> dict[str, torch.Tensor]:
     return model_tensors(Decoder(configure().model))
 
 
-def test_it_begins_with_them_and_keeps_them(
+def test_a_run_starts_from_initial_weights_and_stores_them(
     configure: Any, tmp_path: Path, weights: dict[str, torch.Tensor], at: Any
 ) -> None:
     train(configure(steps=1, lr=1e-9), tmp_path / "run", initial=weights)
@@ -44,7 +44,7 @@ def test_it_begins_with_them_and_keeps_them(
 
 
 @pytest.mark.parametrize("step", [0, 2])
-def test_stopped_before_or_after_a_checkpoint_it_goes_on_to_the_same_bits(
+def test_a_run_from_initial_weights_resumes_bit_for_bit(
     configure: Any, tmp_path: Path, weights: dict[str, torch.Tensor], watcher: Any, step: int
 ) -> None:
     config = configure(checkpoint_every=2)
@@ -62,7 +62,7 @@ def test_stopped_before_or_after_a_checkpoint_it_goes_on_to_the_same_bits(
     assert files[0] == files[1]
 
 
-def test_others_than_it_began_with_are_refused(
+def test_altered_initial_weights_are_refused(
     configure: Any, tmp_path: Path, weights: dict[str, torch.Tensor], watcher: Any
 ) -> None:
     class Failing(watcher):
@@ -76,15 +76,15 @@ def test_others_than_it_began_with_are_refused(
         train(None, tmp_path / "run", resume=True)
 
 
-def test_weights_of_another_shape_leave_no_run(
+def test_weights_of_another_shape_create_no_run(
     configure: Any, tmp_path: Path, weights: dict[str, torch.Tensor]
 ) -> None:
-    with pytest.raises(CheckpointError, match="do not belong to this model"):
+    with pytest.raises(CheckpointError, match="do not match the model"):
         train(configure(model={"width": 8}), tmp_path / "run", initial=weights)
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_a_config_that_names_weights_has_to_be_given_those(
+def test_a_config_with_initial_weights_requires_them(
     configure: Any, tmp_path: Path, weights: dict[str, torch.Tensor]
 ) -> None:
     config = configure(initial=digest(weights))
@@ -94,7 +94,7 @@ def test_a_config_that_names_weights_has_to_be_given_those(
     train(config, tmp_path / "run", initial=weights)
 
 
-def test_the_command_line_goes_on_from_a_run(
+def test_init_starts_from_the_weights_of_a_run(
     configure: Any, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(configure(steps=30, lr=1e-2), tmp_path / "first")
@@ -118,7 +118,7 @@ def test_the_command_line_goes_on_from_a_run(
     assert not (tmp_path / "third").exists()
 
 
-def test_tokens_that_stand_for_something_else_are_refused(
+def test_a_different_tokenizer_is_refused(
     configure: Any, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever their number: the weights would be read as if they meant other words."""
@@ -141,9 +141,7 @@ def test_tokens_that_stand_for_something_else_are_refused(
     assert tokenizer(first.decode([0]).decode()).input_ids == [0]
 
 
-def test_a_run_an_exported_folder_and_a_run_have_the_same_weights_and_tokens(
-    configure: Any, texts: Path, tmp_path: Path
-) -> None:
+def test_init_round_trips_through_an_exported_folder(configure: Any, texts: Path, tmp_path: Path) -> None:
     corpus = CorpusConfig(source=str(texts), tokens="bpe", vocabulary=300)
     shape = {"mechanism": "coupled:sharing=layers", "vocabulary": open_corpus(corpus).vocabulary}
     train(replace(configure(model=shape), data=corpus), tmp_path / "first")

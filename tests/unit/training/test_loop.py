@@ -20,7 +20,7 @@ from qkflow.training import load_run, loop, read_metrics, steps_for_budget, trai
 from qkflow.training.step import Learner
 
 
-def test_a_run_leaves_a_complete_folder(configure: Any, tmp_path: Path) -> None:
+def test_a_finished_run_has_a_complete_folder(configure: Any, tmp_path: Path) -> None:
     config = configure(steps=6, evaluate_every=2, checkpoint_every=4)
     result = train(config, tmp_path / "run", command=["qkflow", "train"])
     names = {path.name for path in (tmp_path / "run").iterdir()}
@@ -49,24 +49,24 @@ def test_a_run_leaves_a_complete_folder(configure: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", ["standart", "standard:key_heads=3"])
-def test_a_model_that_cannot_be_built_leaves_no_folder(configure: Any, tmp_path: Path, spec: str) -> None:
+def test_a_model_that_cannot_be_built_creates_no_folder(configure: Any, tmp_path: Path, spec: str) -> None:
     config = configure(steps=1)
     with pytest.raises(UsageError):
         train(replace(config, model=replace(config.model, mechanism=spec)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_those_who_watch_are_told_in_order(configure: Any, tmp_path: Path, watcher: Any) -> None:
-    witness = watcher()
-    train(configure(steps=3, evaluate_every=2, checkpoint_every=2), tmp_path / "run", callbacks=[witness])
-    assert witness.told == [
+def test_callbacks_are_called_in_order(configure: Any, tmp_path: Path, watcher: Any) -> None:
+    recorder = watcher()
+    train(configure(steps=3, evaluate_every=2, checkpoint_every=2), tmp_path / "run", callbacks=[recorder])
+    assert recorder.events == [
         ("start", 0), ("evaluate", 0), ("step", 1), ("step", 2), ("evaluate", 2), ("checkpoint", 2),
         ("step", 3), ("evaluate", 3), ("checkpoint", 3), ("end", 3),
     ]  # fmt: skip
-    assert isinstance(witness.model, Decoder)
+    assert isinstance(recorder.model, Decoder)
 
 
-def test_training_is_a_function_of_its_config(configure: Any, tmp_path: Path) -> None:
+def test_training_depends_on_the_config_only(configure: Any, tmp_path: Path) -> None:
     def weights(name: str, **changes: Any) -> bytes:
         train(configure(**{"model": {"dropout": 0.2}, **changes}), tmp_path / name)
         return (tmp_path / name / "weights.safetensors").read_bytes()
@@ -79,7 +79,7 @@ def test_training_is_a_function_of_its_config(configure: Any, tmp_path: Path) ->
     assert weights("e", evaluate_every=1, checkpoint_every=1, log_every=3) == first
 
 
-def test_the_global_generators_and_threads_are_left_alone(configure: Any, tmp_path: Path) -> None:
+def test_global_generators_and_threads_are_restored(configure: Any, tmp_path: Path) -> None:
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     train(configure(threads=2, steps=1), tmp_path / "run")
     assert steps_for_budget(configure(), 0.5) >= 1
@@ -87,20 +87,20 @@ def test_the_global_generators_and_threads_are_left_alone(configure: Any, tmp_pa
     assert torch.get_num_threads() == threads
 
 
-def test_sigterm_writes_a_checkpoint_and_says_how_to_go_on(
+def test_sigterm_writes_a_checkpoint_and_prints_the_resume_command(
     configure: Any, tmp_path: Path, stop_at: Any, watcher: Any
 ) -> None:
     folder = tmp_path / "my run"
     with pytest.raises(Interrupted, match=r"stopped after step 2 of 4.*`qkflow train --resume '.*my run'`"):
         train(configure(), folder, callbacks=[stop_at(2)])
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000002"]
-    witness = watcher()
-    assert train(None, folder, resume=True, callbacks=[witness]).was_finished is False
-    assert witness.told[0] == ("start", 2)
+    recorder = watcher()
+    assert train(None, folder, resume=True, callbacks=[recorder]).was_finished is False
+    assert recorder.events[0] == ("start", 2)
     assert len(json.loads((folder / "environment.json").read_text())["resumed"]) == 1
 
 
-def test_a_stop_in_an_evaluation_neither_loses_nor_doubles_it(
+def test_a_stop_during_an_evaluation_repeats_it_once(
     configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configure(evaluate_every=2, evaluate_batch=1)
@@ -122,7 +122,7 @@ def test_a_stop_in_an_evaluation_neither_loses_nor_doubles_it(
     assert steps == [0, 2, 4]
 
 
-def test_an_evaluation_that_is_on_record_is_not_made_again(configure: Any, tmp_path: Path, watcher: Any) -> None:
+def test_a_recorded_evaluation_is_not_repeated(configure: Any, tmp_path: Path, watcher: Any) -> None:
     folder = tmp_path / "run"
 
     class Late(watcher):
@@ -132,12 +132,12 @@ def test_an_evaluation_that_is_on_record_is_not_made_again(configure: Any, tmp_p
 
     with pytest.raises(Interrupted, match="after step 2"):
         train(configure(evaluate_every=2), folder, callbacks=[Late()])
-    witness = watcher()
-    train(None, folder, resume=True, callbacks=[witness])
-    assert witness.told[:3] == [("start", 2), ("step", 3), ("step", 4)]
+    recorder = watcher()
+    train(None, folder, resume=True, callbacks=[recorder])
+    assert recorder.events[:3] == [("start", 2), ("step", 3), ("step", 4)]
 
 
-def test_metrics_are_on_the_disk_before_the_checkpoint_that_counts_on_them(
+def test_metrics_are_synced_before_each_checkpoint(
     configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
@@ -151,27 +151,27 @@ def test_metrics_are_on_the_disk_before_the_checkpoint_that_counts_on_them(
     assert order == ["metrics", "checkpoint"] * 2
 
 
-def test_the_threads_a_run_began_with_are_set_again(
+def test_a_resumed_run_uses_its_original_number_of_threads(
     configure: Any, tmp_path: Path, begun: Any, stop_at: Any, at: Any
 ) -> None:
     folder = begun(configure(), tmp_path / "run", 1)
     seen: list[int] = []
     torch.set_num_threads(2)
-    witness = at(2, lambda model: seen.append(torch.get_num_threads()))
+    recorder = at(2, lambda model: seen.append(torch.get_num_threads()))
     stopper = stop_at(2)
     with pytest.raises(Interrupted):
-        train(None, folder, resume=True, callbacks=[witness, stopper])
+        train(None, folder, resume=True, callbacks=[recorder, stopper])
     assert seen == [1]
-    assert any("threads=2, the run was started with 1: using 1" in notice for notice in witness.notices)
-    witness = at(3, lambda model: seen.append(torch.get_num_threads()))
-    train(None, folder, resume=True, callbacks=[witness], cpu_threads=2)
+    assert any("threads=2, the run was started with 1: using 1" in notice for notice in recorder.notices)
+    recorder = at(3, lambda model: seen.append(torch.get_num_threads()))
+    train(None, folder, resume=True, callbacks=[recorder], cpu_threads=2)
     assert seen == [1, 2]
-    assert any("threads was 1 when the run started and is 2 now" in notice for notice in witness.notices)
+    assert any("threads was 1 when the run started and is 2 now" in notice for notice in recorder.notices)
 
 
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own compiler does it
-def test_a_compiled_run_has_the_same_names_and_resumes_to_the_same_bits(
+def test_a_compiled_run_keeps_parameter_names_and_resumes_bit_for_bit(
     configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Any
 ) -> None:
     compile_model = Decoder.compile

@@ -24,7 +24,7 @@ def written(path: Path, steps: int) -> list[dict[str, object]]:
 
 @given(keep=st.integers(-1, 4), tear=st.integers(0, 40))
 @settings(deadline=None, max_examples=25)
-def test_what_is_beyond_the_checkpoint_or_torn_is_dropped(
+def test_records_after_the_checkpoint_and_truncated_lines_are_removed(
     tmp_path_factory: pytest.TempPathFactory, keep: int, tear: int
 ) -> None:
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
@@ -37,7 +37,7 @@ def test_what_is_beyond_the_checkpoint_or_torn_is_dropped(
     assert path.read_bytes() == b"".join(json.dumps(record).encode() + b"\n" for record in kept)
 
 
-def test_a_file_that_needs_no_change_is_not_touched(tmp_path: Path) -> None:
+def test_a_file_without_changes_is_not_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     written(path, 2)
     before = path.stat().st_ino
@@ -48,7 +48,7 @@ def test_a_file_that_needs_no_change_is_not_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [b"[1, 2]", b'{"kind": "eval"}', b'{"step": 1}', b"\xff\xfe", b"{", b'"text"'])
-def test_a_line_that_is_no_record_is_left_out(tmp_path: Path, line: bytes) -> None:
+def test_a_line_that_is_not_a_record_is_skipped(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     records = written(path, 2)
     path.write_bytes(line + b"\n" + path.read_bytes() + line + b"\n")
@@ -56,14 +56,7 @@ def test_a_line_that_is_no_record_is_left_out(tmp_path: Path, line: bytes) -> No
     assert trim_metrics(path, 9) == 2
 
 
-def test_the_evaluations_that_are_there_are_known_again(tmp_path: Path) -> None:
-    written(tmp_path / "metrics.jsonl", 3)
-    metrics = Metrics(tmp_path / "metrics.jsonl")
-    metrics.close()
-    assert metrics.evaluated == {0, 1, 2}
-
-
-def test_a_number_that_json_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_a_non_finite_number_is_refused(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "metrics.jsonl")
     with pytest.raises(ValueError, match="JSON"):
         metrics.write({"kind": "train", "step": 1, "loss": float("nan")})

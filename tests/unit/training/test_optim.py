@@ -25,7 +25,7 @@ def test_matrices_are_decayed_and_vectors_are_not_each_parameter_once(configure:
     assert all(group["fused"] for group in optimizer.param_groups)
 
 
-def test_a_vector_for_each_head_is_still_no_matrix(configure: Any) -> None:
+def test_vectors_per_head_are_not_decayed(configure: Any) -> None:
     config = configure(model={"mechanism": "standard+hamiltonian:sharing=none"})
     model = Decoder(config.model)
     decayed, *_ = build_optimizer(model, config).param_groups
@@ -34,7 +34,7 @@ def test_a_vector_for_each_head_is_still_no_matrix(configure: Any) -> None:
     assert not any(name.endswith("bias") for name in names)
 
 
-def test_what_is_shared_under_two_names_is_listed_once(configure: Any) -> None:
+def test_tied_parameters_are_optimized_once(configure: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
     assert [len(group["params"]) for group in build_optimizer(model, configure()).param_groups] == [1]
@@ -46,7 +46,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_the_memory_put_back_gives_the_same_next_step(configure: Any) -> None:
+def test_a_restored_optimizer_makes_the_same_step(configure: Any) -> None:
     config = configure()
     model = Decoder(config.model)
     optimizer = build_optimizer(model, config)
@@ -62,7 +62,7 @@ def test_the_memory_put_back_gives_the_same_next_step(configure: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def test_the_memory_of_another_model_is_refused(configure: Any) -> None:
+def test_the_optimizer_state_of_another_model_is_refused(configure: Any) -> None:
     config = configure()
     model, wider = Decoder(config.model), Decoder(configure(model={"hidden": 48}).model)
     optimizer = build_optimizer(model, config)

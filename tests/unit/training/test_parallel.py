@@ -29,8 +29,8 @@ Numbers = Callable[[Path], dict[str, Any]]
 KINDS = ("ddp", "fsdp")
 TASK = "mqar:pairs=1+4,length=16,keys=6,values=3,train=60,validation=12,each=6"
 CASES: dict[str, dict[str, Any]] = {
-    "float32": {"steps": 50, "accumulate": 2, "batch": 8},
-    "standard": {"steps": 50, "qk_ratio": 3.0, "evaluate_batch": 3},
+    "float32": {"steps": 16, "accumulate": 2, "batch": 8},
+    "standard": {"steps": 16, "qk_ratio": 3.0, "evaluate_batch": 3},
     "qdelta": {"mechanism": "qdelta"},
     "kuramoto": {"mechanism": "kuramoto"},
     "coupled": {"mechanism": "coupled:sharing=layers", "crossing": False},
@@ -175,7 +175,7 @@ def drift(one: Path, other: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_learn_what_one_does(pair: Pair, name: str, kind: str) -> None:
+def test_two_processes_train_the_same_model_as_one(pair: Pair, name: str, kind: str) -> None:
     assert pair.outcomes(f"{name}-{kind}") == ["finished", "finished"]
     double = name != "float32"
     one, two = pair.single(name, CASES[name], double=double), pair.place / f"{name}-{kind}"
@@ -192,7 +192,9 @@ def test_two_processes_learn_what_one_does(pair: Pair, name: str, kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_stop_where_one_is_told_to_and_go_on_to_the_same_bits(pair: Pair, kind: str, numbers: Numbers) -> None:
+def test_a_signal_to_one_process_stops_both_and_the_run_resumes_bit_for_bit(
+    pair: Pair, kind: str, numbers: Numbers
+) -> None:
     """With dropout: the processes draw masks of their own, and draw them again."""
     assert pair.outcomes(f"stopped-{kind}") == ["Interrupted", "Interrupted"]
     assert "stopped after step 4 of 6" in pair[f"stopped-{kind}"][0]["message"]
@@ -202,19 +204,19 @@ def test_both_stop_where_one_is_told_to_and_go_on_to_the_same_bits(pair: Pair, k
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_process_goes_on_with_what_two_began(pair: Pair, tmp_path: Path, watcher: Any, kind: str) -> None:
-    folder, witness = tmp_path / "run", watcher()
+def test_one_process_resumes_a_run_of_two(pair: Pair, tmp_path: Path, watcher: Any, kind: str) -> None:
+    folder, recorder = tmp_path / "run", watcher()
     shutil.copytree(pair.place / f"fewer-{kind}", folder)
     before = load_run(folder)
     assert (before.step, before.finished) == (4, False)
-    train(None, folder, resume=True, callbacks=[witness])
-    assert ("start", 4) in witness.told
-    assert any("processes was 2 when the run started and is 1 now" in notice for notice in witness.notices)
+    train(None, folder, resume=True, callbacks=[recorder])
+    assert ("start", 4) in recorder.events
+    assert any("processes was 2 when the run started and is 1 now" in notice for notice in recorder.notices)
     assert max(drift(pair.single("steady", STEADY), folder).values()) < 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_go_on_with_what_one_began(pair: Pair, kind: str) -> None:
+def test_two_processes_resume_a_run_of_one(pair: Pair, kind: str) -> None:
     assert pair.outcomes(f"more-{kind}") == ["finished", "finished"]
     assert max(drift(pair.single("steady", STEADY), pair.place / f"more-{kind}").values()) < 1e-6
     record = json.loads((pair.place / f"more-{kind}" / "environment.json").read_text())
@@ -222,27 +224,27 @@ def test_two_processes_go_on_with_what_one_began(pair: Pair, kind: str) -> None:
     assert [(session["processes"], session["parallel"]) for session in record["resumed"]] == [(2, kind)]
 
 
-def test_a_stop_before_the_first_step_leaves_a_checkpoint_too(pair: Pair, numbers: Numbers) -> None:
+def test_a_stop_before_the_first_step_writes_a_checkpoint(pair: Pair, numbers: Numbers) -> None:
     assert pair.outcomes("early") == ["Interrupted", "Interrupted"]
     assert "stopped after step 0 of 6, checkpoint written" in pair["early"][0]["message"]
     assert pair.outcomes("late") == ["finished", "finished"]
     assert numbers(pair.place / "early") == numbers(pair.place / "whole-fsdp")
 
 
-def test_whole_models_go_on_with_what_sharded_ones_began(pair: Pair) -> None:
+def test_ddp_resumes_a_run_of_fsdp(pair: Pair) -> None:
     assert pair.outcomes("crossed") == ["finished", "finished"]
     assert max(drift(pair.single("steady", STEADY), pair.place / "crossed").values()) < 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_that_one_process_alone_sees_diverge_stop_both(pair: Pair, kind: str) -> None:
+def test_divergence_on_one_rank_stops_both(pair: Pair, kind: str) -> None:
     for answer in pair[f"spoilt-{kind}"]:
         assert answer["outcome"] == "DivergenceError"
         assert "the loss of step 3 is not finite" in answer["message"]
         assert "blocks.1.mechanism.value" in answer["message"]
 
 
-def test_a_disk_that_is_full_for_one_process_stops_both_and_loses_nothing(pair: Pair, numbers: Numbers) -> None:
+def test_a_full_disk_on_one_rank_stops_both_and_loses_nothing(pair: Pair, numbers: Numbers) -> None:
     for answer in pair["full"]:
         assert answer["outcome"] == "DiskError"
         assert "process 1 could not write" in answer["message"]
@@ -253,7 +255,7 @@ def test_a_disk_that_is_full_for_one_process_stops_both_and_loses_nothing(pair: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_that_cannot_be_shared_out_is_refused_by_both(pair: Pair, kind: str) -> None:
+def test_an_indivisible_batch_is_refused_on_both_ranks(pair: Pair, kind: str) -> None:
     message = "a batch of 3 sequences is not divisible among 2 processes: use --batch 2 or 4, or use 3 processes"
     assert [(answer["outcome"], answer["message"]) for answer in pair[f"uneven-{kind}"]] == [
         ("UsageError", message)
@@ -262,12 +264,12 @@ def test_a_batch_that_cannot_be_shared_out_is_refused_by_both(pair: Pair, kind: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_agree_on_how_many_steps_a_budget_allows(pair: Pair, kind: str) -> None:
+def test_both_ranks_compute_the_same_number_of_steps_for_a_budget(pair: Pair, kind: str) -> None:
     first, second = pair.outcomes(f"budget-{kind}")
     assert first == second >= 1
 
 
-def test_only_the_first_process_talks(pair: Pair) -> None:
+def test_only_rank_0_prints(pair: Pair) -> None:
     first, second = pair["spoken"]
     assert (first["outcome"], second["outcome"]) == (0, 0)
     assert "on 2 processes (ddp)" in first["said"]
@@ -280,7 +282,7 @@ def test_only_the_first_process_talks(pair: Pair) -> None:
         assert (silent["said"], silent["complained"]) == ("", "")
 
 
-def test_a_run_goes_on_when_one_machine_alone_counts_the_restart(pair: Pair) -> None:
+def test_a_restart_counted_by_one_machine_resumes_on_all(pair: Pair) -> None:
     assert pair.outcomes("cut") == ["Interrupted", "Interrupted"]
     assert pair.outcomes("again") == ["finished", "finished"]
     assert max(drift(pair.single("steady", STEADY), pair.place / "again").values()) < 1e-6
@@ -288,21 +290,21 @@ def test_a_run_goes_on_when_one_machine_alone_counts_the_restart(pair: Pair) -> 
     assert "spoken is finished (2 steps)" in " ".join(pair["timed"][0]["said"].split())
 
 
-def test_both_refuse_a_budget_of_nothing_and_one_says_so(pair: Pair) -> None:
+def test_a_zero_budget_is_refused_on_both_ranks_and_printed_once(pair: Pair) -> None:
     first, second = pair["worthless"]
     assert (first["outcome"], second["outcome"] != 0) == (2, True)
     assert first["complained"].count("--budget must be a number and a unit") == 1
     assert (second["said"], second["complained"]) == ("", "")
 
 
-def test_a_process_that_fails_on_its_own_does_not_leave_the_other_waiting(pair: Pair) -> None:
+def test_a_process_that_fails_alone_does_not_block_the_other(pair: Pair) -> None:
     other, failed = pair["alone"]
     assert failed["message"] == "a process on its own"
     assert other["outcome"] == "LostProcessError"
     assert "another process of this run has exited" in other["message"]
 
 
-def test_torch_reads_sharded_checkpoints_and_there_is_no_pickle_in_them(pair: Pair) -> None:
+def test_torch_reads_sharded_checkpoints_without_pickle(pair: Pair) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -319,7 +321,7 @@ def test_torch_reads_sharded_checkpoints_and_there_is_no_pickle_in_them(pair: Pa
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing", "pickle", "stranger"])
-def test_a_damaged_piece_is_refused_and_the_checkpoint_before_it_is_used(
+def test_a_damaged_shard_is_detected_and_the_previous_checkpoint_is_used(
     pair: Pair, tmp_path: Path, damage: str
 ) -> None:
     folder = tmp_path / "run"

@@ -39,7 +39,7 @@ def after(config: Any, corpus: Any, steps: int) -> tuple[list[dict[str, Any]], d
     return records, made.model.state_dict()
 
 
-def test_queries_and_keys_alone_go_r_times_as_far(configure: Any, corpus: Any) -> None:
+def test_only_queries_and_keys_move_r_times_as_far(configure: Any, corpus: Any) -> None:
     start = learner(configure(), corpus).model.state_dict()
     _, plain = after(configure(weight_decay=0.0), corpus, 1)
     records, quick = after(configure(weight_decay=0.0, qk_ratio=20.0), corpus, 1)
@@ -51,7 +51,7 @@ def test_queries_and_keys_alone_go_r_times_as_far(configure: Any, corpus: Any) -
         torch.testing.assert_close(quick[name] - before, ratio * moved, rtol=1e-3, atol=1e-6)
 
 
-def test_growth_begins_at_the_ratio_with_the_bits_of_a_plain_run_where_that_is_one(configure: Any, corpus: Any) -> None:
+def test_a_growing_ratio_starts_with_the_bits_of_a_plain_run(configure: Any, corpus: Any) -> None:
     plain_records, plain = after(configure(), corpus, 1)
     records, grown = after(configure(qk_growth=9.0), corpus, 1)
     assert {**plain_records[0], "seconds": 0} == {**records[0], "seconds": 0}
@@ -61,14 +61,14 @@ def test_growth_begins_at_the_ratio_with_the_bits_of_a_plain_run_where_that_is_o
     assert all(record["lr"] == configure().lr for record in records[:1])
 
 
-def test_without_a_ratio_the_groups_are_what_they_were(configure: Any) -> None:
+def test_without_a_ratio_there_are_no_extra_groups(configure: Any) -> None:
     config = configure(qk_growth=1.0)
     groups = build_optimizer(Decoder(config.model), config).param_groups
     assert [(group["weight_decay"], group["circuit"]) for group in groups] == [(0.1, "rest"), (0.0, "rest")]
 
 
 @pytest.mark.parametrize("spec", ["differential", "kuramoto"])
-def test_a_ratio_comes_on_top_of_a_mechanisms_own_paces(configure: Any, spec: str) -> None:
+def test_a_ratio_multiplies_the_rates_of_a_mechanism(configure: Any, spec: str) -> None:
     config = configure(qk_ratio=3.0, model={"mechanism": spec})
     model = Decoder(config.model)
     groups = build_optimizer(model, config).param_groups
@@ -82,12 +82,12 @@ def test_a_ratio_comes_on_top_of_a_mechanisms_own_paces(configure: Any, spec: st
         assert rates == {group["rate"]}
 
 
-def test_a_model_with_nothing_to_speed_up_is_refused(configure: Any) -> None:
+def test_a_model_without_queries_and_keys_is_refused(configure: Any) -> None:
     with pytest.raises(UsageError, match="architecture of Linear is unknown"):
         build_optimizer(torch.nn.Linear(2, 2), configure(qk_ratio=2.0))
 
 
-def test_a_stopped_run_with_a_growing_ratio_goes_on_to_the_same_bits(
+def test_a_run_with_a_growing_ratio_resumes_bit_for_bit(
     configure: Any, begun: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = configure(qk_ratio=2.0, qk_growth=6.0)
@@ -101,7 +101,7 @@ def test_a_stopped_run_with_a_growing_ratio_goes_on_to_the_same_bits(
     assert [record["qk_ratio"] for record in steps] == [2.0, 3.0, 4.0, 5.0]
 
 
-def test_a_run_from_before_there_were_ratios_is_read(configure: Any, tmp_path: Path) -> None:
+def test_a_config_without_ratios_is_read(configure: Any, tmp_path: Path) -> None:
     train(configure(steps=1), tmp_path / "run")
     file = tmp_path / "run" / "config.json"
     settings = json.loads(file.read_text())
@@ -112,6 +112,6 @@ def test_a_run_from_before_there_were_ratios_is_read(configure: Any, tmp_path: P
 
 @pytest.mark.parametrize("name", ["qk_ratio", "qk_growth"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_ratio_that_is_none_is_refused(configure: Any, name: str, value: float) -> None:
+def test_an_invalid_ratio_is_refused(configure: Any, name: str, value: float) -> None:
     with pytest.raises(UsageError, match=f"{name} must be a finite number above 0, got"):
         configure(**{name: value})

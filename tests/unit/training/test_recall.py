@@ -25,7 +25,7 @@ def cell_of(rights: list[int], questions: int) -> CellResult:
     return cell
 
 
-def test_instances_of_a_cell_are_counted_together() -> None:
+def test_instances_are_counted_per_cell() -> None:
     cells = by_cell(evaluated((8, 64, -1, 8, 4), (4, 64, -1, 4, 4), (8, 64, -1, 8, 8), (4, 64, -1, 4, 1)))
     assert [(cell.pairs, cell.length, cell.depth) for cell in cells] == [(4, 64, None), (8, 64, None)]
     assert [(cell.instances, cell.questions, cell.right) for cell in cells] == [(2, 8, 5), (2, 16, 12)]
@@ -35,13 +35,13 @@ def test_instances_of_a_cell_are_counted_together() -> None:
     assert by_cell(Evaluation(np.ones(3, DOCUMENT))) == ()
 
 
-def test_one_question_an_instance_has_wilsons_interval() -> None:
+def test_one_question_per_instance_gives_wilsons_interval() -> None:
     cell = cell_of([1] * 45 + [0] * 5, 1)
     assert cell.interval == pytest.approx((0.7864, 0.9565), abs=1e-4)
     assert cell_of([1] * 50, 1).interval == pytest.approx((0.9287, 1.0), abs=1e-4)
 
 
-def test_questions_that_fail_together_count_for_less() -> None:
+def test_correlated_questions_widen_the_interval() -> None:
     apart, joined = cell_of([4] * 50, 8), cell_of([8] * 25 + [0] * 25, 8)
     assert apart.accuracy == joined.accuracy == 0.5
     assert joined.interval == pytest.approx(cell_of([1] * 25 + [0] * 25, 1).interval, abs=0.005)
@@ -53,7 +53,7 @@ def test_questions_that_fail_together_count_for_less() -> None:
     ("alike", "accuracy", "instances"),
     [(0.5, 0.7, 60), (20.0, 0.7, 60), (1.0, 0.95, 60), (2.0, 0.6, 5), (1.0, 0.7, 10)],
 )
-def test_the_interval_holds_the_truth_as_often_as_it_says(alike: float, accuracy: float, instances: int) -> None:
+def test_the_interval_has_its_nominal_coverage(alike: float, accuracy: float, instances: int) -> None:
     """Instances differ in how hard they are; the smaller `alike`, the more their questions share a fate."""
     generator = np.random.default_rng(0)
     parts = generator.beta(accuracy * alike, (1 - accuracy) * alike, (600, instances))
@@ -64,20 +64,20 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(alike: float, accuracy
 
 @given(rights=st.lists(st.integers(0, 6), min_size=1, max_size=8))
 @settings(deadline=None, max_examples=25)
-def test_an_interval_lies_around_the_accuracy_and_never_closes(rights: list[int]) -> None:
+def test_an_interval_contains_the_accuracy_and_has_positive_width(rights: list[int]) -> None:
     cell = cell_of(rights, 6)
     assert 0 <= cell.low <= cell.accuracy <= cell.high <= 1
     assert cell.high - cell.low > 0.01
 
 
-def test_cells_together_keep_what_they_share() -> None:
+def test_pooled_cells_keep_shared_coordinates() -> None:
     rows = [(-1, 256, depth, 1, right) for depth in (0, 100) for right in (1, 0, 1)]
     whole = together(by_cell(evaluated(*rows)))
     assert (whole.pairs, whole.length, whole.depth) == (None, 256, None)
     assert (whole.instances, whole.questions, whole.right, whole.squares) == (6, 6, 4, 4.0)
 
 
-def test_recall_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+def test_recall_results_survive_the_round_trip_to_disk(tmp_path: Path) -> None:
     cells = by_cell(evaluated((4, 64, -1, 4, 1), (8, 64, -1, 8, 5), (8, 64, -1, 8, 7)))
     result = RecallResult(task={"spec": "mqar", "chance": 0.25, "axes": ["pairs"]}, split="test", step=7, cells=cells)
     write_recall(tmp_path, result)
@@ -103,7 +103,7 @@ def test_recall_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         ('"mqar"', '"mqar'),
     ],
 )
-def test_a_damaged_recall_is_none(tmp_path: Path, old: str, new: str) -> None:
+def test_a_damaged_recall_file_reads_as_none(tmp_path: Path, old: str, new: str) -> None:
     cells = by_cell(evaluated((4, 64, -1, 4, 1)))
     task = {"spec": "mqar", "chance": 0.25, "axes": ["pairs"]}
     write_recall(tmp_path, RecallResult(task=task, split="test", step=7, cells=cells))

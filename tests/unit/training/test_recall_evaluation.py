@@ -69,7 +69,9 @@ def learn(model: Decoder, split: Split, steps: int) -> None:
     lengths=st.lists(st.integers(8, 40), min_size=1, max_size=6), batch=st.integers(1, 9), context=st.integers(8, 20)
 )
 @settings(deadline=None, max_examples=10)
-def test_the_loss_is_that_of_the_answers_given_all_before_them(lengths: list[int], batch: int, context: int) -> None:
+def test_the_loss_is_that_of_the_answers_given_the_tokens_before_them(
+    lengths: list[int], batch: int, context: int
+) -> None:
     model, split = decoder(), split_of(*lengths)
     result = evaluate(model, split, context=context, batch=batch)
     expected = np.zeros(len(lengths))
@@ -85,7 +87,7 @@ def test_the_loss_is_that_of_the_answers_given_all_before_them(lengths: list[int
 
 
 @pytest.mark.parametrize("mechanism", ["standard", "qdelta"])
-def test_a_question_is_right_if_and_only_if_greedy_decoding_writes_its_answer(mechanism: str) -> None:
+def test_a_question_is_correct_iff_greedy_decoding_gives_its_answer(mechanism: str) -> None:
     model, split = decoder(mechanism), split_of(*range(8, 40))
     learn(model, split, steps=12)
     result = evaluate(model, split, context=16, batch=5)
@@ -106,8 +108,8 @@ def test_a_question_is_right_if_and_only_if_greedy_decoding_writes_its_answer(me
     assert result.accuracy == right.sum() / (2 * len(right))
 
 
-def test_half_an_answer_is_wrong() -> None:
-    """Whatever is asked, the model says the word it says most: of two different words, it has one at most."""
+def test_a_partly_correct_answer_is_wrong() -> None:
+    """Whatever is asked, the model fragment the word it fragment most: of two different words, it has one at most."""
     model = decoder()
     with torch.no_grad():
         for block in model.blocks:
@@ -126,7 +128,7 @@ def test_half_an_answer_is_wrong() -> None:
         assert result.cells["right"].tolist() == [right]
 
 
-def test_long_instances_go_in_smaller_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_instances_are_evaluated_in_smaller_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     model, split, shapes = decoder(), split_of(*[100] * 3, *[32] * 5, *[8] * 9), []
     read = Decoder.read
     monkeypatch.setattr(
@@ -137,7 +139,7 @@ def test_long_instances_go_in_smaller_batches(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("mechanism", ["standard", "qdelta", "kuramoto"])
-def test_reading_in_pieces_changes_nothing(mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_in_chunks_changes_nothing(mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, split = decoder(mechanism), split_of(40, 33, 12)
     whole = evaluate(model, split, context=16)
     monkeypatch.setattr(evaluation, "CHUNK", 7)
@@ -146,7 +148,7 @@ def test_reading_in_pieces_changes_nothing(mechanism: str, monkeypatch: pytest.M
     assert np.array_equal(whole.cells, pieces.cells)  # pyright: ignore
 
 
-def test_text_asks_nothing() -> None:
+def test_text_has_no_accuracy() -> None:
     result = Evaluation(np.array([(1.0, 1, 1)], DOCUMENT))
     assert result.accuracy is None
     assert not {"accuracy", "questions"} & result.summary().keys()

@@ -33,7 +33,7 @@ def figures(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("accumulate", [2, 4])
-def test_micro_batches_with_unequal_numbers_of_answers_are_the_whole_batch(
+def test_micro_batches_with_unequal_numbers_of_answers_sum_to_the_whole_batch(
     task_configure: Any, accumulate: int
 ) -> None:
     whole, parts = (learner_of(task_configure(accumulate=n, batch=8, clip=None)) for n in (1, accumulate))
@@ -78,11 +78,11 @@ def test_the_loss_is_the_mean_over_answers(
         torch.testing.assert_close(learner.objective.loss(learner.module, examples), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_run_leaves_the_answers_to_its_test_grid(task_configure: Any, tmp_path: Path, watcher: Any) -> None:
-    config, witness = task_configure(steps=3, evaluate_every=2), watcher()
-    result = train(config, tmp_path / "run", callbacks=[witness])
-    assert len(witness.notices) == 1  # answering can take a while
-    assert witness.notices[0].startswith("evaluating the 12 test instances of mqar")
+def test_a_recall_run_evaluates_its_test_grid(task_configure: Any, tmp_path: Path, watcher: Any) -> None:
+    config, recorder = task_configure(steps=3, evaluate_every=2), watcher()
+    result = train(config, tmp_path / "run", callbacks=[recorder])
+    assert len(recorder.notices) == 1  # answering can take a while
+    assert recorder.notices[0].startswith("evaluating the 12 test instances of mqar")
     records = [record for record in figures(tmp_path / "run") if record["kind"] == "eval"]
     assert [record["step"] for record in records] == [0, 2, 3]
     assert all(0 <= record["accuracy"] <= 1 for record in records)
@@ -95,7 +95,7 @@ def test_a_run_leaves_the_answers_to_its_test_grid(task_configure: Any, tmp_path
     assert recall.cells == by_cell(evaluate(loaded.model, corpus.test, context=16))
 
 
-def test_a_stopped_run_goes_on_to_the_same_bits(task_configure: Any, tmp_path: Path, begun: Any) -> None:
+def test_a_stopped_recall_run_resumes_bit_for_bit(task_configure: Any, tmp_path: Path, begun: Any) -> None:
     config = task_configure(steps=6, evaluate_every=2, model={"dropout": 0.2, "layers": 1})
     train(config, tmp_path / "whole")
     train(None, begun(config, tmp_path / "run", 3), resume=True)
@@ -104,7 +104,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(task_configure: Any, tmp_path: P
     assert figures(tmp_path / "run") == figures(tmp_path / "whole")
 
 
-def test_a_stop_in_the_test_grid_neither_loses_nor_doubles_it(
+def test_a_stop_during_the_test_evaluation_repeats_it_once(
     task_configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = task_configure(evaluate_batch=1)
@@ -131,7 +131,7 @@ def test_a_stop_in_the_test_grid_neither_loses_nor_doubles_it(
 
 
 @pytest.mark.parametrize("name", ["recall.json", "documents.npy"])
-def test_files_that_a_finished_run_lost_are_made_again(
+def test_missing_result_files_of_a_finished_run_are_restored(
     task_configure: Any, tmp_path: Path, watcher: Any, name: str
 ) -> None:
     folder = tmp_path / "run"
@@ -140,16 +140,20 @@ def test_files_that_a_finished_run_lost_are_made_again(
     assert train(None, folder, resume=True).was_finished
     for damage in (b"{", None):
         (folder / name).write_bytes(damage) if damage else (folder / name).unlink()
-        witness = watcher()
-        assert not train(None, folder, resume=True, callbacks=[witness]).was_finished
-        assert [event for event in witness.told if event[0] != "notice"] == [("start", 4), ("evaluate", 4), ("end", 4)]
-        assert len(witness.notices) == (name == "recall.json")  # only then are questions answered again
+        recorder = watcher()
+        assert not train(None, folder, resume=True, callbacks=[recorder]).was_finished
+        assert [event for event in recorder.events if event[0] != "notice"] == [
+            ("start", 4),
+            ("evaluate", 4),
+            ("end", 4),
+        ]
+        assert len(recorder.notices) == (name == "recall.json")  # only then are questions answered again
         assert [(folder / file).read_bytes() for file in FILES] == before
     assert (folder / "metrics.jsonl").read_bytes() == metrics
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "fragment"),
     [
         ({"context": 15}, "have 16 tokens, got a context length of 15: use --context 16"),
         ({"stride": 4}, "read whole: omit stride"),
@@ -157,15 +161,15 @@ def test_files_that_a_finished_run_lost_are_made_again(
         ({"model": {"vocabulary": 5}}, "the model has a vocabulary of 5"),
     ],
 )
-def test_what_the_task_cannot_give_is_refused_before_a_folder_is_made(
-    task_configure: Any, tmp_path: Path, changes: dict[str, Any], says: str
+def test_settings_that_do_not_fit_the_task_are_refused_without_creating_a_folder(
+    task_configure: Any, tmp_path: Path, changes: dict[str, Any], fragment: str
 ) -> None:
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=fragment):
         train(task_configure(**changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_budget_has_time_for_the_test_grid(task_configure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_includes_the_test_evaluation(task_configure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = task_configure(evaluate_every=10, evaluate_tokens=16)
     monkeypatch.setattr(
         budget, "measure_speed", lambda *args, **options: budget.Speed(step=0.5, token=0.01, answer=0.02)
@@ -176,7 +180,7 @@ def test_a_budget_has_time_for_the_test_grid(task_configure: Any, monkeypatch: p
         steps_for_budget(config, 3.0)
 
 
-def test_the_time_of_the_test_grid_is_measured_on_instances_of_every_length(
+def test_test_speed_is_measured_on_instances_of_every_length(
     task_configure: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, now = [], [0.0]

@@ -22,13 +22,13 @@ def together(store: dist.Store, size: int) -> list[dist.Store]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_all_get_the_same_place(size: int) -> None:
+def test_all_processes_get_the_same_store(size: int) -> None:
     places = together(dist.HashStore(), size)
     places[0].set("address", "mine")
     assert all(place.check(["address"]) for place in places)
 
 
-def test_no_place_is_found_again() -> None:
+def test_a_store_of_an_earlier_start_is_never_reused() -> None:
     """What a start leaves behind, whole or broken off anywhere, is not seen by the next."""
     store = dist.HashStore()
     for place in together(store, 3):
@@ -41,6 +41,6 @@ def test_no_place_is_found_again() -> None:
         assert all(place.get("address") == b"mine" for place in places)
 
 
-def test_a_process_that_does_not_come_is_named() -> None:
+def test_a_missing_process_raises_a_timeout_error() -> None:
     with pytest.raises(UsageError, match="2 of 3 processes did not join"):
         private_store(dist.HashStore(), 0, 3, timedelta(seconds=0))

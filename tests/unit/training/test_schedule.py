@@ -13,7 +13,7 @@ from qkflow.training.optim import lr_multiplier, warmup_cosine, warmup_stable_de
 
 @given(steps=st.integers(1, 200), warmup=st.integers(0, 50), decay=st.floats(0, 1), floor=st.floats(0, 1))
 @settings(deadline=None, max_examples=25)
-def test_it_rises_once_then_never_again_and_ends_at_the_floor(
+def test_the_multiplier_rises_during_warmup_then_decays_to_the_floor(
     steps: int, warmup: int, decay: float, floor: float
 ) -> None:
     warmup = min(warmup, steps)
@@ -29,13 +29,13 @@ def test_it_rises_once_then_never_again_and_ends_at_the_floor(
         assert stable[-1] == pytest.approx(floor)
 
 
-def test_a_stable_schedule_stays_until_its_decay_begins() -> None:
+def test_a_stable_schedule_is_constant_until_its_decay() -> None:
     values = [warmup_stable_decay(s, steps=100, warmup=10, decay=0.2, floor=0.0) for s in range(100)]
     assert values[9:81] == [1.0] * 72
     assert values[81] < 1
 
 
-def test_the_warmup_is_a_tenth_of_the_steps_unless_said(configure: Any) -> None:
+def test_the_default_warmup_is_a_tenth_of_the_steps(configure: Any) -> None:
     assert lr_multiplier(configure(steps=50), 0) == pytest.approx(1 / 5)
     assert lr_multiplier(configure(steps=5000), 0) == pytest.approx(1 / 100)
     assert lr_multiplier(configure(steps=50, warmup=0), 0) == 1

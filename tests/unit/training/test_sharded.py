@@ -45,20 +45,20 @@ def shards(folder: Path, cuts: list[tuple[int, int]]) -> list[Path]:
 
 
 @pytest.mark.parametrize("cuts", [[(0, 6)], [(3, 6), (0, 3)], [(0, 1), (1, 2), (2, 6)], [(0, 6), (6, 6)]])
-def test_pieces_come_together_however_they_were_cut(tmp_path: Path, cuts: list[tuple[int, int]]) -> None:
+def test_shards_of_any_size_are_assembled(tmp_path: Path, cuts: list[tuple[int, int]]) -> None:
     found = ShardedTensors(shards(tmp_path, cuts), "weights")
     assert list(found) == ["a"]
     assert torch.equal(found["a"], WHOLE)
     assert len(ShardedTensors(shards(tmp_path, cuts), "optimizer")) == 0
 
 
-def test_a_single_number_has_one_place(tmp_path: Path) -> None:
+def test_a_scalar_has_one_shard(tmp_path: Path) -> None:
     file = write(tmp_path / "0.safetensors", {"optimizer.step.a": torch.tensor(3.0)}, {"optimizer.step.a": []})
     assert float(ShardedTensors([file], "optimizer")["step.a"]) == 3.0
 
 
 @pytest.mark.parametrize("cuts", [[(0, 2), (3, 6)], [(0, 4), (3, 6)], [(1, 6)], [(0, 3), (0, 3), (3, 6)]])
-def test_a_gap_or_an_overlap_is_refused(tmp_path: Path, cuts: list[tuple[int, int]]) -> None:
+def test_gaps_and_overlaps_are_refused(tmp_path: Path, cuts: list[tuple[int, int]]) -> None:
     with pytest.raises(CheckpointError, match="the shards of 'a' do not fit together"):
         ShardedTensors(shards(tmp_path, cuts), "weights")
 
@@ -70,13 +70,13 @@ def test_a_gap_or_an_overlap_is_refused(tmp_path: Path, cuts: list[tuple[int, in
         *({"weights.a": place} for place in (None, [0], [0, 1], [-1, 0], ["0", 0], [0.0, 0])),
     ],
 )
-def test_a_header_that_does_not_say_where_a_piece_lies_is_refused(tmp_path: Path, offsets: Any) -> None:
+def test_a_header_without_the_position_of_a_shard_is_refused(tmp_path: Path, offsets: Any) -> None:
     file = write(tmp_path / "0.safetensors", {"weights.a": WHOLE}, offsets)
     with pytest.raises(CheckpointError, match=r"0\.safetensors"):
         ShardedTensors([file], "weights")
 
 
-def test_pieces_of_unlike_tensors_are_refused(tmp_path: Path) -> None:
+def test_shards_of_different_tensors_are_refused(tmp_path: Path) -> None:
     first = write(tmp_path / "0.safetensors", {"weights.a": WHOLE[:3].clone()}, {"weights.a": [0, 0]})
     for other in (WHOLE[3:].double(), WHOLE[3:, :1].clone()):
         second = write(tmp_path / "1.safetensors", {"weights.a": other}, {"weights.a": [3, 0]})
@@ -84,7 +84,7 @@ def test_pieces_of_unlike_tensors_are_refused(tmp_path: Path) -> None:
             ShardedTensors([first, second], "weights")
 
 
-def test_what_is_not_safetensors_is_refused_unread(tmp_path: Path) -> None:
+def test_files_other_than_safetensors_are_refused_unread(tmp_path: Path) -> None:
     file = tmp_path / "0.safetensors"
     file.write_bytes(b"\x80\x04\x95 a pickle")
     with pytest.raises(CheckpointError, match="can run code"):
@@ -102,7 +102,7 @@ def test_a_manifest_that_names_other_files_is_refused(tmp_path: Path, name: str)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
-def test_a_disk_that_is_full_at_any_moment_leaves_the_checkpoint_before(
+def test_a_full_disk_at_any_call_keeps_the_previous_sharded_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def save(step: int) -> Path:

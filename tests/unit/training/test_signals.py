@@ -14,7 +14,7 @@ from qkflow.training.signals import stop_on_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_noted_and_the_old_handlers_come_back(number: signal.Signals) -> None:
+def test_the_first_signal_requests_a_stop_and_handlers_are_restored(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with stop_on_signals() as stop:
         assert not stop()
@@ -46,7 +46,7 @@ def test_the_second_signal_ends_the_process_at_once(number: signal.Signals) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_is_patient_hears_it_twice(number: signal.Signals) -> None:
+def test_a_patient_process_ignores_the_second_signal(number: signal.Signals) -> None:
     """From whoever signals a whole job, and once more from torchrun, which passes it on."""
     with stop_on_signals(patient=True) as stop:
         for _ in range(3):
@@ -54,7 +54,7 @@ def test_who_is_patient_hears_it_twice(number: signal.Signals) -> None:
         assert stop.signal is number
 
 
-def test_outside_the_main_thread_nothing_is_installed() -> None:
+def test_no_handlers_are_installed_outside_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen = []
 
@@ -68,7 +68,7 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
     assert seen == [(False, before)]
 
 
-def test_a_signal_that_is_ignored_stays_ignored() -> None:
+def test_an_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with stop_on_signals() as stop:

@@ -42,7 +42,7 @@ def hostile(kind: str, path: Path, sign: Path) -> None:
     "kind", ["torch zip", "torch legacy", "zip", *(f"pickle {p}" for p in range(pickle.HIGHEST_PROTOCOL + 1))]
 )
 @pytest.mark.parametrize("name", ["model.pt", "weights.safetensors"])
-def test_a_hostile_file_is_refused_and_not_run(tmp_path: Path, kind: str, name: str) -> None:
+def test_a_hostile_file_is_refused_without_running_it(tmp_path: Path, kind: str, name: str) -> None:
     hostile(kind, tmp_path / name, tmp_path / "it ran")
     with pytest.raises(CheckpointError, match="safetensors") as caught:
         load_tensors(tmp_path / name)
@@ -52,7 +52,7 @@ def test_a_hostile_file_is_refused_and_not_run(tmp_path: Path, kind: str, name: 
         assert "can run code when it is opened" in str(caught.value)
 
 
-def test_what_is_saved_comes_back_with_its_type_and_shape(tmp_path: Path) -> None:
+def test_saved_tensors_are_loaded_with_type_and_shape(tmp_path: Path) -> None:
     tensors = {
         "matrix": torch.randn(3, 4).t(),
         "scalar": torch.tensor(2.5, dtype=torch.float64),
@@ -78,7 +78,7 @@ def test_equal_tensors_give_equal_bytes_with_the_usual_permissions(tmp_path: Pat
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
-def test_an_altered_byte_anywhere_in_the_data_is_seen(tmp_path: Path) -> None:
+def test_any_altered_byte_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     save_tensors(path, {"a": torch.arange(64.0)})
     whole = path.read_bytes()
@@ -99,7 +99,7 @@ def test_a_header_whose_length_looks_like_a_pickle_is_still_read(tmp_path: Path)
     assert 0x80 in seen
 
 
-def test_tied_weights_are_kept_once_and_stay_tied(tmp_path: Path) -> None:
+def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     def tied() -> nn.Sequential:
         model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
         model[1].weight = model[0].weight
@@ -113,7 +113,7 @@ def test_tied_weights_are_kept_once_and_stay_tied(tmp_path: Path) -> None:
     assert twin[1].weight is twin[0].weight
 
 
-def test_weights_of_another_model_are_refused_before_anything_moves() -> None:
+def test_weights_of_another_model_are_refused_without_changes() -> None:
     model = nn.Linear(3, 4)
     before = model.weight.detach().clone()
     with pytest.raises(CheckpointError, match="'bias' is in only one of them"):

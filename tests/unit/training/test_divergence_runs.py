@@ -24,7 +24,7 @@ def poison(name: str) -> Callable[[nn.Module], None]:
 
 
 @pytest.mark.parametrize("name", ["embedding", "blocks.0.mechanism.key", "blocks.1.feed_forward_norm", "norm"])
-def test_a_loss_that_is_not_finite_stops_with_step_layer_and_checkpoint(
+def test_a_non_finite_loss_reports_step_layer_and_checkpoint(
     configure: Any, tmp_path: Path, name: str, at: Any
 ) -> None:
     config = configure(steps=9, checkpoint_every=2, evaluate_every=9)
@@ -41,27 +41,25 @@ def test_a_loss_that_is_not_finite_stops_with_step_layer_and_checkpoint(
     assert train(None, folder, resume=True).step == 9  # the poison was not in the checkpoint
 
 
-def test_an_evaluation_that_is_not_finite_stops_in_the_same_way(configure: Any, tmp_path: Path, at: Any) -> None:
+def test_a_non_finite_evaluation_raises_a_divergence_error(configure: Any, tmp_path: Path, at: Any) -> None:
     config = configure(steps=9, checkpoint_every=2, evaluate_every=3)
-    says = r"after step 6, the held-out loss is not finite: .* is norm\. The last good .*step-00000004"
-    with pytest.raises(DivergenceError, match=says):
+    fragment = r"after step 6, the held-out loss is not finite: .* is norm\. The last good .*step-00000004"
+    with pytest.raises(DivergenceError, match=fragment):
         train(config, tmp_path / "run", callbacks=[at(6, poison("norm.weight"))])
 
 
-def test_a_memory_whose_gates_are_not_finite_diverges_as_any_other_mechanism(
-    configure: Any, tmp_path: Path, at: Any
-) -> None:
+def test_non_finite_gates_raise_a_divergence_error(configure: Any, tmp_path: Path, at: Any) -> None:
     config = configure(steps=9, checkpoint_every=2, evaluate_every=3)
     config = replace(config, model=replace(config.model, mechanism="qdelta"))
-    for step, says in (
+    for step, fragment in (
         (5, r"the loss of step 6 is not finite: .* that of embedding"),
         (6, r"after step 6, .* is embedding"),
     ):
-        with pytest.raises(DivergenceError, match=says):
+        with pytest.raises(DivergenceError, match=fragment):
             train(config, tmp_path / f"run {step}", callbacks=[at(step, poison("embedding.weight"))])
 
 
-def test_weights_that_are_not_finite_are_never_saved(configure: Any, tmp_path: Path, at: Any) -> None:
+def test_non_finite_weights_are_never_saved(configure: Any, tmp_path: Path, at: Any) -> None:
     config = configure(steps=9, checkpoint_every=2, evaluate_every=9)
     with pytest.raises(DivergenceError, match=r"the weights after step 6 are not finite: the first is norm\.weight"):
         train(config, tmp_path / "run", callbacks=[at(6, poison("norm.weight"))])
@@ -69,6 +67,6 @@ def test_weights_that_are_not_finite_are_never_saved(configure: Any, tmp_path: P
     assert names == ["step-00000002", "step-00000004"]
 
 
-def test_a_learning_rate_that_explodes_is_met_before_the_weights_move_again(configure: Any, tmp_path: Path) -> None:
+def test_an_exploding_learning_rate_raises_before_the_next_update(configure: Any, tmp_path: Path) -> None:
     with pytest.raises(DivergenceError, match=r"of step [23] is not finite.*There is no checkpoint yet"):
         train(configure(lr=1e38, steps=9, warmup=0), tmp_path / "run")

@@ -65,7 +65,7 @@ def test_batches_and_padding_change_no_document(configure: Any, lengths: list[in
 
 
 @pytest.mark.parametrize("stride", [1, 5, 16])
-def test_a_stride_scores_every_token_once_in_the_first_window_that_reaches_it(configure: Any, stride: int) -> None:
+def test_a_stride_scores_every_token_once(configure: Any, stride: int) -> None:
     model, split, context = decoder(configure), split_of(50, 7), 16
     result = evaluate(model, split, context=context, stride=stride, batch=4)
     assert result.documents["tokens"].tolist() == [50, 7]
@@ -86,7 +86,7 @@ def test_a_limit_takes_whole_documents(configure: Any, corpus: Corpus) -> None:
     assert result.documents["tokens"].tolist() == [10, 10, 10]
 
 
-def test_it_is_deterministic_and_leaves_the_model_as_it_was(configure: Any, corpus: Corpus) -> None:
+def test_evaluation_is_deterministic_and_does_not_change_the_model(configure: Any, corpus: Corpus) -> None:
     model = decoder(configure, dropout=0.5).train()
     before = torch.get_rng_state()
     first, second = (evaluate(model, corpus.validation, context=16, batch=3) for _ in range(2))
@@ -97,7 +97,7 @@ def test_it_is_deterministic_and_leaves_the_model_as_it_was(configure: Any, corp
     assert not model.training
 
 
-def test_figures_follow_from_the_documents() -> None:
+def test_summary_values_follow_from_the_documents() -> None:
     result = Evaluation(np.array([(6 * math.log(2), 2, 3), (10 * math.log(2), 2, 5)], DOCUMENT))
     assert result.bits_per_byte == pytest.approx(2.0)
     assert result.perplexity == pytest.approx(16.0)
@@ -105,7 +105,7 @@ def test_figures_follow_from_the_documents() -> None:
     assert Evaluation(np.array([(1e6, 1, 1)], DOCUMENT)).summary()["perplexity"] is None
 
 
-def test_it_stops_between_batches_when_asked(configure: Any) -> None:
+def test_an_evaluation_can_be_stopped_between_batches(configure: Any) -> None:
     asked = []
 
     def should_stop() -> bool:
@@ -118,7 +118,7 @@ def test_it_stops_between_batches_when_asked(configure: Any) -> None:
     assert len(asked) == 2
 
 
-def test_a_loss_that_is_not_finite_names_the_layer(configure: Any) -> None:
+def test_a_non_finite_loss_names_the_layer(configure: Any) -> None:
     model = decoder(configure)
     with torch.no_grad():
         model.get_submodule("blocks.1.mechanism.output").weight.fill_(float("nan"))  # pyright: ignore
@@ -126,7 +126,7 @@ def test_a_loss_that_is_not_finite_names_the_layer(configure: Any) -> None:
         evaluate(model, split_of(9), context=16)
 
 
-def test_numbers_that_a_layer_refuses_end_a_process_that_others_wait_for(configure: Any) -> None:
+def test_a_layer_error_exits_a_sharded_process(configure: Any) -> None:
     class Refusing(TargetLogits):
         def forward(self, *args: Any) -> Any:
             raise NotFiniteError("beta is nan")
@@ -142,7 +142,7 @@ def test_numbers_that_a_layer_refuses_end_a_process_that_others_wait_for(configu
         )
 
 
-def test_nothing_to_evaluate_on_is_an_error(configure: Any) -> None:
+def test_an_empty_split_raises(configure: Any) -> None:
     nothing = Split(tokens=np.array([256]), documents=np.zeros((0, 2), np.int64), sizes=np.zeros(0, np.int64))
     with pytest.raises(UsageError, match="no held-out document"):
         evaluate(decoder(configure), nothing, context=16)

@@ -17,7 +17,7 @@ def make_learner(config: Any) -> Learner:
     return Learner(config, open_objective(config), torch.device("cpu"))
 
 
-def test_accumulated_micro_batches_are_the_whole_batch(configure: Any, corpus: Any) -> None:
+def test_accumulated_micro_batches_equal_the_whole_batch(configure: Any, corpus: Any) -> None:
     models = []
     for accumulate in (1, 2, 4):
         learner = make_learner(configure(accumulate=accumulate, steps=3))
@@ -32,7 +32,7 @@ def test_accumulated_micro_batches_are_the_whole_batch(configure: Any, corpus: A
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-def test_without_crossing_a_document_does_not_see_the_one_before(configure: Any, corpus: Any) -> None:
+def test_without_crossing_a_document_does_not_see_the_previous_one(configure: Any, corpus: Any) -> None:
     def loss_of_the_second(crossing: bool, first: int) -> float:
         learner = make_learner(configure(crossing=crossing))
         window = torch.tensor([[first, first, corpus.end, 97, 98, 97, 98]])
@@ -51,7 +51,7 @@ def test_without_crossing_a_document_does_not_see_the_one_before(configure: Any,
     assert loss_of_the_second(True, 97) != pytest.approx(loss_of_the_second(True, 120), abs=1e-5)
 
 
-def test_a_step_is_clipped_to_the_norm(configure: Any, corpus: Any) -> None:
+def test_gradients_are_clipped_to_the_maximum_norm(configure: Any, corpus: Any) -> None:
     learner = make_learner(configure(clip=1e-3))
     record = learner.train_step(lambda: False)
     assert record["grad_norm"] > 1e-3
@@ -59,7 +59,7 @@ def test_a_step_is_clipped_to_the_norm(configure: Any, corpus: Any) -> None:
     assert float(norm) == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_a_gradient_that_is_not_finite_moves_no_weight(configure: Any, corpus: Any) -> None:
+def test_a_non_finite_gradient_changes_no_weight(configure: Any, corpus: Any) -> None:
     learner = make_learner(configure())
     learner.model.get_parameter("blocks.1.mechanism.value.weight").register_hook(lambda grad: grad / 0)
     before = [parameter.detach().clone() for parameter in learner.model.parameters()]

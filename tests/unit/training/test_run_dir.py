@@ -33,7 +33,7 @@ def test_a_folder_that_holds_a_run_is_refused(configure: Any, tmp_path: Path, be
         train(configure(), tmp_path / "file")
 
 
-def test_there_must_be_a_run_to_resume_and_a_config_to_begin(configure: Any, tmp_path: Path) -> None:
+def test_resuming_needs_a_run_and_starting_needs_a_config(configure: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist"):
         train(None, tmp_path / "none", resume=True)
     assert not (tmp_path / "none").exists()
@@ -59,7 +59,7 @@ def test_another_config_is_refused(configure: Any, tmp_path: Path, begun: Any) -
         train(None, folder, resume=True)
 
 
-def test_another_text_is_refused(configure: Any, texts: Path, tmp_path: Path, begun: Any) -> None:
+def test_changed_data_is_refused(configure: Any, texts: Path, tmp_path: Path, begun: Any) -> None:
     shutil.copytree(texts, tmp_path / "texts")
     config = dataclasses.replace(configure(), data=CorpusConfig(source=str(tmp_path / "texts")))
     folder = begun(config, tmp_path / "run", 1)
@@ -69,24 +69,22 @@ def test_another_text_is_refused(configure: Any, texts: Path, tmp_path: Path, be
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "fragment"),
     [
         ({"model": {"vocabulary": 100}}, "vocabulary of 100, but the corpus texts has 257"),
         ({"batch": 10_000}, "10000 is too large"),
         ({"context": 10**6}, "lower --context"),
     ],
 )
-def test_what_the_corpus_cannot_give_is_refused_before_a_folder_is_made(
-    configure: Any, tmp_path: Path, changes: dict[str, Any], says: str
+def test_settings_that_do_not_fit_the_corpus_are_refused_without_creating_a_folder(
+    configure: Any, tmp_path: Path, changes: dict[str, Any], fragment: str
 ) -> None:
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=fragment):
         train(configure(**changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_is_loaded_with_its_final_weights_or_those_of_its_checkpoint(
-    configure: Any, tmp_path: Path, begun: Any
-) -> None:
+def test_load_run_reads_final_weights_or_the_latest_checkpoint(configure: Any, tmp_path: Path, begun: Any) -> None:
     folder = begun(configure(), tmp_path / "run", 2)
     loaded = load_run(folder)
     assert (loaded.step, loaded.finished, loaded.notices, loaded.model.training) == (2, False, (), False)
@@ -98,13 +96,13 @@ def test_a_run_is_loaded_with_its_final_weights_or_those_of_its_checkpoint(
     assert (loaded.step, loaded.finished, len(loaded.notices)) == (4, False, 1)
 
 
-def test_a_run_of_another_command_is_told_from_a_damaged_one(tmp_path: Path) -> None:
+def test_a_run_of_sharpen_is_refused_with_a_reason(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"task": {}, "model": {}, "lr": 1.0}')
     with pytest.raises(UsageError, match="is a run of `qkflow sharpen`"):
         load_run(tmp_path)
 
 
-def test_what_is_not_a_run_is_not_loaded(configure: Any, tmp_path: Path, begun: Any) -> None:
+def test_load_run_refuses_other_files(configure: Any, tmp_path: Path, begun: Any) -> None:
     torch.save({"a": torch.zeros(3)}, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match="can run code when it is opened"):
         load_run(tmp_path / "model.pt")
@@ -116,7 +114,7 @@ def test_what_is_not_a_run_is_not_loaded(configure: Any, tmp_path: Path, begun: 
         load_run(folder)
 
 
-def test_documents_that_hold_a_pickle_are_refused(configure: Any, tmp_path: Path) -> None:
+def test_pickled_documents_are_refused(configure: Any, tmp_path: Path) -> None:
     train(configure(), tmp_path / "run")
     file = tmp_path / "run" / "documents.npy"
     whole = file.read_bytes()
@@ -125,7 +123,7 @@ def test_documents_that_hold_a_pickle_are_refused(configure: Any, tmp_path: Path
     assert file.read_bytes() == whole
 
 
-def test_temporary_files_of_a_killed_process_are_swept_away(configure: Any, tmp_path: Path, begun: Any) -> None:
+def test_temporary_files_of_a_killed_process_are_removed(configure: Any, tmp_path: Path, begun: Any) -> None:
     folder = begun(configure(), tmp_path / "run", 1)
     (folder / "checkpoints" / ".step-00000002.77.tmp").mkdir()
     (folder / ".weights.safetensors.77.tmp").touch()
@@ -133,21 +131,19 @@ def test_temporary_files_of_a_killed_process_are_swept_away(configure: Any, tmp_
     assert not list(folder.rglob(".*"))
 
 
-def test_a_finished_run_is_left_as_it_is(configure: Any, tmp_path: Path, watcher: Any) -> None:
+def test_a_finished_run_is_not_changed(configure: Any, tmp_path: Path, watcher: Any) -> None:
     train(configure(), tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
-    witness = watcher()
-    result = train(None, tmp_path / "run", resume=True, callbacks=[witness])
+    recorder = watcher()
+    result = train(None, tmp_path / "run", resume=True, callbacks=[recorder])
     assert result.was_finished
     assert result.step == 4
-    assert witness.told == [("notice", f"{tmp_path / 'run'} is finished (4 steps): nothing to do")]
+    assert recorder.events == [("notice", f"{tmp_path / 'run'} is finished (4 steps): nothing to do")]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "documents.npy"])
-def test_a_finished_run_whose_last_files_are_damaged_makes_them_again(
-    configure: Any, tmp_path: Path, name: str
-) -> None:
+def test_damaged_result_files_of_a_finished_run_are_restored(configure: Any, tmp_path: Path, name: str) -> None:
     train(configure(), tmp_path / "run")
     file = tmp_path / "run" / name
     whole = file.read_bytes()
