@@ -74,7 +74,7 @@ def test_a_study_ends_with_a_verdict_a_page_and_the_numbers(capsys: pytest.Captu
     assert longer["arms"][0]["seeds"] == [0, 1, 2]
     assert longer["arms"][0]["bits_per_byte"][:2] == results["arms"][0]["bits_per_byte"]
     assert longer["error_rate"] < results["error_rate"]
-    assert "2 seeds already" in refused(capsys, "compare", "--extend", "s", "--seeds", "2", "--out", "same")
+    assert "already has 2 seeds" in refused(capsys, "compare", "--extend", "s", "--seeds", "2", "--out", "same")
 
 
 def test_a_task_ends_with_accuracies_and_one_seed_gives_no_interval_and_says_so(

@@ -83,8 +83,8 @@ def test_a_study_killed_at_random_instants_ends_with_the_same_bits(
             write_design(tmp_path / str(number), design)
     run_experiment(None, tmp_path / str(number))
     assert studies.left_behind(tmp_path / str(number)) == whole
-    attempts = [read_status(tmp_path / "0" / job.folder).attempts for job in planned_runs(design)]
-    assert sum(attempts) > len(attempts)
+    folders = [tmp_path / str(n) / run.folder for n in range(number + 1) for run in planned_runs(design)]
+    assert sum(read_status(folder).attempts for folder in folders) > len(folders)
 
 
 def test_a_run_whose_process_is_killed_is_gone_on_with(studies: Any, tmp_path: Path) -> None:

@@ -126,4 +126,4 @@ def _absolute(path: str) -> str:
     try:
         return str(Path(path).expanduser().absolute())
     except RuntimeError:
-        raise UsageError(f"--data {path} names the home of a user that is not there: give the path in full") from None
+        raise UsageError(f"--data {path} has an unknown home directory: give the full path") from None

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from qkflow.data.tasks import Task, TaskConfig, open_task
 from qkflow.errors import UsageError, unknown
-from qkflow.experiment.spec import ExperimentSpec, RationaleSpec, parse_arm
+from qkflow.experiment.spec import ExperimentSpec, RationaleSpec, parse_arm, refuse_duplicate_arms
 from qkflow.models import ClassifierConfig, DecoderConfig
 from qkflow.models.one_layer import Form, OneLayerConfig
 from qkflow.training import task_defaults
@@ -124,6 +124,9 @@ def sharpen_spec(
             )
         qk, embeddings = preset.published_ratios
         options.append(f"r={qk:g},embeddings={embeddings:g}")
+    separator = "," if ":" in mechanism else ":"
+    arms = tuple(f"{mechanism}{separator}{option}" for option in options)
+    refuse_duplicate_arms(arms)
     learning_rates = preset.rates if rates is None else tuple(rates)
     steps = preset.steps if steps is None else steps
     base = task_defaults(
@@ -139,10 +142,9 @@ def sharpen_spec(
         checkpoint_every=None,
         checkpoint_minutes=1.0,
     )
-    separator = "," if ":" in mechanism else ":"
     return ExperimentSpec(
         data=data,
-        arms=tuple(f"{mechanism}{separator}{option}" for option in options),
+        arms=arms,
         seeds=seeds,
         learning_rates=learning_rates,
         jobs=jobs,

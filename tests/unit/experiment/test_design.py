@@ -193,7 +193,7 @@ def test_a_folder_without_a_design_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a study"):
         read_design(tmp_path)
     (tmp_path / "design.json").write_text('{"format": 99}')
-    with pytest.raises(UsageError, match="is of format 99, expected 1"):
+    with pytest.raises(UsageError, match="has format 99, expected 2"):
         read_design(tmp_path)
     (tmp_path / "design.json").write_text('{"preset": {}, "request": {}}')
     with pytest.raises(UsageError, match="a study of `qkflow sharpen`: its own command"):
