@@ -37,9 +37,8 @@ output gate, and values as wide as its keys). Weight decay applies to the convol
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,18 +62,8 @@ _NORM_EPS = 1e-6
 _LAMBDA_BIAS = -0.9
 
 
-class Recurrence(NamedTuple):
-    """Which gates the recurrence (1) has."""
-
-    decay: bool = False
-    """Whether alpha is learned; otherwise it is 1."""
-    lam: float | None = 0.0
-    """A constant lambda, or `None` for (4)."""
-    lam_bias: float = _LAMBDA_BIAS
-
-
 @dataclass(frozen=True, kw_only=True)
-class DeltaConfig(ABC):
+class DeltaConfig:
     """Options of every delta-rule mechanism."""
 
     heads: int | None = None
@@ -97,10 +86,59 @@ class DeltaConfig(ABC):
         if not 1 <= self.conv <= MAX_TAPS:
             raise UsageError(f"conv must be from 1 (no convolution) to {MAX_TAPS}, got {self.conv}")
 
-    @property
-    @abstractmethod
-    def recurrence(self) -> Recurrence:
-        """The gates of the recurrence."""
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetConfig(DeltaConfig):
+    """Options of `DeltaNet`."""
+
+    decay: ClassVar[bool] = False
+    lam: ClassVar[float | None] = 0.0
+    lam_bias: ClassVar[float] = _LAMBDA_BIAS
+
+    def __call__(self, width: int, heads: int, layer: int, layers: int) -> DeltaNet:
+        """Return the mechanism of one layer."""
+        return DeltaNet(width, heads, layer, layers, config=self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetConfig(DeltaConfig):
+    """Options of `GatedDeltaNet`."""
+
+    decay: ClassVar[bool] = True
+    lam: ClassVar[float | None] = 0.0
+    lam_bias: ClassVar[float] = _LAMBDA_BIAS
+
+    def __call__(self, width: int, heads: int, layer: int, layers: int) -> GatedDeltaNet:
+        """Return the mechanism of one layer."""
+        return GatedDeltaNet(width, heads, layer, layers, config=self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QDeltaConfig(DeltaConfig):
+    """Options of `QDelta`."""
+
+    decay: bool = True
+    """Whether the memory has a decay gate."""
+    lam: float | None = None
+    """A constant lambda from 0 (the gated delta rule) to 1; `None` learns it per token."""
+    lam_bias: float = _LAMBDA_BIAS
+    """Bias before the sigmoid of (4)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lam is not None and not 0 <= self.lam <= 1:
+            raise UsageError(f"lam must be from 0 to 1, or None to be learned, got {self.lam}")
+        if not math.isfinite(self.lam_bias):
+            raise UsageError(f"lam_bias must be a finite number, got {self.lam_bias}")
+        if self.lam is not None and self.lam_bias != _LAMBDA_BIAS:
+            raise UsageError(f"lam_bias applies to a learned lam only, got lam {self.lam} and lam_bias {self.lam_bias}")
+
+    def __call__(self, width: int, heads: int, layer: int, layers: int) -> QDelta:
+        """Return the mechanism of one layer."""
+        return QDelta(width, heads, layer, layers, config=self)
+
+
+_AnyConfig = DeltaNetConfig | GatedDeltaNetConfig | QDeltaConfig
 
 
 class Decay(nn.Module):
@@ -119,15 +157,20 @@ class Decay(nn.Module):
 
     def forward(self, x: Stream) -> Gates:
         """Return log alpha, at least in float32."""
-        rate, bias, A = at_least_float32(self.rate(x)), at_least_float32(self.dt_bias), at_least_float32(self.A_log)
+        rate, bias, A = _at_least_float32(self.rate(x)), _at_least_float32(self.dt_bias), _at_least_float32(self.A_log)
         return -A.exp() * torch.logaddexp(rate + bias, rate.new_zeros(()))  # F.softplus is exact only to 1e-9
 
 
 class DeltaMechanism(QKMechanism):
-    """A memory that every token corrects, with the gates of `config.recurrence`."""
+    """A memory that every token corrects; the config says which gates it has."""
 
-    def __init__(self, width: int, heads: int, config: DeltaConfig) -> None:
+    config_type: ClassVar[type[_AnyConfig]]
+
+    def __init__(
+        self, width: int, heads: int, layer: int = 0, layers: int = 1, *, config: _AnyConfig | None = None
+    ) -> None:
         super().__init__()
+        config = self.config_type() if config is None else config
         build.load()  # build the kernel before torch.compile traces this module
         self.heads = heads if config.heads is None else config.heads
         if self.heads < 1:
@@ -140,7 +183,6 @@ class DeltaMechanism(QKMechanism):
             )
         self.width, self.config = width, config
         self.value_width = config.value_expansion * self.key_width
-        self.recurrence = config.recurrence
         keys, values = self.heads * self.key_width, self.heads * self.value_width
         self.query, self.key, self.value = projection(width, keys), projection(width, keys), projection(width, values)
         self.query_conv, self.key_conv, self.value_conv = (_conv_weight(c, config.conv) for c in (keys, keys, values))
@@ -148,11 +190,11 @@ class DeltaMechanism(QKMechanism):
         if config.coupling is not None:
             self.coupling = config.coupling(self.heads, self.heads, self.key_width)
         self.beta = projection(width, self.heads)
-        self.decay = Decay(width, self.heads) if self.recurrence.decay else None
+        self.decay = Decay(width, self.heads) if config.decay else None
         self.gate = projection(width, values) if config.gate else None
         self.head_norm = nn.Parameter(torch.ones(self.value_width))
         self.output = projection(values, width)
-        self.lam = projection(width, self.heads) if self.recurrence.lam is None else None
+        self.lam = projection(width, self.heads) if config.lam is None else None
 
     def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
         """Return the output of each token, and the memory after the last token of each sequence."""
@@ -223,10 +265,12 @@ class DeltaMechanism(QKMechanism):
     def gates(self, x: Stream) -> tuple[Gates, Gates | None, Gates | None]:
         """Return beta, log alpha and lambda; `None` for gates that the recurrence does not have."""
         log_alpha = None if self.decay is None else self.decay(x)
-        _, lam, lam_bias = self.recurrence
+        lam = None
         if self.lam is not None:
-            return self.beta(x).sigmoid(), log_alpha, (at_least_float32(self.lam(x)) + lam_bias).sigmoid()  # (4)
-        return self.beta(x).sigmoid(), log_alpha, x.new_full((*x.shape[:2], self.heads), lam) if lam else None
+            lam = (_at_least_float32(self.lam(x)) + self.config.lam_bias).sigmoid()  # (4)
+        elif self.config.lam:
+            lam = x.new_full((*x.shape[:2], self.heads), self.config.lam)
+        return self.beta(x).sigmoid(), log_alpha, lam
 
     def _project(self, x: Stream, state: State | None, layout: Layout | None) -> _Call:
         """Project, convert to row form, convolve, couple and normalise."""
@@ -234,10 +278,8 @@ class DeltaMechanism(QKMechanism):
         beta, log_alpha, lam = self.gates(x)
         streams = self.query(x), self.key(x), self.value(x)
         if layout is not None:  # tokens with beta = 0 and log alpha = 0 leave the memory unchanged
-            beta, streams = (
-                layout.to_rows(layout.zero_padding(beta)),
-                tuple(layout.to_rows(stream) for stream in streams),
-            )
+            beta = layout.to_rows(layout.zero_padding(beta))
+            streams = tuple(layout.to_rows(stream) for stream in streams)
             log_alpha = None if log_alpha is None else layout.to_rows(layout.zero_padding(log_alpha))
             lam = None if lam is None else layout.to_rows(lam)
         past = self._check_state(state, len(streams[0]))
@@ -281,20 +323,6 @@ class _Call(NamedTuple):
     inputs: DeltaInputs
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeltaNetConfig(DeltaConfig):
-    """Options of `DeltaNet`."""
-
-    @property
-    def recurrence(self) -> Recurrence:
-        """Beta only."""
-        return Recurrence()
-
-    def __call__(self, width: int, heads: int, layer: int, layers: int) -> DeltaNet:
-        """Return the mechanism of one layer."""
-        return DeltaNet(width, heads, layer, layers, config=self)
-
-
 class DeltaNet(DeltaMechanism):
     """The delta rule without decay.
 
@@ -304,24 +332,7 @@ class DeltaNet(DeltaMechanism):
     True
     """
 
-    def __init__(
-        self, width: int, heads: int, layer: int = 0, layers: int = 1, *, config: DeltaNetConfig = DeltaNetConfig()
-    ) -> None:
-        super().__init__(width, heads, config)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatedDeltaNetConfig(DeltaConfig):
-    """Options of `GatedDeltaNet`."""
-
-    @property
-    def recurrence(self) -> Recurrence:
-        """Beta and decay."""
-        return Recurrence(decay=True)
-
-    def __call__(self, width: int, heads: int, layer: int, layers: int) -> GatedDeltaNet:
-        """Return the mechanism of one layer."""
-        return GatedDeltaNet(width, heads, layer, layers, config=self)
+    config_type = DeltaNetConfig
 
 
 class GatedDeltaNet(DeltaMechanism):
@@ -332,46 +343,7 @@ class GatedDeltaNet(DeltaMechanism):
     torch.Size([1, 4, 5, 5])
     """
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        layer: int = 0,
-        layers: int = 1,
-        *,
-        config: GatedDeltaNetConfig = GatedDeltaNetConfig(),
-    ) -> None:
-        super().__init__(width, heads, config)
-
-
-@dataclass(frozen=True, kw_only=True)
-class QDeltaConfig(DeltaConfig):
-    """Options of `QDelta`."""
-
-    decay: bool = True
-    """Whether the memory has a decay gate."""
-    lam: float | None = None
-    """A constant lambda from 0 (the gated delta rule) to 1; `None` learns it per token."""
-    lam_bias: float = _LAMBDA_BIAS
-    """Bias before the sigmoid of (4)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lam is not None and not 0 <= self.lam <= 1:
-            raise UsageError(f"lam must be from 0 to 1, or None to be learned, got {self.lam}")
-        if not math.isfinite(self.lam_bias):
-            raise UsageError(f"lam_bias must be a finite number, got {self.lam_bias}")
-        if self.lam is not None and self.lam_bias != _LAMBDA_BIAS:
-            raise UsageError(f"lam_bias applies to a learned lam only, got lam {self.lam} and lam_bias {self.lam_bias}")
-
-    @property
-    def recurrence(self) -> Recurrence:
-        """Beta, decay and lambda."""
-        return Recurrence(decay=self.decay, lam=self.lam, lam_bias=self.lam_bias)
-
-    def __call__(self, width: int, heads: int, layer: int, layers: int) -> QDelta:
-        """Return the mechanism of one layer."""
-        return QDelta(width, heads, layer, layers, config=self)
+    config_type = GatedDeltaNetConfig
 
 
 class QDelta(DeltaMechanism):
@@ -385,13 +357,10 @@ class QDelta(DeltaMechanism):
     (True, [10, 10])
     """
 
-    def __init__(
-        self, width: int, heads: int, layer: int = 0, layers: int = 1, *, config: QDeltaConfig = QDeltaConfig()
-    ) -> None:
-        super().__init__(width, heads, config)
+    config_type = QDeltaConfig
 
 
-def at_least_float32(x: Tensor) -> Tensor:
+def _at_least_float32(x: Tensor) -> Tensor:
     """Convert half precision to float32: gates are multiplied over many tokens."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
@@ -407,5 +376,5 @@ def _convolve(x: Tensor, weight: Tensor | None, tail: Tensor | None = None) -> T
 
 def _l2_normalize(x: Keys) -> Keys:
     """Return x / sqrt(|x|^2 + 1e-6), computed with the RMS norm kernel."""
-    x, width = at_least_float32(x), x.shape[-1]
+    x, width = _at_least_float32(x), x.shape[-1]
     return rms_norm(x, x.new_full((width,), width**-0.5), _NORM_EPS / width)

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -108,15 +108,14 @@ class SynchronyConfig:
     """Sliding window; `None` is unlimited."""
 
     def __post_init__(self) -> None:
-        for name in ("sharpness", "step_size"):
-            if not math.isfinite(value := getattr(self, name)):
-                raise UsageError(f"{name} must be a finite number, got {value}")
+        if not math.isfinite(self.step_size):
+            raise UsageError(f"step_size must be a finite number, got {self.step_size}")
         if self.heads is not None and self.heads < 1:
             raise UsageError(f"heads must be at least 1, got {self.heads}")
         if self.rotary_base is not None and not 0 < self.rotary_base < math.inf:
             raise UsageError(f"rotary_base must be a finite number above 0, or None, got {self.rotary_base}")
-        if self.sharpness <= 0:
-            raise UsageError(f"sharpness must be above 0, got {self.sharpness}")
+        if not 0 < self.sharpness < math.inf:
+            raise UsageError(f"sharpness must be a finite number above 0, got {self.sharpness}")
         if self.window is not None and self.window < 1:
             raise UsageError(f"window must be at least 1, got {self.window}")
         if self.harmonics < 1 or (self.harmonics > 1 and not self.frustrated):
@@ -160,17 +159,15 @@ class SynchronyMechanism(Mechanism):
         spread = float(group.similarity(identity, identity)) * math.sqrt(self.elements / group.ambient)
         self.temperature: Tensor
         self.step: Tensor
-        self._add("temperature", torch.full((heads,), math.log(config.sharpness / spread)), config.temperature)
-        steps = {"coordinate": shape, "head": (heads, 1), "fixed": (1, 1)}[config.step]
-        self._add("step", torch.full(steps, config.step_size), config.step)
+        temperature = torch.full((heads,), math.log(config.sharpness / spread))
+        step = torch.full({"coordinate": shape, "head": (heads, 1), "fixed": (1, 1)}[config.step], config.step_size)
+        for name, value, kind in (("temperature", temperature, config.temperature), ("step", step, config.step)):
+            if kind == "fixed":
+                self.register_buffer(name, value)
+            else:
+                self.register_parameter(name, nn.Parameter(value))
         self.lag = nn.Parameter(torch.zeros(config.harmonics, *shape)) if config.frustrated else None
         self.amplitude = nn.Parameter(torch.zeros(config.harmonics - 1, *shape)) if config.harmonics > 1 else None
-
-    def _add(self, name: str, value: Tensor, kind: str) -> None:
-        if kind == "fixed":
-            self.register_buffer(name, value)
-        else:
-            setattr(self, name, nn.Parameter(value))
 
     @property
     def group(self) -> Group:
@@ -276,23 +273,18 @@ class SynchronyMechanism(Mechanism):
         if base is None:
             return points
         if self.group == TORUS:
-            return apply_rotary(
-                points, rotary_factors(offset, t, heads=self.heads, width=2 * self.elements, base=base, like=points)
-            )
+            return apply_rotary(points, self._rotary_factors(points, offset))
         wide = torch.promote_types(points.dtype, torch.float32)
         position = torch.arange(t, device=points.device) + (offset if isinstance(offset, int) else offset[:, None])
         frequency = base ** -(torch.arange(self.elements, device=points.device, dtype=wide) / self.elements)
         rotation = self.group.turn(position[..., None].to(wide) * frequency).to(points.dtype).unsqueeze(-3)
         return self.group.multiply(*torch.broadcast_tensors(rotation, self._elements(points))).flatten(-2)
 
-    def _torus_rotations(self, points: Points, offset: int | Tensor) -> Float[Tensor, "*b t h e 2"] | None:
-        """The rotary rotations on the torus, as points."""
-        if (base := self.config.rotary_base) is None:
-            return None
-        angles = rotary_factors(
+    def _rotary_factors(self, points: Points, offset: int | Tensor) -> Tensor:
+        base = cast(float, self.config.rotary_base)
+        return rotary_factors(
             offset, points.shape[1], heads=self.heads, width=2 * self.elements, base=base, like=points
         )
-        return torch.view_as_real(angles) if angles.is_complex() else angles
 
     def _shift(
         self, x: Stream, k: Points, v: Float[Tensor, "b t h v"], past: ShiftedKVCache, lengths: Tensor | None
@@ -300,7 +292,9 @@ class SynchronyMechanism(Mechanism):
         """Rotate and shift the keys, shift the values; also return what fills the first slot of the next call."""
         offset = past.cache.offset
         if self.group == TORUS and v is k and lengths is None and past.last:  # one fused kernel
-            rotations = self._torus_rotations(k, offset)
+            rotations = None if self.config.rotary_base is None else self._rotary_factors(k, offset)
+            if rotations is not None and rotations.is_complex():
+                rotations = torch.view_as_real(rotations)
             points, firsts = self._elements(k), tuple(w.view_as(k[:, :1]).to(k.dtype) for w in past.last)
             theta = x.reshape(points.shape[:-1])
             delayed = kuramoto.shift_points(theta, points, rotations, tuple(map(self._elements, firsts)))
@@ -356,16 +350,13 @@ class SynchronyMechanism(Mechanism):
             ).flatten(2)
         if harmonics > 1:
             powers = kuramoto.harmonics(powers[0], harmonics)
-        means = map(self._elements, _split(z, harmonics))
-        terms = [self._harmonic(m, g, mean) for m, (g, mean) in enumerate(zip(powers, means, strict=True))]
+        terms = []
+        for m, (power, mean) in enumerate(zip(powers, map(self._elements, _split(z, harmonics)), strict=True)):
+            step = self.step if self.amplitude is None or m == 0 else self.step * self.amplitude[m - 1]  # a_1 = 1
+            if self.lag is not None:
+                mean = self.group.multiply(self.group.turn(self.lag[m]).to(mean.dtype).expand_as(mean), mean)
+            terms.append(self.group.tangent(power, mean) * step.unsqueeze(-1))
         return sum(terms[1:], terms[0]).flatten(2)
-
-    def _harmonic(self, m: int, g: Tensor, mean: Tensor) -> Float[Tensor, "b t h e size"]:
-        """One term of (3), on any group; the first has amplitude 1."""
-        step = self.step if self.amplitude is None or m == 0 else self.step * self.amplitude[m - 1]
-        if self.lag is not None:
-            mean = self.group.multiply(self.group.turn(self.lag[m]).to(mean.dtype).expand_as(mean), mean)
-        return self.group.tangent(g, mean) * step.unsqueeze(-1)
 
     def _elements(self, points: Points) -> Float[Tensor, "b t h e a"]:
         return points.unflatten(-1, (self.elements, self.group.ambient))

@@ -63,7 +63,7 @@ from qkflow.mechanisms.base import Stream
 from qkflow.mechanisms.coupled import QKMechanism
 from qkflow.mechanisms.delta_rule import DeltaInputs, DeltaMechanism
 from qkflow.models import Decoder
-from qkflow.probes.attention import mechanism_inputs
+from qkflow.probes.attention import cpu_float64, mechanism_inputs
 from qkflow.probes.diagnostics import Diagnostic, diagnostics
 
 Queries = Float[Tensor, "b t h k"]
@@ -172,15 +172,12 @@ def delta_rule_stats(inputs: DeltaInputs) -> MemoryStats:
     >>> delta_rule_stats(DeltaInputs(k, k, v, half, None, None)).error
     (0.5,)
     """
-    q, k, v, beta, log_alpha, lam = (None if x is None else x.detach().cpu().double() for x in inputs)
-    if q is None or k is None or v is None or beta is None:
-        raise TypeError("only log_alpha and lam may be None")
-    gates = beta, log_alpha, lam
-    steps, trace = step_sizes(q, k, beta, lam), trace_errors(q, k, v, *gates)
+    inputs = inputs.map(cpu_float64)
+    trace, steps = trace_errors(inputs), step_sizes(inputs)
     factor = 1 - steps
     error, bound = trace.after.norm(dim=-1), error_bound(trace, factor.abs())
     ratio = (bound / error).where(error > 0, math.inf)
-    allowed = worst_norms(*gates).log().mean((0, 1)).exp()
+    allowed = worst_norms(*inputs[3:]).log().mean((0, 1)).exp()
     return MemoryStats(
         steps=step_distribution(steps),
         heads=tuple(step_distribution(head) for head in steps.unbind(2)),
@@ -190,26 +187,24 @@ def delta_rule_stats(inputs: DeltaInputs) -> MemoryStats:
         error=tuple(error.mean((0, 2)).tolist()),
         bound=tuple(bound.mean((0, 2)).tolist()),
         slack=float(ratio[:, min(1, ratio.shape[1] - 1) :].quantile(0.5, interpolation="lower")),
-        radius=float(spectral_radii(q, k, *gates).max()),
-        norm=float(operator_norms(q, k, *gates).max()),
+        radius=float(spectral_radii(inputs).max()),
+        norm=float(operator_norms(inputs).max()),
         allowed=float(allowed.max()),
-        growth=tuple(_product_stats(product_norms(q, k, *gates, window=w), w) for w in WINDOWS if w <= k.shape[1]),
+        growth=tuple(_product_stats(inputs, window) for window in WINDOWS if window <= steps.shape[1]),
         memory=tuple(trace.memory.amax((0, 2)).tolist()),
     )
 
 
-def trace_errors(
-    q: Queries, k: Queries, v: Values, beta: Gates, log_alpha: Gates | None = None, lam: Gates | None = None
-) -> ErrorTrace:
+def trace_errors(inputs: DeltaInputs) -> ErrorTrace:
     """Return the errors before and after each token, and the size of the memory, from an empty memory.
 
     >>> k, v, half = torch.ones(1, 2, 1, 1), torch.ones(1, 2, 1, 1), torch.full((1, 2, 1), 0.5)
-    >>> trace = trace_errors(k, k, v, half)
+    >>> trace = trace_errors(DeltaInputs(k, k, v, half, None, None))
     >>> trace.before.flatten().tolist(), trace.after.flatten().tolist(), trace.memory.flatten().tolist()
     ([1.0, 0.5], [0.5, 0.25], [0.5, 0.75])
     """
-    k, v, beta, x = k.double(), v.double(), beta.double(), corrected_direction(q.double(), k.double(), lam)
-    alpha = torch.ones_like(beta) if log_alpha is None else log_alpha.double().exp()
+    _, k, v, beta, log_alpha, _ = inputs
+    x, alpha = corrected_direction(inputs), torch.ones_like(beta) if log_alpha is None else log_alpha.exp()
     S = v.new_zeros(v.shape[0], v.shape[2], v.shape[3], k.shape[3])
     before, after, memory = [], [], []
     for i in range(k.shape[1]):
@@ -254,7 +249,8 @@ def step_distribution(steps: Float[Tensor, "..."]) -> StepDistribution:
     )
 
 
-def _product_stats(norms: Float[Tensor, "b w h"], window: int) -> ProductNorms:
+def _product_stats(inputs: DeltaInputs, window: int) -> ProductNorms:
+    norms = product_norms(inputs, window)
     return ProductNorms(
         tokens=window,
         max=float(norms.max()),
@@ -266,67 +262,49 @@ def _product_stats(norms: Float[Tensor, "b w h"], window: int) -> ProductNorms:
 # Transitions
 
 
-def corrected_direction(q: Queries, k: Queries, lam: Gates | None = None) -> Queries:
+def corrected_direction(inputs: DeltaInputs) -> Queries:
     """Return x = k + lambda q, the direction in which a token corrects the memory."""
-    return k if lam is None else k + lam.unsqueeze(-1) * q
+    return inputs.k if inputs.lam is None else inputs.k + inputs.lam.unsqueeze(-1) * inputs.q
 
 
-def step_sizes(q: Queries, k: Queries, beta: Gates, lam: Gates | None = None) -> Gates:
-    r"""Return \beta a: the fraction of its error that each token corrects.
-
-    >>> k = torch.tensor([0.6, 0.8]).view(1, 1, 1, 2)
-    >>> step_sizes(k, k, torch.full((1, 1, 1), 0.5), torch.ones(1, 1, 1)).item()
-    1.0
-    """
-    return beta * (k * corrected_direction(q, k, lam)).sum(-1)
+def step_sizes(inputs: DeltaInputs) -> Gates:
+    r"""Return \beta a: the fraction of its error that each token corrects."""
+    return inputs.beta * (inputs.k * corrected_direction(inputs)).sum(-1)
 
 
-def spectral_radii(
-    q: Queries, k: Queries, beta: Gates, log_alpha: Gates | None = None, lam: Gates | None = None
-) -> Gates:
+def spectral_radii(inputs: DeltaInputs) -> Gates:
     """Return the largest absolute eigenvalue of each transition, equation (3)."""
-    inside = (1 - step_sizes(q, k, beta, lam)).abs()
-    return _decayed(inside if k.shape[-1] == 1 else inside.clamp_min(1), log_alpha)
+    inside = (1 - step_sizes(inputs)).abs()
+    return _decayed(inside if inputs.k.shape[-1] == 1 else inside.clamp_min(1), inputs.log_alpha)
 
 
-def operator_norms(
-    q: Queries, k: Queries, beta: Gates, log_alpha: Gates | None = None, lam: Gates | None = None
-) -> Gates:
+def operator_norms(inputs: DeltaInputs) -> Gates:
     """Return the largest singular value of each transition, equation (3).
 
     >>> q, k = torch.eye(2).view(2, 1, 1, 1, 2)
     >>> one = torch.ones(1, 1, 1)
-    >>> round(operator_norms(q, k, one, lam=one).item(), 4), spectral_radii(q, k, one, lam=one).item()
+    >>> inputs = DeltaInputs(q, k, k, one, None, one)
+    >>> round(operator_norms(inputs).item(), 4), spectral_radii(inputs).item()
     (1.4142, 1.0)
     """
-    if k.shape[-1] == 1:
-        return spectral_radii(q, k, beta, log_alpha, lam)
-    x = corrected_direction(q, k, lam)
-    n = beta * x.norm(dim=-1) * k.norm(dim=-1)
+    if inputs.k.shape[-1] == 1:
+        return spectral_radii(inputs)
+    x, k = corrected_direction(inputs), inputs.k
+    n = inputs.beta * x.norm(dim=-1) * k.norm(dim=-1)
     distance = (normalize(x, dim=-1) - normalize(k, dim=-1)).square().sum(-1)
     # n^2 + 4 (1 - beta a) without cancellation where it is close to zero
-    return _decayed((n + ((n - 2).square() + 2 * n * distance).sqrt()) / 2, log_alpha)
+    return _decayed((n + ((n - 2).square() + 2 * n * distance).sqrt()) / 2, inputs.log_alpha)
 
 
-def product_norms(
-    q: Queries, k: Queries, beta: Gates, log_alpha: Gates | None = None, lam: Gates | None = None, *, window: int
-) -> Float[Tensor, "b w h"]:
-    """Return the largest singular value of products of `window` transitions, for windows that overlap by half.
-
-    >>> q, k = torch.nn.functional.normalize(torch.randn(2, 1, 9, 1, 4), dim=-1)
-    >>> half = torch.full((1, 9, 1), 0.5)
-    >>> product_norms(q, k, half, lam=half, window=4).shape, bool(product_norms(q, k, half, window=4).max() < 1.00001)
-    (torch.Size([1, 3, 1]), True)
-    """
-    if not 1 <= window <= k.shape[1]:
-        raise UsageError(f"window must be from 1 to the {k.shape[1]} tokens of the text, got {window}")
+def product_norms(inputs: DeltaInputs, window: int) -> Float[Tensor, "b w h"]:
+    """Return the largest singular value of products of `window` transitions, for windows that overlap by half."""
 
     def windows(x: Tensor) -> Tensor:
         return x.unfold(1, window, max(1, window // 2))  # [b t h ...] to [b w h ... i]
 
-    alpha = torch.ones_like(beta) if log_alpha is None else log_alpha.exp()
-    x, k = (rearrange(windows(y), "b w h k i -> b w h i k") for y in (corrected_direction(q, k, lam), k))
-    beta, alpha = windows(beta), windows(alpha)
+    beta = windows(inputs.beta)
+    alpha = torch.ones_like(beta) if inputs.log_alpha is None else windows(inputs.log_alpha.exp())
+    x, k = (rearrange(windows(y), "b w h k i -> b w h i k") for y in (corrected_direction(inputs), inputs.k))
     if 2 * window < k.shape[-1]:  # outside the span of these vectors the product is the decay
         basis = torch.linalg.qr(torch.cat([x, k], -2).mT)[0]
         x, k = x @ basis, k @ basis

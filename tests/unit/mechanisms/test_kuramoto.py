@@ -388,7 +388,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "frustration with oneself": (lambda: KuramotoConfig(frustrated=True, strict=False), "requires strict=True"),
     "no heads by config": (lambda: KuramotoConfig(heads=0), "heads must be at least 1, got 0"),
     "no window": (lambda: KuramotoConfig(window=0), "window must be at least 1, got 0"),
-    "no sharpness": (lambda: KuramotoConfig(sharpness=0.0), "sharpness must be above 0"),
+    "no sharpness": (lambda: KuramotoConfig(sharpness=0.0), "sharpness must be a finite number above 0"),
     "no base": (lambda: KuramotoConfig(rotary_base=0.0), "rotary_base must be a finite number above 0"),
     "endless steps": (lambda: KuramotoConfig(step_size=math.inf), "step_size must be a finite number"),
     "an unknown group": (lambda: GroupConfig(group="su5"), "unknown group 'su5'"),
