@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -93,7 +93,7 @@ class Probe:
         if self.rationale:
             pieces = [run.tokenizer.piece(token) for token in tokens]
             rationale = rationale_confidence(attention, token_positions(" ".join(self.rationale), pieces))
-        sections = _sections(run, tokens, attention, rationale)
+        sections = list(_sections(run, tokens, attention, rationale))
         parts = [part for part, _ in sections]
         console = Console(highlight=False)
         if self.json:
@@ -109,13 +109,22 @@ class Probe:
                 "stability": None,
                 "rationale": None if rationale is None else asdict(rationale),
             }
-            record |= {part.name: {"layers": numbers, "verdict": part.verdict} for part, numbers in sections}
+            for part, layer_stats in sections:
+                numbers = [None if layer is None else asdict(layer) for layer in layer_stats]
+                record[part.name] = {"layers": numbers, "verdict": part.verdict}
             record["maps"] |= {"pooled": attention.pooled}
             console.print(json.dumps(finite(record), sort_keys=True), markup=False, soft_wrap=True)
         else:
             title = f"step {run.step:,} of {run.config.steps:,}; {len(tokens):,} tokens of {source}"
             console.print(title, markup=False, soft_wrap=True)
-            _print_tables(console, parts, rationale)
+            for number, part in enumerate(parts):
+                if number:
+                    console.print()
+                console.print(*render_table(part.table), sep="\n")
+                if number == 0 and rationale is not None:
+                    console.print()
+                    console.print(*render_table(confidence_table(rationale)), sep="\n")
+                console.print(part.verdict, markup=False)
             for remark in remarks:
                 console.print(f"note: {remark}", markup=False, soft_wrap=True)
         if self.json and self.out is None:
@@ -178,36 +187,17 @@ class Probe:
 
 def _sections(
     run: LoadedRun, tokens: list[int], attention: AttentionStats, rationale: RationaleConfidence | None
-) -> list[tuple[ProbePart, list[dict[str, Any] | None]]]:
-    """Return the tables that apply to the model, each with its numbers by layer."""
+) -> Iterator[tuple[ProbePart, Sequence[Any]]]:
+    """Yield the tables that apply to the model, each with its statistics by layer."""
     names = label_tokens(run.tokenizer, tokens)["tokens"]
-    sections = [(attention_section(attention, rationale, names), _numbers(attention.layers))]
-    if _has(run, Coupling):
+    kinds = {kind for module in run.model.modules() for kind in type(module).__mro__}
+    yield attention_section(attention, rationale, names), attention.layers
+    if Coupling in kinds:
         couplings = coupling_stats(run.model, tokens)
-        sections.append((coupling_section(couplings), _numbers(couplings)))
-    if _has(run, DeltaMechanism):
+        yield coupling_section(couplings), couplings
+    if DeltaMechanism in kinds:
         memories = memory_stats(run.model, tokens)
-        sections.append((memory_section(memories), _numbers(memories)))
-    if _has(run, SynchronyMechanism):
+        yield memory_section(memories), memories
+    if SynchronyMechanism in kinds:
         phases = [None if layer is None else layer.summary() for layer in layer_phases(run.model, tokens)]
-        sections.append((phase_section(phases, names), _numbers(phases)))
-    return sections
-
-
-def _print_tables(console: Console, parts: Sequence[ProbePart], rationale: RationaleConfidence | None) -> None:
-    for number, part in enumerate(parts):
-        if number:
-            console.print()
-        console.print(*render_table(part.table), sep="\n")
-        if number == 0 and rationale is not None:
-            console.print()
-            console.print(*render_table(confidence_table(rationale)), sep="\n")
-        console.print(part.verdict, markup=False)
-
-
-def _numbers(layers: Sequence[Any]) -> list[dict[str, Any] | None]:
-    return [None if layer is None else asdict(layer) for layer in layers]
-
-
-def _has(run: LoadedRun, kind: type) -> bool:
-    return any(isinstance(module, kind) for module in run.model.modules())
+        yield phase_section(phases, names), phases

@@ -6,14 +6,17 @@ A verdict states in words what the numbers show, and no more.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import TypeVar
 
 from qkflow.formatting import MISSING, format_number, format_signed, shorten
-from qkflow.probes import AttentionStats, CouplingStats, MemoryStats, PhaseStats, RationaleConfidence, TokenPair
-from qkflow.probes.attention import TAU
+from qkflow.probes import AttentionStats, CouplingStats, MemoryStats, PhaseStats, RationaleConfidence
+from qkflow.probes.attention import TAU, LayerAttention
 from qkflow.report.probe_page import ProbePart
-from qkflow.report.sections import text_table
+from qkflow.report.sections import Table, text_table
 
+_Stats = TypeVar("_Stats")
 _NOT_FINITE = "Some numbers are not finite: the model has diverged, or its activations overflow."
 _MIN_DEPENDENCE = 0.01
 """A Jacobian block below this fraction of the identity counts as negligible."""
@@ -25,8 +28,8 @@ _MIN_CHANGE = 0.005
 
 def attention_section(stats: AttentionStats, rationale: RationaleConfidence | None, labels: Sequence[str]) -> ProbePart:
     """The attention maps of every mechanism; `labels` are the tokens of the text."""
-    rows = []
-    for number, layer in enumerate(stats.layers, start=1):
+
+    def cells(layer: LayerAttention) -> tuple[str, ...]:
         link = MISSING
         if (strongest := layer.strongest) is not None:
             query, key = (f"{_short(labels[n])} {n + 1}" for n in (strongest.query, strongest.key))
@@ -34,14 +37,13 @@ def attention_section(stats: AttentionStats, rationale: RationaleConfidence | No
             link = f"{query} ← {key}: {weight}, head {strongest.head + 1}"
         entropies = format_number(layer.entropy_last, 2), format_number(layer.entropy_mean, 2)
         tokens = format_number(layer.effective_tokens_last, 1), format_number(layer.effective_tokens_mean, 1)
-        rows.append((f"{number}", *entropies, *tokens, link))
+        return *entropies, *tokens, link
+
     columns = ("layer", "H: last", "H: mean", "tokens: last", "tokens: mean", "strongest link")
     return ProbePart(
         name="maps",
         title="Attention of each layer",
-        table=text_table(
-            caption="Sharpness of each layer's attention", columns=columns, rows=rows, text_columns=(0, 5)
-        ),
+        table=_layer_table("Sharpness of each layer's attention", columns, stats.layers, cells, text_columns=(0, 5)),
         verdict=_attention_verdict(stats, rationale, labels),
         note="H is the entropy of a head's attention in nats; tokens is exp(H), the effective number of attended"
         " tokens. Both are means over heads, for the last token and over all tokens. The strongest link is the largest"
@@ -75,20 +77,18 @@ def _attention_verdict(stats: AttentionStats, rationale: RationaleConfidence | N
 
 def coupling_section(layers: Sequence[CouplingStats | None]) -> ProbePart:
     """The couplings of a model."""
-    rows = []
-    for number, layer in enumerate(layers, start=1):
-        if layer is None:
-            rows.append((f"{number}", *[MISSING] * 5))
-            continue
+
+    def cells(layer: CouplingStats) -> tuple[str, ...]:
         dt = MISSING if layer.dt is None else f"{layer.dt_start:g} → {format_number(layer.dt)}"
         blocks = format_number(layer.strength.key_on_query), format_number(layer.strength.query_on_key)
         drift = MISSING if layer.energy is None else f"{layer.energy.drift:.2g}"
-        rows.append((f"{number}", layer.dynamics, dt, *blocks, drift))
+        return layer.dynamics, dt, *blocks, drift
+
     columns = ("layer", "dynamics", "dt (initial → learned)", "|dk'/dq|", "|dq'/dk|", "energy drift")
     return ProbePart(
         name="coupling",
         title="Couplings",
-        table=text_table(caption="Strength of each layer's coupling", columns=columns, rows=rows, text_columns=(0, 1)),
+        table=_layer_table("Strength of each layer's coupling", columns, layers, cells, text_columns=(0, 1)),
         verdict=coupling_verdict(layers),
         note="|dk'/dq| is how strongly a moved key depends on its query, |dq'/dk| the reverse; the identity has norm 1."
         " Energy drift is the relative energy error of a pair, if the force has a potential.",
@@ -129,19 +129,17 @@ def memory_section(layers: Sequence[MemoryStats | None]) -> ProbePart:
     window = max((norms.tokens for layer in layers if layer is not None for norms in layer.growth), default=0)
     product = f"{window} tokens" if window else "product"
     columns = ("layer", "beta a: mean", "95 %", "rho", "|T|", product, "|S| end", "bound/error")
-    rows = []
-    for number, layer in enumerate(layers, start=1):
-        if layer is None:
-            rows.append((f"{number}", *[MISSING] * (len(columns) - 1)))
-            continue
+
+    def cells(layer: MemoryStats) -> tuple[str, ...]:
         steps = format_number(layer.steps.mean), format_number(layer.steps.quantiles[-1])
         growth = _significant(layer.growth[-1].max) if layer.growth else MISSING
         sizes = format_number(layer.rho), format_number(layer.norm), growth, _significant(layer.memory[-1])
-        rows.append((f"{number}", *steps, *sizes, _significant(layer.slack)))
+        return *steps, *sizes, _significant(layer.slack)
+
     return ProbePart(
         name="stability",
         title="Stability",
-        table=text_table(caption="Stability of each layer's memory", columns=columns, rows=rows),
+        table=_layer_table("Stability of each layer's memory", columns, layers, cells),
         verdict=_memory_verdict(layers),
         note="A token's error is multiplied by 1 - beta a, which shrinks it if beta a is in (0, 2); rho is the largest"
         " |1 - beta a|. |T| is the largest norm of a transition, then of a product of consecutive transitions. |S| is"
@@ -187,24 +185,22 @@ def _memory_verdict(layers: Sequence[MemoryStats | None]) -> str:
 def phase_section(layers: Sequence[PhaseStats | None], labels: Sequence[str]) -> ProbePart:
     """The phases of a Kuramoto model; `labels` are the tokens of the text."""
     columns = ("layer", "R", "heads", "locking", "energy", "strongest pair")
-    rows = []
-    for number, layer in enumerate(layers, start=1):
-        if layer is None:
-            rows.append((f"{number}", *[MISSING] * (len(columns) - 1)))
-            continue
-        heads = [_mean(head) for head in layer.order]
+
+    def cells(layer: PhaseStats) -> tuple[str, ...]:
+        heads = [fmean(head) for head in layer.order]
         pair = MISSING
         if layer.strongest:
             tokens = (f"{_short(labels[n])} {n + 1}" for n in (layer.strongest[0].first, layer.strongest[0].second))
             pair = f"{' ~ '.join(tokens)}: {format_number(layer.strongest[0].after, 2)}"
-        order = format_number(_mean(heads), 2), f"{format_number(min(heads), 2)}-{format_number(max(heads), 2)}"
+        order = format_number(fmean(heads), 2), f"{format_number(min(heads), 2)}-{format_number(max(heads), 2)}"
         locking = _change(layer.locking_before, layer.locking_after)
-        energy = _change(_mean(layer.energy.before), _mean(layer.energy.after))
-        rows.append((f"{number}", *order, locking, energy, pair))
+        energy = _change(fmean(layer.energy.before), fmean(layer.energy.after))
+        return *order, locking, energy, pair
+
     return ProbePart(
         name="phases",
         title="Phases",
-        table=text_table(caption="Synchronisation of the tokens", columns=columns, rows=rows, text_columns=(0, 5)),
+        table=_layer_table("Synchronisation of the tokens", columns, layers, cells, text_columns=(0, 5)),
         verdict=_phase_verdict(layers, labels),
         note="R is the order parameter at the input of a layer, 1 if all phases are equal, and its range over heads."
         " Locking is the mean cosine between the phases of two tokens, before and after the layer. Energy is minus the"
@@ -215,17 +211,17 @@ def phase_section(layers: Sequence[PhaseStats | None], labels: Sequence[str]) ->
 
 def _phase_verdict(layers: Sequence[PhaseStats | None], labels: Sequence[str]) -> str:
     stats = [layer for layer in layers if layer is not None]
-    first, last = (_mean([_mean(head) for head in order]) for order in (stats[0].order, stats[-1].order_after))
+    first, last = (fmean([fmean(head) for head in order]) for order in (stats[0].order, stats[-1].order_after))
     if not _all_finite((first, last, *(x for layer in stats for x in layer.energy.after))):
         return _NOT_FINITE
     change = "is about constant" if abs(last - first) < _MIN_CHANGE else "rises" if last > first else "falls"
-    n_lower = sum(_mean(layer.energy.after) <= _mean(layer.energy.before) - _MIN_CHANGE for layer in stats)
+    n_lower = sum(fmean(layer.energy.after) <= fmean(layer.energy.before) - _MIN_CHANGE for layer in stats)
     numbered = [(layer, number) for number, layer in enumerate(layers, start=1) if layer is not None]
     pairs = [(layer.most_increased[0], number) for layer, number in numbered if layer.most_increased]
     largest = ""
     if pairs:
-        pair, number = max(pairs, key=lambda candidate: _increase(candidate[0]))
-        if _increase(pair) >= _MIN_CHANGE:
+        pair, number = max(pairs, key=lambda candidate: candidate[0].after - candidate[0].before)
+        if pair.after - pair.before >= _MIN_CHANGE:
             largest = (
                 f" Largest increase of locking: {_short(labels[pair.first])} (token {pair.first + 1}) and"
                 f" {_short(labels[pair.second])} ({pair.second + 1}), from {format_signed(pair.before, 2)} to"
@@ -239,16 +235,21 @@ def _phase_verdict(layers: Sequence[PhaseStats | None], labels: Sequence[str]) -
     )
 
 
-def _increase(pair: TokenPair) -> float:
-    return pair.after - pair.before
+def _layer_table(
+    caption: str,
+    columns: Sequence[str],
+    layers: Sequence[_Stats | None],
+    cells: Callable[[_Stats], tuple[str, ...]],
+    text_columns: tuple[int, ...] = (0,),
+) -> Table:
+    """A table with one numbered row per layer; layers without statistics have empty cells."""
+    empty = [MISSING] * (len(columns) - 1)
+    rows = [(f"{n}", *(empty if layer is None else cells(layer))) for n, layer in enumerate(layers, start=1)]
+    return text_table(caption=caption, columns=columns, rows=rows, text_columns=text_columns)
 
 
 def _change(before: float, after: float) -> str:
     return f"{format_signed(before, 2)}→{format_signed(after, 2)}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _all_finite(values: Iterable[float]) -> bool:

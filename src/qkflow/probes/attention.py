@@ -101,14 +101,14 @@ def mechanism_inputs(model: Stack, tokens: Tokens) -> list[tuple[Mechanism, Stre
 
 
 @contextmanager
-def record_inputs(mechanisms: Sequence[Mechanism]) -> Iterator[list[Stream]]:
-    """Collect the input of each mechanism while a model runs inside the context."""
+def record_inputs(modules: Sequence[nn.Module]) -> Iterator[list[Stream]]:
+    """Collect the input of each module while a model runs inside the context."""
     inputs: list[Stream] = []
 
     def record(_: nn.Module, args: tuple[Any, ...]) -> None:
         inputs.append(args[0])
 
-    hooks = [layer.register_forward_pre_hook(record) for layer in mechanisms]
+    hooks = [module.register_forward_pre_hook(record) for module in modules]
     try:
         yield inputs
     finally:

@@ -85,21 +85,13 @@ class Faithfulness:
 
     @property
     def comprehensiveness(self) -> Values:
-        """Comprehensiveness of the attention ranking."""
-        return self._by_attention.comprehensiveness
+        """Comprehensiveness of the attention ranking, which must be among the evaluated ones."""
+        return self.rankings["attention"].comprehensiveness
 
     @property
     def sufficiency(self) -> Values:
-        """Sufficiency of the attention ranking."""
-        return self._by_attention.sufficiency
-
-    @property
-    def _by_attention(self) -> DeletionScores:
-        if "attention" not in self.rankings:
-            raise UsageError(
-                f"attention was not ranked (only {', '.join(self.rankings) or 'nothing'}): pass rankings=['attention']"
-            )
-        return self.rankings["attention"]
+        """Sufficiency of the attention ranking, which must be among the evaluated ones."""
+        return self.rankings["attention"].sufficiency
 
 
 def evaluate_faithfulness(
@@ -123,7 +115,15 @@ def evaluate_faithfulness(
     >>> np.isnan(result.mass).tolist(), result.comprehensiveness.shape
     ([False, True], (2,))
     """
-    _check(instances, pooling, (fraction, *fractions), rankings, seed, batch)
+    if not instances:
+        raise UsageError("got no instances: expected at least one")
+    if pooling not in POOLINGS:
+        raise unknown("pooling", pooling, POOLINGS)
+    for ranking in rankings:
+        if ranking not in get_args(Ranking):
+            raise unknown("ranking", ranking, get_args(Ranking))
+    if not fractions or any(not 0 < x <= 1 for x in (fraction, *fractions)):
+        raise UsageError(f"fractions must be above 0 and at most 1, at least one of them, got {fraction}, {fractions}")
     result, saliency = _read_whole_texts(reader, instances, pooling, batch, gradient="gradient" in rankings)
     scores: dict[Ranking, Sequence[Ragged]] = {"attention": result.attention, "gradient": saliency}
     if "random" in rankings:
@@ -307,24 +307,3 @@ def _scatter(into: list[Ragged], index: Sequence[int], rows: Tensor, lengths: Te
 def _random_scores(tokens: Row, seed: int) -> Ragged:
     """Random scores that depend on the text and the seed only."""
     return np.random.default_rng((seed, *tokens)).random(len(tokens))
-
-
-def _check(
-    instances: Sequence[Instance],
-    pooling: str,
-    fractions: Sequence[float],
-    rankings: Sequence[str],
-    seed: int,
-    batch: int,
-) -> None:
-    if not instances:
-        raise UsageError("got no instances: expected at least one")
-    if pooling not in POOLINGS:
-        raise unknown("pooling", pooling, POOLINGS)
-    for ranking in rankings:
-        if ranking not in get_args(Ranking):
-            raise unknown("ranking", ranking, get_args(Ranking))
-    if len(fractions) < 2 or any(not 0 < fraction <= 1 for fraction in fractions):
-        raise UsageError(f"fractions must be above 0 and at most 1, at least one of them, got {list(fractions)}")
-    if batch < 1 or seed < 0:
-        raise UsageError(f"batch must be at least 1 and seed at least 0, got {batch} and {seed}")

@@ -20,19 +20,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from einops import einsum
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from qkflow.mechanisms.base import Mechanism, Stream
+from qkflow.mechanisms.base import Stream
 from qkflow.mechanisms.kuramoto import SynchronyMechanism
 from qkflow.models import Decoder
 from qkflow.ops import kuramoto
 from qkflow.ops.groups import Group
-from qkflow.probes.attention import cpu_float64, mechanism_inputs
+from qkflow.probes.attention import cpu_float64, mechanism_inputs, record_inputs
 from qkflow.probes.diagnostics import Diagnostic, diagnostics
 
 Elements = Float[Tensor, "t h e a"]
@@ -156,33 +156,19 @@ def layer_phases(model: Decoder, tokens: Sequence[int] | Int[Tensor, " t"]) -> l
     >>> first.order().shape, first.locking("after").shape, second.before is not None
     (torch.Size([2, 16]), torch.Size([2, 3, 3]), True)
     """
-    outputs: list[Stream] = []
-
-    def record(_: nn.Module, __: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        outputs.append(output[0])
-
-    hooks = [block.register_forward_hook(record) for block in model.blocks]
-    try:
+    with record_inputs([model.norm]) as last_output:
         inputs = mechanism_inputs(model, tokens)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    ids = tuple(torch.as_tensor(tokens).tolist())
-    return [_layer_phases(layer, x, after, ids) for (layer, x), after in zip(inputs, outputs, strict=True)]
-
-
-def _layer_phases(layer: Mechanism, x: Stream, after: Stream, tokens: tuple[int, ...]) -> LayerPhases | None:
-    if not isinstance(layer, SynchronyMechanism):
-        return None
-    before, attended, energy = attention_step(layer, x)
-    return LayerPhases(
-        tokens=tokens,
-        group=layer.group,
-        before=before,
-        attended=attended,
-        after=elements(layer, after),
-        energy=energy,
-    )
+    outputs = [x for _, x in inputs[1:]] + last_output  # phase blocks pass their input to the mechanism unchanged
+    layers: list[LayerPhases | None] = []
+    for (layer, x), after in zip(inputs, outputs, strict=True):
+        if isinstance(layer, SynchronyMechanism):
+            before, attended, energy = attention_step(layer, x)
+            stages = {"before": before, "attended": attended, "after": elements(layer, after)}
+            ids = tuple(torch.as_tensor(tokens).tolist())
+            layers.append(LayerPhases(tokens=ids, group=layer.group, energy=energy, **stages))
+        else:
+            layers.append(None)
+    return layers
 
 
 def _mean_locking(by_head: Float[Tensor, "h t u"]) -> float:

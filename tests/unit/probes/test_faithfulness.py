@@ -62,80 +62,85 @@ def texts(n: int = 12, *, seed: int = 0, longest: int = 9) -> list[Instance]:
     decoder = []
     for _ in range(n):
         t = int(draw.integers(1, longest + 1))
-        places = draw.permutation(t)[: max(1, t // 3)].tolist()
+        positions = draw.permutation(t)[: max(1, t // 3)].tolist()
         decoder.append(
-            text(*draw.integers(1, 12, t).tolist(), rationale=sorted(places), kept=[t - 1], label=int(draw.integers(2)))
+            text(
+                *draw.integers(1, 12, t).tolist(),
+                rationale=sorted(positions),
+                kept=[t - 1],
+                label=int(draw.integers(2)),
+            )
         )
     return decoder
 
 
-def figures(looked: Faithfulness) -> dict[str, np.ndarray]:
-    result = {name: x for name, x in vars(looked).items() if isinstance(x, np.ndarray)}
-    result |= {f"mass {how}": x for how, x in looked.masses.items()}
-    for ranking, faithful in looked.rankings.items():
+def figures(scores: Faithfulness) -> dict[str, np.ndarray]:
+    result = {name: x for name, x in vars(scores).items() if isinstance(x, np.ndarray)}
+    result |= {f"mass {how}": x for how, x in scores.masses.items()}
+    for ranking, faithful in scores.rankings.items():
         result |= {f"{ranking} {name}": x for name, x in vars(faithful).items()}
     return result
 
 
-def test_deleting_the_top_words_is_what_eraser_defines() -> None:
+def test_deletion_scores_match_the_eraser_definition() -> None:
     words = Words({5: 2.0, 6: -1.0, 7: 0.5}, {5: 3.0, 6: 2.0, 7: 1.0})
-    looked = evaluate_faithfulness(words, [text(7, 5, 6, 9, rationale=[1])])
+    scores = evaluate_faithfulness(words, [text(7, 5, 6, 9, rationale=[1])])
     p = sigmoid(1.5)
-    assert looked.predicted.tolist() == [1]
-    assert_allclose(looked.probability, [p])
-    assert_allclose(looked.comprehensiveness, [p - sigmoid(-0.5)])  # without word 5
-    assert_allclose(looked.sufficiency, [p - sigmoid(2.0)])  # word 5 alone
-    assert_allclose(looked.mass, [3 / 7])
+    assert scores.predicted.tolist() == [1]
+    assert_allclose(scores.probability, [p])
+    assert_allclose(scores.comprehensiveness, [p - sigmoid(-0.5)])  # without word 5
+    assert_allclose(scores.sufficiency, [p - sigmoid(2.0)])  # word 5 alone
+    assert_allclose(scores.mass, [3 / 7])
 
 
-def test_the_probability_is_that_of_the_models_own_answer_and_not_of_the_label() -> None:
-    looked = evaluate_faithfulness(Words({5: -3.0, 6: 1.0}, {5: 9.0}), [text(5, 6, label=1)])
-    assert (looked.predicted[0], looked.correct[0]) == (0, False)
-    assert_allclose(looked.probability, [sigmoid(2)])
-    assert_allclose(looked.label_probability, [sigmoid(-2)])
-    assert_allclose(looked.loss, [-math.log(sigmoid(-2))])
-    assert_allclose(looked.comprehensiveness, [sigmoid(2) - sigmoid(-1)])
+def test_probability_is_of_the_predicted_class_not_of_the_label() -> None:
+    scores = evaluate_faithfulness(Words({5: -3.0, 6: 1.0}, {5: 9.0}), [text(5, 6, label=1)])
+    assert (scores.predicted[0], scores.correct[0]) == (0, False)
+    assert_allclose(scores.probability, [sigmoid(2)])
+    assert_allclose(scores.label_probability, [sigmoid(-2)])
+    assert_allclose(scores.loss, [-math.log(sigmoid(-2))])
+    assert_allclose(scores.comprehensiveness, [sigmoid(2) - sigmoid(-1)])
 
 
-def test_aopc_is_the_mean_over_one_to_fifty_per_cent() -> None:
+def test_aopc_averages_over_all_fractions() -> None:
     odds = {word: 0.1 * word for word in range(1, 21)}
-    looked = evaluate_faithfulness(Words(odds, {word: float(word) for word in range(1, 21)}), [text(*range(1, 21))])
+    scores = evaluate_faithfulness(Words(odds, {word: float(word) for word in range(1, 21)}), [text(*range(1, 21))])
     whole = sum(odds.values())
     without = [sum(odds[word] for word in range(1, 21 - count)) for count in (1, 1, 2, 4, 10)]
     alone = [whole - rest for rest in without]
-    result = looked.rankings["attention"]
+    result = scores.rankings["attention"]
     assert_allclose(result.comprehensiveness_aopc, [np.mean([sigmoid(whole) - sigmoid(x) for x in without])])
     assert_allclose(result.sufficiency_aopc, [np.mean([sigmoid(whole) - sigmoid(x) for x in alone])])
     assert_allclose(result.comprehensiveness, [sigmoid(whole) - sigmoid(without[0])])
 
 
-def test_random_words_are_the_floor_under_attention_that_finds_the_word() -> None:
+def test_random_ranking_scores_below_attention_on_the_decisive_word() -> None:
     draw = np.random.default_rng(0)
     many = [text(*np.insert(draw.integers(1, 9, 19), draw.integers(20), 9).tolist()) for _ in range(300)]
     words = Words({9: 20.0}, {9: 2.0})
-    looked = evaluate_faithfulness(words, many, rankings=("attention", "gradient", "random"), fractions=(0.05,))
-    assert_allclose(looked.comprehensiveness, 0.5, atol=1e-6)  # one in twenty, and it is the one
-    assert_allclose(looked.rankings["gradient"].comprehensiveness, 0.5, atol=1e-6)
-    assert 0.02 < looked.rankings["random"].comprehensiveness.mean() / 0.5 < 0.09
-    assert_allclose(looked.sufficiency, 0, atol=1e-6)
-    assert 0.91 < looked.rankings["random"].sufficiency.mean() / 0.5 < 0.98
+    scores = evaluate_faithfulness(words, many, rankings=("attention", "gradient", "random"), fractions=(0.05,))
+    assert_allclose(scores.comprehensiveness, 0.5, atol=1e-6)  # one in twenty, and it is the one
+    assert_allclose(scores.rankings["gradient"].comprehensiveness, 0.5, atol=1e-6)
+    assert 0.02 < scores.rankings["random"].comprehensiveness.mean() / 0.5 < 0.09
+    assert_allclose(scores.sufficiency, 0, atol=1e-6)
+    assert 0.91 < scores.rankings["random"].sufficiency.mean() / 0.5 < 0.98
 
 
-def test_the_seed_draws_the_random_words() -> None:
+def test_random_ranking_depends_on_the_seed() -> None:
     words, many = Words({1: 1.0, 2: -2.0}), texts(30)
     first, again, other = (evaluate_faithfulness(words, many, rankings=["random"], seed=seed) for seed in (0, 0, 1))
     assert figures(first)["random comprehensiveness"].tolist() == figures(again)["random comprehensiveness"].tolist()
     assert figures(first)["random comprehensiveness"].tolist() != figures(other)["random comprehensiveness"].tolist()
 
 
-def test_random_words_stand_elsewhere_in_every_text() -> None:
+def test_random_ranking_differs_between_texts() -> None:
     words, many = Words({}), [text(*range(first, first + 10)) for first in (1, 11, 21, 31, 41)]
     evaluate_faithfulness(words, many, rankings=["random"], fractions=(0.05,))
     alone = {row[0] % 10 for row in words.rows if len(row) == 1}
     assert len(alone) > 1
 
 
-def test_what_is_read_after_a_deletion_is_a_text_with_everything_kept_and_no_gaps() -> None:
+def test_deletion_keeps_order_and_protected_tokens() -> None:
     words, one = Words({3: 1.0}), text(1, 2, 3, 4, 5, 6, 7, kept=[2, 6])
     evaluate_faithfulness(words, [one])
     for row in words.rows:
@@ -145,35 +150,35 @@ def test_what_is_read_after_a_deletion_is_a_text_with_everything_kept_and_no_gap
     assert {len(row) for row in words.rows} == {7, 6, 4, 3, 5}  # all; without 1 and 3 of five; with 1 and 3 of them
 
 
-def test_where_the_last_word_goes_the_answer_is_asked_for_at_the_one_before() -> None:
+def test_answer_is_read_at_the_last_remaining_token() -> None:
     words = Words({}, {8: 5.0})
     evaluate_faithfulness(words, [text(6, 7, 8)], fractions=(0.05,), rankings=["attention"])
     assert sorted(words.rows) == [(6, 7), (6, 7, 8), (8,)]
 
 
 @pytest.mark.parametrize("one", [text(5), text(5, 6, kept=[0, 1])])
-def test_a_text_with_nothing_to_spare_loses_nothing(one: Instance) -> None:
-    looked = evaluate_faithfulness(Words({5: 1.0}), [one])
-    for result in looked.rankings.values():
+def test_scores_are_zero_when_no_token_can_be_deleted(one: Instance) -> None:
+    scores = evaluate_faithfulness(Words({5: 1.0}), [one])
+    for result in scores.rankings.values():
         for values in vars(result).values():
             assert values.tolist() == [0]
 
 
-def test_a_text_that_would_lose_all_its_words_keeps_the_last() -> None:
+def test_last_token_is_kept_when_all_would_be_deleted() -> None:
     words = Words({1: 1.0, 2: 3.0})
-    looked = evaluate_faithfulness(words, [text(1, 2)], fraction=1.0, rankings=["attention"])
-    assert_allclose(looked.comprehensiveness, [sigmoid(4) - sigmoid(3)])
-    assert_allclose(looked.sufficiency, [0])
+    scores = evaluate_faithfulness(words, [text(1, 2)], fraction=1.0, rankings=["attention"])
+    assert_allclose(scores.comprehensiveness, [sigmoid(4) - sigmoid(3)])
+    assert_allclose(scores.sufficiency, [0])
 
 
-def test_no_text_is_read_twice() -> None:
+def test_repeated_texts_are_read_once() -> None:
     words = Words({1: 1.0}, {1: 2.0})
     evaluate_faithfulness(words, [text(1, 2, 3), text(1, 2, 3), text(1, 2, 4)], rankings=["attention"])
     deleted = [row for row in words.rows if len(row) < 3]
     assert len(deleted) == len(set(deleted))
 
 
-def test_ties_go_by_place_and_rounding_makes_none() -> None:
+def test_ties_are_broken_by_position() -> None:
     assert rank_tokens(np.array([0.2, 0.3, 0.2, 0.3])) == [1, 3, 0, 2]
     assert rank_tokens(np.array([0.3, 0.3 + 1e-8, 0.3 - 1e-8])) == [0, 1, 2]
     assert rank_tokens(np.array([1e-9, 2e-9, 0.0, 0.5])) == [3, 1, 0, 2]
@@ -181,19 +186,19 @@ def test_ties_go_by_place_and_rounding_makes_none() -> None:
     assert rank_tokens(np.arange(200) % 2.0) == [*range(1, 200, 2), *range(0, 200, 2)]
 
 
-@example(fraction=0.07, places=100)
-@given(fraction=st.sampled_from([0.01, 0.05, 0.07, 0.1, 0.2, 0.5, 1.0]), places=st.integers(0, 300))
+@example(fraction=0.07, positions=100)
+@given(fraction=st.sampled_from([0.01, 0.05, 0.07, 0.1, 0.2, 0.5, 1.0]), positions=st.integers(0, 300))
 @settings(deadline=None, max_examples=25)
-def test_a_part_is_rounded_up_and_never_nothing(fraction: float, places: int) -> None:
+def test_top_count_rounds_up_to_at_least_one(fraction: float, positions: int) -> None:
     percent = round(100 * fraction)
-    assert top_count(fraction, places) == min(places, max(1, -(-percent * places // 100)))
+    assert top_count(fraction, positions) == min(positions, max(1, -(-percent * positions // 100)))
 
 
 @given(t=st.integers(1, 12), data=st.data())
 @settings(deadline=None, max_examples=25)
-def test_the_two_parts_of_a_text_share_its_kept_places_and_nothing_else(t: int, data: st.DataObject) -> None:
+def test_split_tokens_partitions_the_unprotected_positions(t: int, data: st.DataObject) -> None:
     kept = data.draw(st.sets(st.integers(0, t - 1)))
-    order = [place for place in data.draw(st.permutations(range(t))) if place not in kept]
+    order = [position for position in data.draw(st.permutations(range(t))) if position not in kept]
     count = data.draw(st.integers(0, len(order)))
     without, alone = split_tokens(tuple(range(t)), order, count)
     left = {*without} if kept or count < t else set()
@@ -224,7 +229,7 @@ def test_batched_equals_one_by_one(double: bool, digits: float) -> None:
             )
 
 
-def test_holding_few_deletions_in_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_does_not_depend_on_the_number_of_instances_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     words, many = Words({1: 1.0, 2: -2.0}, {2: 3.0}), texts(30)
     expected = figures(evaluate_faithfulness(words, many))
     monkeypatch.setattr("qkflow.probes.faithfulness._INSTANCES_AT_ONCE", 4)
@@ -232,7 +237,7 @@ def test_holding_few_deletions_in_memory_changes_nothing(monkeypatch: pytest.Mon
         assert_allclose(actual, expected[name], rtol=1e-12, err_msg=name)
 
 
-def test_the_order_of_instances_changes_nothing() -> None:
+def test_result_does_not_depend_on_the_order_of_instances() -> None:
     read, many = reader(model().double()), texts()
     mixed = np.random.default_rng(1).permutation(len(many))
     straight, shuffled = (
@@ -246,20 +251,18 @@ def test_the_order_of_instances_changes_nothing() -> None:
         assert len(row) == len(many[i].tokens)
 
 
-def test_the_pooling_decides_mass_and_ranking() -> None:
+def test_mass_is_that_of_the_chosen_pooling() -> None:
     read, many = reader(model().double()), texts()
     result = {how: evaluate_faithfulness(read, many, pooling=how, rankings=()) for how in ("average", "max", "rollout")}
-    for how, looked in result.items():
-        assert_allclose(looked.mass, looked.masses[how])
-        on_it = [row[list(one.rationale)].sum() for row, one in zip(looked.attention, many, strict=True)]
-        assert_allclose(looked.mass, on_it)
-        assert_allclose(looked.effective, np.exp(looked.entropy))
-    assert len({tuple(looked.mass) for looked in result.values()}) == 3
-    with pytest.raises(UsageError, match="attention was not ranked"):
-        _ = result["max"].comprehensiveness
+    for how, scores in result.items():
+        assert_allclose(scores.mass, scores.masses[how])
+        on_it = [row[list(one.rationale)].sum() for row, one in zip(scores.attention, many, strict=True)]
+        assert_allclose(scores.mass, on_it)
+        assert_allclose(scores.effective, np.exp(scores.entropy))
+    assert len({tuple(scores.mass) for scores in result.values()}) == 3
 
 
-def test_memory_is_bounded_however_large_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_split_to_bound_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qkflow.probes.faithfulness._MAX_MAP_ELEMENTS", 64 * 5 * 5 * 2)
     monkeypatch.setattr("qkflow.probes.faithfulness._MAX_TOKENS", 20)
     sizes: list[tuple[int, int, bool]] = []
@@ -284,8 +287,6 @@ def test_memory_is_bounded_however_large_the_batch(monkeypatch: pytest.MonkeyPat
         ({"fraction": 0.0}, "above 0 and at most 1"),
         ({"fractions": ()}, "at least one of them"),
         ({"fractions": (0.5, 1.1)}, "above 0 and at most 1"),
-        ({"batch": 0}, "batch must be at least 1"),
-        ({"seed": -1}, "seed at least 0"),
         ({"instances": [text(1, label=2)]}, "labels must be from 0 to 1, the answers of the model, got 2 to 2"),
     ],
 )
