@@ -265,12 +265,12 @@ class DeltaMechanism(QKMechanism):
     def gates(self, x: Stream) -> tuple[Gates, Gates | None, Gates | None]:
         """Return beta, log alpha and lambda; `None` for gates that the recurrence does not have."""
         log_alpha = None if self.decay is None else self.decay(x)
-        lam = None
+        beta, lam = self.beta(x).sigmoid(), None  # the order of the gates decides how gradients are summed
         if self.lam is not None:
             lam = (_at_least_float32(self.lam(x)) + self.config.lam_bias).sigmoid()  # (4)
         elif self.config.lam:
             lam = x.new_full((*x.shape[:2], self.heads), self.config.lam)
-        return self.beta(x).sigmoid(), log_alpha, lam
+        return beta, log_alpha, lam
 
     def _project(self, x: Stream, state: State | None, layout: Layout | None) -> _Call:
         """Project, convert to row form, convolve, couple and normalise."""

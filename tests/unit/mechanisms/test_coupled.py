@@ -58,7 +58,7 @@ def close(got: tuple[Tensor, ...], want: tuple[Tensor, ...], within: float = 1e-
 
 @pytest.mark.parametrize("sharing", ["heads", "none", "layers"])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_hamiltonian_coupling_starts_as_one_drift(sharing: Any, steps: int) -> None:
+def test_hamiltonian_coupling_is_a_drift_at_initialisation(sharing: Any, steps: int) -> None:
     q, k = points()
     for integrator in ("symplectic-euler", "leapfrog"):
         config = CouplingConfig(steps=steps, integrator=integrator, sharing=sharing)
@@ -67,7 +67,7 @@ def test_a_hamiltonian_coupling_starts_as_one_drift(sharing: Any, steps: int) ->
         close(coupling(q, k), (q + steps * coupling.dt * k, k))
 
 
-def test_an_euler_coupling_starts_as_one_drift_too() -> None:
+def test_euler_coupling_is_a_drift_at_initialisation() -> None:
     q, k = points()
     coupling: Any = CouplingConfig(dynamics="euler", steps=2)(HEADS, HEADS, WIDTH).double()
     assert coupling.dt.item() == pytest.approx(0.1)
@@ -81,7 +81,7 @@ def test_an_euler_coupling_starts_as_one_drift_too() -> None:
     + [{"dynamics": "affine", "alternations": n} for n in (1, 2, 3)],
     ids=str,
 )
-def test_other_couplings_start_as_the_identity(config: dict[str, Any], sharing: Any) -> None:
+def test_other_couplings_are_the_identity_at_initialisation(config: dict[str, Any], sharing: Any) -> None:
     q, k = points()
     for dtype in (torch.float64, torch.float32):
         layer = CouplingConfig(**config, sharing=sharing)(HEADS, HEADS, WIDTH).to(dtype)
@@ -118,7 +118,7 @@ def test_affine_coupling_is_invertible(alternations: int, seed: int, sharing: An
 
 
 @pytest.mark.parametrize("alternations", [1, 2, 3])
-def test_an_affine_coupling_is_undone_also_with_networks_as_large_as_others_start(alternations: int) -> None:
+def test_affine_coupling_is_invertible_with_large_weights(alternations: int) -> None:
     config = CouplingConfig(dynamics="affine", alternations=alternations)
     layer = config(HEADS, HEADS, 64).double()
     at = points(width=64)
@@ -133,7 +133,7 @@ def test_an_affine_coupling_is_undone_also_with_networks_as_large_as_others_star
 
 
 @pytest.mark.parametrize("config", MOVING, ids=str)
-def test_tokens_and_heads_move_by_themselves(config: dict[str, Any]) -> None:
+def test_tokens_and_heads_are_independent(config: dict[str, Any]) -> None:
     for sharing in ("heads", "none"):
         layer, (q, k) = make(sharing=sharing, **config), points()
         moved = layer(q, k)
@@ -149,7 +149,7 @@ def test_tokens_and_heads_move_by_themselves(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("sharing", ["heads", "none"])
 @pytest.mark.parametrize("config", PAIRING, ids=str)
-def test_a_grouped_query_moves_as_the_mean_of_its_group(config: dict[str, Any], sharing: Any) -> None:
+def test_grouped_queries_move_by_the_displacement_of_their_mean(config: dict[str, Any], sharing: Any) -> None:
     layer, (q, k) = make(6, 2, sharing=sharing, **config), points(6, 2)
     pairs = make(2, 2, sharing=sharing, **config)
     pairs.load_state_dict(layer.state_dict())
@@ -160,7 +160,7 @@ def test_a_grouped_query_moves_as_the_mean_of_its_group(config: dict[str, Any], 
 
 
 @pytest.mark.parametrize("config", MOVING[-2:], ids=str)
-def test_the_controls_move_every_grouped_query_by_itself(config: dict[str, Any]) -> None:
+def test_controls_move_grouped_queries_independently(config: dict[str, Any]) -> None:
     layer, (q, k) = make(6, 2, **config), points(6, 2)
     moved, key = layer(q, k)
     for head in range(6):
@@ -192,40 +192,40 @@ def test_paired_dynamics_couple_queries_and_keys(config: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("force", ["mlp", "potential", "none"])
 @pytest.mark.parametrize("sharing", ["heads", "none", "layers"])
-def test_hamiltonian_and_euler_with_the_same_force_cost_the_same_parameters(force: Any, sharing: Any) -> None:
+def test_hamiltonian_and_euler_have_as_many_parameters(force: Any, sharing: Any) -> None:
     hamiltonian, euler = (make(dynamics=d, force=force, sharing=sharing) for d in ("hamiltonian", "euler"))
     assert count(hamiltonian) == count(euler)
     assert hamiltonian.state_dict().keys() == euler.state_dict().keys()
 
 
 @pytest.mark.parametrize("steps", [2, 7])
-def test_steps_cost_no_parameters(steps: int) -> None:
+def test_steps_add_no_parameters(steps: int) -> None:
     for dynamics in ("hamiltonian", "euler", "uncoupled"):
         assert count(make(dynamics=dynamics, steps=steps)) == count(make(dynamics=dynamics))
 
 
 @pytest.mark.parametrize("dynamics", DYNAMICS)
-def test_a_network_a_head_costs_that_many_networks(dynamics: Any) -> None:
+def test_unshared_networks_multiply_parameters_by_heads(dynamics: Any) -> None:
     shared, own = (count(make(dynamics=dynamics, sharing=sharing)) for sharing in ("heads", "none"))
     dt = dynamics not in ("affine", "nonlinear-query")
     assert own - dt == HEADS * (shared - dt)
 
 
-def test_a_paper_sized_coupling_costs_next_to_nothing() -> None:
+def test_coupling_of_a_paper_sized_model_has_few_parameters() -> None:
     base = parameters(size("60m"))
     for spec, most in (("hamiltonian", 0.0012), ("affine", 0.0035)):
         more = parameters(size("60m", mechanism=f"standard+{spec}")) - base
         assert 0 < more / base <= most, spec
 
 
-def test_the_uncoupled_control_has_the_capacity_of_the_coupling() -> None:
+def test_uncoupled_control_has_as_many_parameters() -> None:
     with torch.device("meta"):
         hamiltonian, uncoupled = (count(CouplingConfig(dynamics=d)(8, 8, 64)) for d in ("hamiltonian", "uncoupled"))
     assert uncoupled == pytest.approx(hamiltonian, rel=0.01)
 
 
 @pytest.mark.parametrize("config", MOVING, ids=str)
-def test_half_precision_moves_both_ways(config: dict[str, Any]) -> None:
+def test_half_precision_forward_and_backward(config: dict[str, Any]) -> None:
     layer, (q, k) = make(**config).float(), points()
     q, k = (x.float().requires_grad_() for x in (q, k))
     exact = layer(q, k)
@@ -287,6 +287,6 @@ def test_mismatched_shapes_raise(config: dict[str, Any], queries: int, keys: int
         make(**config)(*points(queries, keys, width))
 
 
-def test_a_key_of_another_width_than_the_query_is_refused() -> None:
+def test_key_width_must_equal_query_width() -> None:
     with pytest.raises((UsageError, TypeCheckError), match=r"got \[4, 6\] and \[4, 7\]|parameter 'k'"):
         make()(points()[0], points(width=7)[1])

@@ -138,7 +138,7 @@ def test_coupling_moves_queries_and_keys_before_norm_and_position(
 @pytest.mark.parametrize("keys", [1, 2])
 @pytest.mark.parametrize("coupling", ["hamiltonian", "affine", "uncoupled"])
 @pytest.mark.parametrize("base", BASES)
-def test_each_query_of_a_group_moves_as_the_mean_of_the_group_does(
+def test_grouped_queries_move_by_the_displacement_of_their_mean(
     base: str, coupling: str, keys: int, mode: Callable[[], Any]
 ) -> None:
     options = f"key_heads={keys}"
@@ -150,7 +150,7 @@ def test_each_query_of_a_group_moves_as_the_mean_of_the_group_does(
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 @pytest.mark.parametrize("base", BASES)
-def test_a_drift_folded_into_the_projection_changes_neither_values_nor_gradients(base: str, coupling: str) -> None:
+def test_folded_drift_has_the_same_values_and_gradients(base: str, coupling: str) -> None:
     layer, x = make(base, coupling, "qk_norm=True"), stream().requires_grad_()
     folded = layer(x)[0]
     with torch.no_grad():
@@ -222,7 +222,7 @@ def test_pre_forward_and_backward_hooks_on_projections_run() -> None:
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 @pytest.mark.parametrize("base", BASES)
-def test_a_cached_key_never_changes(base: str, coupling: str) -> None:
+def test_cached_keys_do_not_change(base: str, coupling: str) -> None:
     layer, x = make(base, coupling, "key_heads=2,qk_norm=True"), stream(2, 9)
     with torch.no_grad():
         _, state = layer(x[:, :4])
@@ -235,7 +235,7 @@ def test_a_cached_key_never_changes(base: str, coupling: str) -> None:
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
-def test_what_is_cached_has_moved_then_been_normed_then_turned(coupling: str) -> None:
+def test_cached_keys_are_coupled_normalised_and_rotated(coupling: str) -> None:
     layer, x = make("standard", coupling, "qk_norm=True"), stream()
     with torch.no_grad():
         layer.key_norm.uniform_(0.5, 2)
@@ -247,7 +247,7 @@ def test_what_is_cached_has_moved_then_been_normed_then_turned(coupling: str) ->
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 @pytest.mark.parametrize("base", BASES)
-def test_all_of_a_coupling_is_of_the_qk_circuit(base: str, coupling: str) -> None:
+def test_coupling_parameters_belong_to_the_qk_circuit(base: str, coupling: str) -> None:
     layer = make(base, coupling, "qk_norm=True")
     circuits = layer.circuits()
     names = {name for name, _ in layer.named_parameters()}
@@ -286,7 +286,7 @@ def test_coupled_attention_is_standard_attention_with_a_hamiltonian_coupling() -
 
 
 @pytest.mark.parametrize("coupling", ["affine", "uncoupled", "nonlinear-query"])
-def test_a_coupling_that_starts_as_the_identity_leaves_the_mechanism_as_it_was(coupling: str) -> None:
+def test_identity_coupling_does_not_change_the_output(coupling: str) -> None:
     plain, x = StandardAttention(WIDTH, HEADS).double(), stream()
     layer = mechanism(f"standard+{coupling}")(WIDTH, HEADS, layer=0, layers=1).double()
     layer.load_state_dict({**layer.state_dict(), **plain.state_dict()})

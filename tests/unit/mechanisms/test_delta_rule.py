@@ -92,7 +92,7 @@ def as_published(layer: Any, x: Tensor) -> Tensor:
         "qdelta:heads=1,key_width=130",  # values of 260: more than the rule takes at once
     ],
 )
-def test_a_mechanism_is_what_is_published_in_values_and_gradients(spec: str) -> None:
+def test_values_and_gradients_match_the_published_equations(spec: str) -> None:
     layer, x = make(spec), stream().requires_grad_()
     actual, expected = layer(x)[0], as_published(layer, x)
     close(actual, expected)
@@ -100,7 +100,7 @@ def test_a_mechanism_is_what_is_published_in_values_and_gradients(spec: str) -> 
     close(*(torch.autograd.grad(y, leaves, weight) for y in (actual, expected)), within=1e-10)
 
 
-def test_q_delta_without_lambda_is_the_gated_delta_rule_and_without_decay_the_delta_rule() -> None:
+def test_qdelta_without_lambda_or_decay_equals_its_special_cases() -> None:
     x = stream()
     for spec, plain in (("qdelta:lam=0", "gated-deltanet"), ("qdelta:lam=0,decay=False", "deltanet")):
         other = make(plain)
@@ -110,7 +110,7 @@ def test_q_delta_without_lambda_is_the_gated_delta_rule_and_without_decay_the_de
         assert layer.inputs(x).lam is None
 
 
-def test_a_lambda_of_their_own_sets_tokens_apart() -> None:
+def test_learned_lambda_differs_between_tokens() -> None:
     lam = make("qdelta").inputs(stream()).lam
     assert lam.shape == (2, 7, HEADS)
     assert bool(((lam > 0) & (lam < 1)).all())
@@ -121,7 +121,7 @@ def test_a_lambda_of_their_own_sets_tokens_apart() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_inputs_are_what_goes_into_the_rule(name: str) -> None:
+def test_inputs_are_those_of_the_delta_rule(name: str) -> None:
     layer, x = make(name), stream()
     inputs = layer.inputs(x)
     assert (inputs.log_alpha is None, inputs.lam is None) == (name == "deltanet", name != "qdelta")
@@ -138,20 +138,20 @@ def test_the_inputs_are_what_goes_into_the_rule(name: str) -> None:
     ("width", "heads", "key_width"),
     [(1024, 6, 128), (2048, 6, 256), (128, 4, 24), (256, 4, 48), (32, 4, 8), (12, 12, 8)],
 )
-def test_keys_share_three_quarters_of_the_width(width: int, heads: int, key_width: int) -> None:
+def test_default_key_width_is_three_quarters_of_the_width(width: int, heads: int, key_width: int) -> None:
     with torch.device("meta"):
         layer = QDelta(width, heads)
     assert (layer.key_width, layer.value_width, layer.heads) == (key_width, 2 * key_width, heads)
     assert layer.output.weight.shape == (width, heads * 2 * key_width)
 
 
-def test_heads_and_widths_can_be_chosen() -> None:
+def test_heads_and_widths_are_configurable() -> None:
     layer = make("gated-deltanet:heads=3,key_width=5,value_expansion=3")
     assert layer.weights(stream(1, 4)).shape == (1, 3, 4, 4)
     assert layer(stream(1, 4))[1].matrix.shape == (1, 3, 15, 5)
 
 
-def test_decay_and_convolutions_begin_as_published() -> None:
+def test_decay_and_convolutions_are_initialised_as_published() -> None:
     torch.manual_seed(0)
     layer = QDelta(64, 32)
     assert layer.decay is not None
@@ -164,7 +164,7 @@ def test_decay_and_convolutions_begin_as_published() -> None:
     assert sum(p.numel() for p in layer.parameters()) == layer.cost(1).parameters
 
 
-def test_a_decay_far_out_keeps_its_digits() -> None:
+def test_extreme_decay_is_accurate() -> None:
     decay = Decay(1, 1).double()
     with torch.no_grad():
         decay.rate.weight.fill_(1)
@@ -198,7 +198,7 @@ def test_invalid_configs_raise_in_one_line(spec: str, message: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_heads_too_wide_for_the_rule_ask_for_more_of_them() -> None:
+def test_too_wide_heads_raise() -> None:
     with torch.device("meta"), pytest.raises(UsageError, match="got 768 for 1 heads at width 1024"):
         GatedDeltaNet(1024, 1)
     with pytest.raises(UsageError, match="heads must be at least 1, got 0"):
@@ -210,7 +210,7 @@ def test_heads_too_wide_for_the_rule_ask_for_more_of_them() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_state_is_as_large_after_many_tokens_as_after_one(name: str, dtype: torch.dtype) -> None:
+def test_state_size_is_constant(name: str, dtype: torch.dtype) -> None:
     layer = make(name, dtype=dtype)
     with torch.no_grad():
         _, one = layer(stream(1, 1, dtype=dtype))
@@ -242,7 +242,7 @@ def test_states_of_other_mechanisms_raise(other: str, message: str) -> None:
         make("qdelta")(stream(), state)
 
 
-def test_another_number_of_rows_is_refused_and_so_are_no_tokens() -> None:
+def test_wrong_row_count_and_empty_input_raise() -> None:
     layer = make("qdelta")
     _, state = layer(stream(2))
     with pytest.raises(UsageError, match=r"the state holds 2 rows, the input 3: select\(\) the rows first"):
@@ -252,7 +252,7 @@ def test_another_number_of_rows_is_refused_and_so_are_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_what_is_not_a_number_at_padding_reaches_nothing(side: Any) -> None:
+def test_nan_at_padding_has_no_effect(side: Any) -> None:
     layer, layout = make("qdelta"), Layout.padded([2, 5], 6, side=side)
     x = stream(2, 6).masked_fill(~layout.valid[..., None], torch.nan).requires_grad_()
     y, state = layer(x, layout=layout)
@@ -263,7 +263,7 @@ def test_what_is_not_a_number_at_padding_reaches_nothing(side: Any) -> None:
     assert not bool(grads[0][~layout.valid].any())
 
 
-def test_a_row_without_tokens_goes_on_as_it_was() -> None:
+def test_rows_without_tokens_keep_their_state() -> None:
     layer = make("qdelta")
     _, before = layer(stream(2, 5))
     _, after = layer(stream(2, 3), before, Layout.padded([0, 3], 3))
@@ -276,7 +276,7 @@ def test_a_row_without_tokens_goes_on_as_it_was() -> None:
 # Looking at it.
 
 
-def test_the_map_is_how_outputs_of_the_rule_depend_on_values() -> None:
+def test_map_is_the_jacobian_of_outputs_with_respect_to_values() -> None:
     layer, x = make("qdelta"), stream(1, 5)
     inputs = layer.inputs(x)
     jacobian = torch.autograd.functional.jacobian(lambda v: delta_rule(*inputs[:2], v, *inputs[3:])[0], inputs.v)
@@ -285,7 +285,7 @@ def test_the_map_is_how_outputs_of_the_rule_depend_on_values() -> None:
         close(layer.weights(x)[0, head], influence[:, head, :, head])
 
 
-def test_a_state_gives_the_map_no_columns_but_its_last_tokens_are_convolved() -> None:
+def test_map_with_a_state_has_no_extra_columns() -> None:
     layer, x = make("qdelta"), stream(2, 9)
     _, state = layer(x[:, :5])
     recorded = layer.weights(x[:, 5:], state)
@@ -293,7 +293,7 @@ def test_a_state_gives_the_map_no_columns_but_its_last_tokens_are_convolved() ->
     close(recorded, layer.weights(x)[:, :, 5:, 5:])
 
 
-def test_a_map_may_be_longer_than_the_rule_is_wide() -> None:
+def test_map_of_a_long_sequence() -> None:
     layer, x = make("gated-deltanet", dtype=torch.float32), stream(1, 300, dtype=torch.float32)
     with torch.no_grad():
         recorded = layer.weights(x)
@@ -302,7 +302,7 @@ def test_a_map_may_be_longer_than_the_rule_is_wide() -> None:
         close(layer.read(z, x), layer(x)[0], within=1e-4)
 
 
-def test_circuits_hold_the_convolutions_and_leave_the_gates_out() -> None:
+def test_circuits_include_convolutions_but_not_gates() -> None:
     result = make("qdelta+hamiltonian:force=none").circuits()
     assert result.qk == ("query.weight", "key.weight", "query_conv", "key_conv", "coupling.dt")
     assert result.ov == ("value.weight", "value_conv", "output.weight")
@@ -310,7 +310,7 @@ def test_circuits_hold_the_convolutions_and_leave_the_gates_out() -> None:
 
 
 @pytest.mark.parametrize(("name", "count"), [("deltanet", 1), ("gated-deltanet", 2), ("qdelta", 3)])
-def test_the_gates_of_each_head_are_on_show(name: str, count: int) -> None:
+def test_diagnostics_contain_the_gates_of_each_head(name: str, count: int) -> None:
     layer, x = make(name), stream()
     (gates,) = diagnostics(layer, x)
     assert gates.x == ("head 1", "head 2")
@@ -320,7 +320,7 @@ def test_the_gates_of_each_head_are_on_show(name: str, count: int) -> None:
         assert gates.values[1] == pytest.approx(layer.inputs(x).log_alpha.exp().mean((0, 1)).tolist())
 
 
-def test_a_coupling_shows_what_it_does_with_convolved_pairs() -> None:
+def test_coupling_diagnostics_use_convolved_pairs() -> None:
     layer, x = make("qdelta+hamiltonian"), stream()
     titles = [figure.title for figure in diagnostics(layer, x)]
     assert "dependence between queries and keys" in titles
@@ -331,7 +331,7 @@ def test_a_coupling_shows_what_it_does_with_convolved_pairs() -> None:
         close(actual, expected / (expected.square().sum(-1, keepdim=True) + 1e-6).sqrt())
 
 
-def test_the_three_are_one_family() -> None:
+def test_all_delta_rule_mechanisms_share_a_base_class() -> None:
     for name, kind in zip(NAMES, (DeltaNet, GatedDeltaNet, QDelta), strict=True):
         layer = make(name)
         assert type(layer) is kind

@@ -63,7 +63,7 @@ def transcription(layer: DifferentialAttention, x: Tensor, *, heads: int, groups
 
 @pytest.mark.parametrize(("heads", "groups"), [(3, 3), (2, 1), (1, 1)])
 @pytest.mark.parametrize("depth", [0, 3])
-def test_the_module_is_the_formulas_in_values_and_gradients(heads: int, groups: int, depth: int) -> None:
+def test_values_and_gradients_match_the_equations(heads: int, groups: int, depth: int) -> None:
     config = DifferentialConfig(key_heads=None if groups == heads else groups)
     layer = DifferentialAttention(WIDTH, 2 * heads, depth, 4, config=config).double()
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_the_module_is_the_formulas_in_values_and_gradients(heads: int, groups: 
         assert_close(a, b, rtol=0, atol=1e-11)
 
 
-def test_it_has_the_projections_of_standard_attention_and_five_vectors() -> None:
+def test_parameters_are_those_of_standard_attention_and_five_vectors() -> None:
     layer = DifferentialAttention(WIDTH, 4)
     standard = {name: p.shape for name, p in StandardAttention(WIDTH, 4).named_parameters()}
     own = {name: p.shape for name, p in layer.named_parameters()}
@@ -91,7 +91,7 @@ def test_it_has_the_projections_of_standard_attention_and_five_vectors() -> None
     }
 
 
-def test_it_starts_as_published() -> None:
+def test_initialisation_is_as_published() -> None:
     vectors = [DifferentialAttention(512, 4).lambda_q1 for _ in range(8)]
     values = torch.cat([vector.detach() for vector in vectors])
     assert abs(float(values.mean())) < 0.02
@@ -99,7 +99,7 @@ def test_it_starts_as_published() -> None:
     assert torch.equal(DifferentialAttention(32, 4).head_norm, torch.ones(16))
 
 
-def test_lambda_belongs_to_where_to_look_and_the_norm_to_what_is_passed_on() -> None:
+def test_lambda_belongs_to_qk_and_the_head_norm_to_ov() -> None:
     circuits = DifferentialAttention(32, 4, config=DifferentialConfig(qk_norm=True)).circuits()
     assert {"lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "query_norm", "key_norm"} <= set(circuits.qk)
     assert "head_norm" in circuits.ov

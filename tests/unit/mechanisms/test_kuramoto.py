@@ -114,7 +114,7 @@ def drawn(made: KuramotoAttention, theta: Tensor, map: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("base", [10000.0, None])
-def test_weights_and_update_are_those_of_the_formula(gate: str, base: float | None) -> None:
+def test_weights_and_update_match_the_equations(gate: str, base: float | None) -> None:
     module, theta = layer(gate=gate, rotary_base=base), angles()
     leaves = [theta, *module.parameters()]
     map = as_map(attended(module, theta), successors=False)
@@ -123,7 +123,7 @@ def test_weights_and_update_are_those_of_the_formula(gate: str, base: float | No
 
 
 @pytest.mark.parametrize("gate", ["static", "content", "off"])
-def test_the_score_is_a_sum_of_gated_cosines_where_gates_do_not_turn(gate: str) -> None:
+def test_score_is_a_sum_of_gated_cosines_for_real_gates(gate: str) -> None:
     """The score above, once more without complex numbers."""
     module, theta = layer(gate=gate), angles().detach()
     x, lengths = theta.view(B, T, H, J), gated(module, theta).abs()
@@ -135,7 +135,7 @@ def test_the_score_is_a_sum_of_gated_cosines_where_gates_do_not_turn(gate: str) 
 
 
 @pytest.mark.parametrize("options", [{}, {"gate": "static", "step": "head"}, {"gate": "off", "step": "fixed"}], ids=str)
-def test_the_update_is_kuramotos_coupling_of_the_map(options: dict[str, Any]) -> None:
+def test_update_equals_kuramoto_coupling_with_the_map(options: dict[str, Any]) -> None:
     module, theta = layer(**options), angles()
     pull = kuramoto.coupling(theta.view(B, T, H, J), module.weights(theta)) * module.step
     same(module(theta)[0], pull.flatten(2), theta, *module.parameters())
@@ -143,7 +143,7 @@ def test_the_update_is_kuramotos_coupling_of_the_map(options: dict[str, Any]) ->
 
 @pytest.mark.parametrize("harmonics", [1, 2, 3])
 @pytest.mark.parametrize("gate", ["static", "complex"])
-def test_frustration_couples_to_successors_with_lags_and_harmonics(gate: str, harmonics: int) -> None:
+def test_frustrated_update_matches_the_equations(gate: str, harmonics: int) -> None:
     module, theta = layer(gate=gate, frustrated=True, harmonics=harmonics), angles()
     map = as_map(attended(module, theta), successors=True)
     same(module.weights(theta), map, theta)
@@ -152,7 +152,7 @@ def test_frustration_couples_to_successors_with_lags_and_harmonics(gate: str, ha
 
 
 @pytest.mark.parametrize("frustrated", [False, True])
-def test_a_window_counts_keys_and_the_key_of_nothing_is_one(frustrated: bool) -> None:
+def test_window_includes_the_zero_key(frustrated: bool) -> None:
     module, theta = layer(gate="static", frustrated=frustrated, window=3), angles(7)
     rows = attended(module, theta)
     for t, row in enumerate(rows):
@@ -163,7 +163,7 @@ def test_a_window_counts_keys_and_the_key_of_nothing_is_one(frustrated: bool) ->
     same(module(theta)[0], drawn(module, theta, map), theta, *module.parameters())
 
 
-def test_a_token_that_may_see_itself_sees_nothing_else_before_the_second() -> None:
+def test_first_token_attends_to_itself_if_not_strict() -> None:
     module, theta = layer(gate="static", strict=False), angles()
     scores = torch.full((B, H, T, T), -torch.inf, dtype=torch.float64)
     for t in range(T):
@@ -174,7 +174,7 @@ def test_a_token_that_may_see_itself_sees_nothing_else_before_the_second() -> No
     same(module(theta)[0], drawn(module, theta, map), theta, *module.parameters())
 
 
-def test_projected_values_are_no_kuramoto_coupling() -> None:
+def test_projected_values_differ_from_kuramoto_coupling() -> None:
     module, theta = layer(values="projected"), angles()
     pull = kuramoto.coupling(theta.view(B, T, H, J), module.weights(theta)) * module.step
     assert float((module(theta)[0] - pull.flatten(2)).detach().abs().max()) > 0.1
@@ -182,7 +182,7 @@ def test_projected_values_are_no_kuramoto_coupling() -> None:
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("frustrated", [False, True])
-def test_whole_turns_of_any_angle_are_none(gate: str, frustrated: bool) -> None:
+def test_full_turns_change_nothing(gate: str, frustrated: bool) -> None:
     module, theta = layer(gate=gate, frustrated=frustrated, harmonics=1 + frustrated), angles(6)
     around = theta + TURN * torch.randint(-7, 8, theta.shape).double()
     same(module.weights(around), module.weights(theta), theta, atol=1e-11)
@@ -196,7 +196,7 @@ def test_whole_turns_of_any_angle_are_none(gate: str, frustrated: bool) -> None:
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("frustrated", [False, True])
-def test_a_common_turn_of_each_coordinate_is_seen_only_by_gates_that_read_content(gate: str, frustrated: bool) -> None:
+def test_common_rotation_affects_content_gates_only(gate: str, frustrated: bool) -> None:
     module, theta, by = layer(gate=gate, frustrated=frustrated), angles(), torch.randn(H * J, dtype=torch.float64)
     if gate in ("static", "off"):
         same(module(theta + by)[0], module(theta)[0], theta, *module.parameters())
@@ -204,7 +204,7 @@ def test_a_common_turn_of_each_coordinate_is_seen_only_by_gates_that_read_conten
         assert float((module(theta + by)[0] - module(theta)[0]).detach().abs().max()) > 1e-3
 
 
-def test_weights_are_the_best_retrieval_with_entropy() -> None:
+def test_weights_maximise_similarity_plus_entropy() -> None:
     r"""They are the p that maximise  <p, s> + \tau H(p)  for the scores s of unit temperature and  \tau = 1 / \exp."""
     module, theta = layer(gate="content"), angles().detach()
     map = module.weights(theta).detach()
@@ -226,7 +226,7 @@ def test_weights_are_the_best_retrieval_with_entropy() -> None:
 
 @pytest.mark.parametrize("frustrated", [False, True])
 @pytest.mark.parametrize("gate", GATES)
-def test_the_torus_is_a_case_of_the_general_path(gate: str, frustrated: bool) -> None:
+def test_torus_kernels_equal_the_general_path(gate: str, frustrated: bool) -> None:
     special, general = (
         layer(gate=gate, frustrated=frustrated),
         GroupAttention(
@@ -264,7 +264,7 @@ def parted(made: GroupAttention, c: Tensor, side: str) -> float:
 
 
 @pytest.mark.parametrize("name", ["su2", "so3"])
-def test_translated_elements_move_alike(name: str) -> None:
+def test_update_is_equivariant_under_translation(name: str) -> None:
     """From the right always, with static gates. The drift and the lag turn from the left: from there only without.
 
     Or by what commutes with turns.
@@ -285,7 +285,7 @@ def test_translated_elements_move_alike(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "width", "heads"), [("su2", 8, 2), ("so3", 18, 2)])
-def test_the_update_on_a_group_is_the_pull_of_what_the_map_gathers(name: str, width: int, heads: int) -> None:
+def test_update_on_a_group_is_the_tangent_of_the_weighted_values(name: str, width: int, heads: int) -> None:
     module = on_group(width, heads, group=name, gate="static")
     on, x = module.group, tokens(module.group, width // module.group.size)
     g = on.points(x.unflatten(-1, (heads, -1, on.size)))
@@ -312,7 +312,7 @@ def test_the_update_on_a_group_is_the_pull_of_what_the_map_gathers(name: str, wi
         ("group:group=so3", 9, 1),
     ],
 )
-def test_gradients_are_those_of_differences(spec: str, width: int, heads: int) -> None:
+def test_gradients_match_finite_differences(spec: str, width: int, heads: int) -> None:
     module: Any = generic(mechanism(spec)(width, heads, 0, 1))
     x = torch.randn(1, 3, width, dtype=torch.float64, requires_grad=True)
     assert gradcheck(lambda *_: module(x)[0], (x, *module.parameters()), fast_mode=True)
@@ -321,7 +321,7 @@ def test_gradients_are_those_of_differences(spec: str, width: int, heads: int) -
 @pytest.mark.parametrize(
     "spec", ["kuramoto:heads=2", "kuramoto:frustrated=True,heads=2", "kuramoto:window=3,heads=2", "group:heads=2"]
 )
-def test_the_map_with_a_state_continues_the_whole_map(spec: str) -> None:
+def test_map_with_a_state_equals_rows_of_the_full_map(spec: str) -> None:
     module: Any = generic(mechanism(spec)(8, 4, 0, 1))
     x = torch.randn(2, 7, 8, dtype=torch.float64)
     whole = module.weights(x)
@@ -334,7 +334,7 @@ def test_the_map_with_a_state_continues_the_whole_map(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", ["kuramoto:heads=2", "kuramoto:frustrated=True,heads=2", "group:heads=2"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_map_of_rows_that_differ_names_their_slots_in_order(spec: str, side: Any) -> None:
+def test_map_of_rows_with_different_lengths_has_slots_in_order(spec: str, side: Any) -> None:
     module: Any = generic(mechanism(spec)(8, 4, 0, 1))
     lengths, counts = [3, 1, 4], [2, 3, 1]
     x, more = torch.randn(3, 5, 8, dtype=torch.float64), torch.randn(3, 3, 8, dtype=torch.float64)
@@ -356,14 +356,14 @@ def test_the_map_of_rows_that_differ_names_their_slots_in_order(spec: str, side:
         assert not bool(map[i][:, ~after.valid[i]].any())
 
 
-def test_a_config_may_say_how_many_heads_there_are_whatever_the_model_has() -> None:
+def test_config_can_set_the_number_of_heads() -> None:
     for spec in ("kuramoto:heads=4", "group:heads=4"):
         module: Any = mechanism(spec)(16, 2, 0, 1)
         assert module.heads == 4
         assert module.weights(torch.randn(1, 3, 16)).shape == (1, 4, 3, 3)
 
 
-def test_paces_and_circuits_name_parameters_and_lags_are_no_part_of_looking() -> None:
+def test_param_options_and_circuits_name_parameters() -> None:
     module = layer(frustrated=True, harmonics=2, gate="content")
     names = {name for name, _ in module.named_parameters()}
     circuits = module.circuits()
@@ -405,7 +405,7 @@ def test_invalid_configs_raise(what: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_a_group_of_your_own_takes_the_place_of_ours() -> None:
+def test_custom_group_equals_the_built_in_one() -> None:
     mine = replace(SU2, name="mine")
     module = GroupAttention(8, 2, on=mine).double()
     assert module.group is mine
@@ -416,7 +416,7 @@ def test_a_group_of_your_own_takes_the_place_of_ours() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_angles_that_are_not_finite_are_refused_but_padding_may_hold_anything(bad: float) -> None:
+def test_non_finite_angles_raise_except_at_padding(bad: float) -> None:
     module, theta = layer(), angles().detach()
     expected = module(theta[1:, :3])[0]
     theta[1, 3:] = bad
@@ -443,7 +443,7 @@ def test_foreign_states_raise() -> None:
     assert module(theta[:1], state.select(torch.tensor([1])))[0].shape == (1, T, H * J)
 
 
-def test_a_bias_and_a_hook_on_the_query_are_heard_however_many_tokens_come() -> None:
+def test_bias_and_hook_on_the_query_apply_at_any_length() -> None:
     module, heard, theta = layer(), [], angles(3)
     assert module.query is not None
     module.query.bias = nn.Parameter(torch.ones(2 * H * J, dtype=torch.float64))

@@ -73,7 +73,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:
     monkeypatch.setattr(registry, "entry_points", entry_points)
 
 
-def test_a_name_makes_the_mechanism_with_its_defaults() -> None:
+def test_name_builds_the_mechanism_with_defaults() -> None:
     assert isinstance(mechanism("standard")(8, 2, layer=0, layers=1), StandardAttention)
     assert isinstance(mechanism("differential")(8, 2, layer=0, layers=1), DifferentialAttention)
     assert mechanism("standard:") == StandardConfig()
@@ -89,7 +89,7 @@ def test_a_name_makes_the_mechanism_with_its_defaults() -> None:
         ("differential:rotary_base=5e5", DifferentialConfig(rotary_base=5e5)),
     ],
 )
-def test_options_follow_the_colon(spec: str, want: object) -> None:
+def test_options_after_the_colon_are_parsed(spec: str, want: object) -> None:
     assert mechanism(spec) == want
 
 
@@ -107,20 +107,20 @@ def test_options_follow_the_colon(spec: str, want: object) -> None:
         ("standard:window", "'standard:window': expected key=value after the colon, got 'window'"),
     ],
 )
-def test_a_spec_that_means_nothing_is_refused_in_one_line(spec: str, message: str) -> None:
+def test_invalid_specs_raise_in_one_line(spec: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         mechanism(spec)
     assert "\n" not in str(caught.value)
 
 
-def test_a_registered_mechanism_is_known_by_its_name_everywhere() -> None:
+def test_registered_mechanism_is_found_by_name() -> None:
     register("mine", ThirdParty)
     assert mechanisms()["mine"] is ThirdParty
     assert mechanism("mine:window=3") == ThirdParty(window=3)
     assert Decoder(DecoderConfig(width=8, layers=1, heads=2, hidden=8, mechanism="mine")) is not None
 
 
-def test_registering_the_same_twice_is_no_mistake_and_another_is() -> None:
+def test_only_the_same_config_can_be_registered_twice() -> None:
     register("mine", ThirdParty)
     register("mine", ThirdParty)
     with pytest.raises(UsageError, match="a mechanism named 'standard' is registered already"):
@@ -128,13 +128,13 @@ def test_registering_the_same_twice_is_no_mistake_and_another_is() -> None:
 
 
 @pytest.mark.parametrize("config", [int, NotCallable, StandardAttention], ids=lambda c: c.__name__)
-def test_what_makes_no_mechanism_is_not_registered(config: Any) -> None:
+def test_invalid_config_classes_cannot_be_registered(config: Any) -> None:
     with pytest.raises(UsageError, match=r"must be a dataclass with __call__"):
         register("mine", config)
     assert "mine" not in mechanisms()
 
 
-def test_an_installed_package_joins_through_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_points_of_installed_packages_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "their_package", SimpleNamespace(ThirdParty=ThirdParty))
     install(monkeypatch, mine="their_package:ThirdParty")
     assert set(mechanisms()) == {"standard", "differential", "mine"}
@@ -143,19 +143,19 @@ def test_an_installed_package_joins_through_its_entry_point(monkeypatch: pytest.
     assert {verdict.outcome for verdict in check(factory, only=["causality", "decoding"])} == {"passed"}
 
 
-def test_an_installed_package_cannot_take_a_built_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_points_cannot_replace_built_in_names(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, standard="json:JSONDecoder")
     assert mechanisms()["standard"] is StandardConfig
 
 
-def test_a_broken_package_takes_no_other_mechanism_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_entry_point_does_not_affect_other_mechanisms(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, broken="no_such_package_at_all:Config")
     assert mechanism("standard") == StandardConfig()
     register("mine", ThirdParty)
     assert mechanism("mine") == ThirdParty()
 
 
-def test_a_broken_package_is_named_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_entry_point_raises_when_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, broken="no_such_package_at_all:Config")
     with pytest.raises(UsageError, match="no_such_package_at_all"):
         mechanism("broken")
@@ -189,7 +189,7 @@ LEAPFROG = CouplingConfig(steps=3, integrator="leapfrog")
         ),
     ],
 )
-def test_a_coupling_follows_the_plus_and_takes_options_in_any_order(spec: str, want: object) -> None:
+def test_coupling_spec_accepts_options_in_any_order(spec: str, want: object) -> None:
     assert mechanism(spec) == want
     assert mechanism(spec)(16, 4, layer=0, layers=1).coupling.config == want.coupling  # type: ignore[attr-defined]
 
@@ -231,7 +231,7 @@ def test_invalid_coupling_specs_raise_in_one_line(spec: str, message: str) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_a_mechanism_of_another_package_is_coupled_if_it_has_a_place_for_it() -> None:
+def test_mechanisms_of_other_packages_accept_a_coupling_if_they_have_the_field() -> None:
     register("mine", ThirdParty)
     with pytest.raises(UsageError, match=r"'mine\+affine': 'mine' takes no coupling"):
         mechanism("mine+affine")

@@ -37,9 +37,7 @@ def close(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(("past", "t"), [(3, 1), (2, 4), (9, 2), (1, 12)])
-def test_a_map_with_a_carried_state_is_rows_of_the_whole_map(
-    spec: str, mode: Callable[[], Any], past: int, t: int
-) -> None:
+def test_map_with_a_state_equals_rows_of_the_full_map(spec: str, mode: Callable[[], Any], past: int, t: int) -> None:
     layer, x = make(spec), stream(2, past + t)
     with mode():
         whole = layer.weights(x)
@@ -55,9 +53,7 @@ def test_a_map_with_a_carried_state_is_rows_of_the_whole_map(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("window", [3, 20])
-def test_a_map_has_a_column_for_every_slot_of_the_state_however_long_it_ran(
-    mode: Callable[[], Any], window: int
-) -> None:
+def test_map_has_a_column_per_slot_of_the_state(mode: Callable[[], Any], window: int) -> None:
     """Also in the call in which a full buffer makes room."""
     layer, x = make(f"standard:window={window}"), stream(1, 45)
     with mode():
@@ -75,7 +71,7 @@ def test_a_map_has_a_column_for_every_slot_of_the_state_however_long_it_ran(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_map_with_a_layout_and_a_state_shows_each_sequence_its_own_past(
+def test_map_with_layout_and_state_shows_each_sequence_its_own_past(
     spec: str, mode: Callable[[], Any], packed: bool
 ) -> None:
     layer = make(spec)
@@ -111,14 +107,14 @@ def test_a_map_with_a_layout_and_a_state_shows_each_sequence_its_own_past(
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_softmax_rows_of_a_map_sum_to_what_they_should(spec: str) -> None:
+def test_rows_of_the_map_sum_to_one(spec: str) -> None:
     layer = make(spec)
     rows = layer.weights(stream(2, 6)).sum(-1)
     close(rows, torch.ones_like(rows) - (layer.lam if isinstance(layer, DifferentialAttention) else 0))
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_packed_sequences_go_on_with_a_state_each(spec: str) -> None:
+def test_packed_sequences_continue_from_their_own_state(spec: str) -> None:
     layer, lengths = make(spec), [3, 1, 5]
     pieces = [stream(1, n + 2) for n in lengths]
     head = torch.cat([x[:, :-2] for x in pieces], 1)
@@ -132,7 +128,7 @@ def test_packed_sequences_go_on_with_a_state_each(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_sequence_of_no_tokens_is_a_sequence(spec: str) -> None:
+def test_empty_sequences_are_supported(spec: str) -> None:
     layer, x = make(spec), stream(1, 3)
     y, state = layer(x, layout=Layout.packed([0, 2, 2, 3]))
     assert state.length.tolist() == [2, 0, 1]
@@ -145,7 +141,7 @@ def test_a_sequence_of_no_tokens_is_a_sequence(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_padding_may_hold_anything_at_all(spec: str, bad: float) -> None:
+def test_padding_values_have_no_effect(spec: str, bad: float) -> None:
     layer, x = make(spec), stream(2, 4)
     layout = Layout.padded([2, 3], 4, side="left")
     poisoned = x.masked_fill(~layout.valid[..., None], bad).requires_grad_()
@@ -156,7 +152,7 @@ def test_padding_may_hold_anything_at_all(spec: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_batch_may_lie_in_memory_as_it_likes(spec: str) -> None:
+def test_non_contiguous_batches_are_supported(spec: str) -> None:
     layer = make(spec)
     for x in (stream(5, 2).transpose(0, 1), stream(2, 10)[:, ::2], stream(1, 5).expand(2, -1, -1)):
         assert torch.equal(layer(x)[0], layer(x.contiguous())[0])
@@ -164,14 +160,14 @@ def test_a_batch_may_lie_in_memory_as_it_likes(spec: str) -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 5, 6, 9])
 @pytest.mark.parametrize("name", ["standard", "differential"])
-def test_a_window_is_what_a_token_sees(name: str, window: int) -> None:
+def test_window_limits_the_visible_keys(name: str, window: int) -> None:
     layer, t = make(f"{name}:window={window}"), 6
     meets = layer.weights(stream(1, t))[0, 0] != 0
     assert torch.equal(meets, torch.ones(t, t, dtype=torch.bool).tril().triu(1 - window))
 
 
 @pytest.mark.parametrize("name", ["standard", "differential"])
-def test_a_window_as_long_as_the_sequence_changes_nothing(name: str) -> None:
+def test_window_as_long_as_the_sequence_has_no_effect(name: str) -> None:
     wide, narrow = make(name), make(f"{name}:window=6")
     narrow.load_state_dict(wide.state_dict())
     x = stream(2, 6)
@@ -180,7 +176,7 @@ def test_a_window_as_long_as_the_sequence_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("spec", ["standard:window=5", "standard:window=5,key_heads=1", "differential:window=5"])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_under_a_window_the_state_stays_bounded_and_right(spec: str, ragged: bool) -> None:
+def test_windowed_state_is_bounded_and_correct(spec: str, ragged: bool) -> None:
     layer, x = make(spec), stream(2, 100)
     lengths = [60, 57] if ragged else [60, 60]
     with torch.no_grad():
@@ -225,21 +221,21 @@ def allocated(layer: Any, past: int, layout: Layout | None) -> tuple[list[int], 
     "spec",
     ["standard", "standard:key_heads=2,qk_norm=True", "standard:window=64", "differential", "differential:key_heads=1"],
 )
-def test_a_new_token_allocates_the_same_however_long_the_past(spec: str) -> None:
+def test_decoding_allocates_constant_memory(spec: str) -> None:
     layer = make(spec, dtype=torch.float32)
     totals = {sum(allocated(layer, past, None)[0]) for past in (100, 500, 2046)}
     assert len(totals) == 1
 
 
 @pytest.mark.parametrize("spec", ["standard", "standard:key_heads=2", "differential"])
-def test_a_new_token_of_rows_that_differ_copies_no_cached_tensor(spec: str) -> None:
+def test_decoding_rows_of_different_lengths_does_not_copy_the_cache(spec: str) -> None:
     layer = make(spec, dtype=torch.float32)
     sizes, state = allocated(layer, 1000, Layout.padded([1000, 990], 1000))
     assert max(sizes) < min(x.nbytes for x in state.tensors) / 2
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_what_a_state_declares_in_bytes_it_holds_after_a_prompt(spec: str) -> None:
+def test_declared_state_bytes_match_the_state(spec: str) -> None:
     layer = make(spec)
     _, state = layer(stream(1, 9))
     assert state.nbytes == layer.cost(9).state_bytes
@@ -261,17 +257,17 @@ def test_what_a_state_declares_in_bytes_it_holds_after_a_prompt(spec: str) -> No
         (lambda: make("differential:window=-1"), "window must be at least 1, got -1"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused(build: Callable[[], object], message: str) -> None:
+def test_invalid_shapes_raise(build: Callable[[], object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build()
 
 
-def test_an_odd_head_width_is_fine_without_rotary_positions() -> None:
+def test_odd_head_width_is_allowed_without_rotary_positions() -> None:
     layer = StandardAttention(12, 4, config=StandardConfig(rotary_base=None))
     assert layer(torch.randn(1, 3, 12))[0].shape == (1, 3, 12)
 
 
-def test_without_rotary_positions_order_is_seen_through_causality_alone() -> None:
+def test_without_rotary_positions_only_causality_depends_on_order() -> None:
     layer, x = make("standard:rotary_base=None"), stream(1, 5)
     shuffled = torch.cat([x[:, [2, 0, 3, 1]], x[:, 4:]], 1)
     close(layer(shuffled)[0][:, -1], layer(x)[0][:, -1])
@@ -279,7 +275,7 @@ def test_without_rotary_positions_order_is_seen_through_causality_alone() -> Non
     assert (with_positions(shuffled)[0][:, -1] - with_positions(x)[0][:, -1]).abs().max() > 1e-3
 
 
-def test_a_state_of_another_kind_or_size_is_refused() -> None:
+def test_states_of_another_type_or_size_raise() -> None:
     layer, x = make("standard"), stream(2, 3)
     _, state = layer(x)
     with pytest.raises(UsageError, match="StandardAttention got a DecoderState, expected a KVCache"):

@@ -48,7 +48,7 @@ def gradients(made: Classifier, logits: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("mechanism", FAMILIES)
 @given(side=st.sampled_from(["left", "right"]), t=st.integers(5, 8), filling=st.integers(0, 10))
 @settings(deadline=None, max_examples=3)
-def test_padding_changes_neither_scores_nor_gradients(
+def test_padding_does_not_change_logits_or_gradients(
     mechanism: str, shape: dict[str, Any], side: str, t: int, filling: int
 ) -> None:
     decoder, rows = model(mechanism, **shape), texts()
@@ -61,7 +61,7 @@ def test_padding_changes_neither_scores_nor_gradients(
         assert_close(actual[name], gradient, rtol=1e-8, atol=1e-10)
 
 
-def test_the_answer_is_read_at_the_last_token_of_each_row() -> None:
+def test_logits_are_read_at_the_last_token() -> None:
     decoder, (tokens, layout) = model(), padded(texts(), 6, "right", torch.zeros(3, 6, dtype=torch.long))
     stream, _ = decoder.read(tokens, layout=layout)
     expected = torch.stack([decoder.head(stream[row, length - 1]) for row, length in enumerate(LENGTHS)])
@@ -70,7 +70,7 @@ def test_the_answer_is_read_at_the_last_token_of_each_row() -> None:
 
 
 @pytest.mark.parametrize("mechanism", FAMILIES)
-def test_another_row_of_the_batch_changes_nothing(mechanism: str) -> None:
+def test_rows_are_independent(mechanism: str) -> None:
     decoder, tokens = model(mechanism), torch.randint(1, 11, (3, 5))
     before = decoder(tokens)
     tokens[1] = torch.randint(1, 11, (5,))
@@ -81,7 +81,7 @@ def test_another_row_of_the_batch_changes_nothing(mechanism: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["attention alone", "whole blocks"])
 @pytest.mark.parametrize("mechanism", FAMILIES)
-def test_every_family_learns(mechanism: str, shape: dict[str, Any]) -> None:
+def test_every_mechanism_family_trains(mechanism: str, shape: dict[str, Any]) -> None:
     decoder, tokens = model(mechanism, **shape), torch.randint(1, 11, (6, 4))
     labels = tokens[:, -1] % 3
     before = F.cross_entropy(decoder(tokens), labels)
@@ -93,7 +93,7 @@ def test_every_family_learns(mechanism: str, shape: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mechanism", FAMILIES)
-def test_what_is_not_asked_for_has_no_parameters(mechanism: str) -> None:
+def test_disabled_parts_have_no_parameters(mechanism: str) -> None:
     bare, whole = ([name for name, _ in model(mechanism, **shape).named_parameters()] for shape in SHAPES)
     assert not [name for name in bare if "feed_forward" in name or "mechanism_norm" in name or name == "norm.weight"]
     assert [name for name in whole if "feed_forward" in name]
@@ -103,7 +103,7 @@ def test_what_is_not_asked_for_has_no_parameters(mechanism: str) -> None:
     assert not [name for name in plain if "mechanism_norm" in name or "feed_forward_norm" in name]
 
 
-def test_a_packed_batch_and_an_empty_text_are_refused() -> None:
+def test_packed_and_empty_rows_raise() -> None:
     tokens = torch.randint(1, 11, (1, 5))
     with pytest.raises(UsageError, match="one text of at least one token per row"):
         model()(tokens, Layout.packed([0, 3, 5]))
@@ -119,7 +119,7 @@ def test_invalid_classifier_configs_raise() -> None:
 
 
 @pytest.mark.parametrize("mechanism", FAMILIES)
-def test_a_quiet_start_makes_queries_and_keys_smaller_and_nothing_else(mechanism: str) -> None:
+def test_qk_start_scales_only_the_qk_matrices(mechanism: str) -> None:
     usual, quiet = model(mechanism), model(mechanism, qk_start=0.125)
     quick = {f"blocks.0.mechanism.{name}" for name in usual.mechanisms[0].circuits().qk}
     smaller = set()

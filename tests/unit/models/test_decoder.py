@@ -45,7 +45,7 @@ def close(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
-def test_a_sequence_cut_anywhere_gives_the_scores_of_the_whole(mechanism: Any, mode: Callable[[], Any]) -> None:
+def test_split_sequence_equals_the_full_sequence(mechanism: Any, mode: Callable[[], Any]) -> None:
     decoder, x = model(mechanism), tokens(2, 9)
     with mode():
         whole, _ = decoder(x)
@@ -58,7 +58,7 @@ def test_a_sequence_cut_anywhere_gives_the_scores_of_the_whole(mechanism: Any, m
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
-def test_token_by_token_gives_the_scores_of_the_whole(mechanism: Any, mode: Callable[[], Any]) -> None:
+def test_token_by_token_decoding_equals_the_full_sequence(mechanism: Any, mode: Callable[[], Any]) -> None:
     decoder, x = model(mechanism), tokens(2, 10)
     with mode():
         state, steps = None, []
@@ -80,7 +80,7 @@ def test_gradients_pass_through_the_state(mechanism: Any) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
-def test_padding_changes_no_score_and_no_gradient(mechanism: Any, side: Any) -> None:
+def test_padding_does_not_change_logits_or_gradients(mechanism: Any, side: Any) -> None:
     decoder, lengths = model(mechanism), [4, 1, 6]
     layout = Layout.padded(lengths, 7, side=side)
     x = tokens(3, 7)
@@ -100,7 +100,7 @@ def test_padding_changes_no_score_and_no_gradient(mechanism: Any, side: Any) -> 
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
-def test_packed_documents_do_not_see_each_other(mechanism: Any) -> None:
+def test_packed_documents_are_independent(mechanism: Any) -> None:
     decoder, x = model(mechanism), tokens(1, 12)
     packed, state = decoder(x, layout=Layout.packed([0, 5, 6, 12]))
     close(packed, torch.cat([decoder(chunk)[0] for chunk in x.split([5, 1, 6], 1)], 1))
@@ -113,7 +113,7 @@ def test_packed_documents_do_not_see_each_other(mechanism: Any) -> None:
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 @pytest.mark.parametrize("tied", [True, False])
-def test_declared_cost_is_what_torch_counts(mechanism: Any, tied: bool) -> None:
+def test_declared_cost_matches_torch(mechanism: Any, tied: bool) -> None:
     decoder = model(mechanism, tied=tied)
     for t in (1, 10):
         cost = decoder.cost(t)
@@ -127,7 +127,7 @@ def test_declared_cost_is_what_torch_counts(mechanism: Any, tied: bool) -> None:
         assert cost.flops == pytest.approx(sum(mixer.flops for mixer in mixers) + dense, abs=1)
 
 
-def test_a_list_names_the_mechanism_of_each_layer_and_its_depth() -> None:
+def test_hybrid_stack_builds_one_mechanism_per_layer() -> None:
     decoder = model(HYBRID)
     mixers: list[Any] = [block.mechanism for block in decoder.blocks]  # type: ignore[union-attr]
     assert [type(mixer).__name__ for mixer in mixers] == [
@@ -140,7 +140,7 @@ def test_a_list_names_the_mechanism_of_each_layer_and_its_depth() -> None:
     assert mixers[1].lambda_init < mixers[3].lambda_init
 
 
-def test_a_tied_head_is_the_embedding() -> None:
+def test_tied_head_uses_the_embedding() -> None:
     tied, untied = model(tied=True), model(tied=False)
     assert tied.head is None
     assert not any(name.startswith("head") for name in tied.state_dict())
@@ -151,7 +151,7 @@ def test_a_tied_head_is_the_embedding() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_it_starts_near_uniform(tied: bool) -> None:
+def test_initial_logits_are_near_uniform(tied: bool) -> None:
     decoder, x = Decoder(config(tied=tied, width=64, vocabulary=257)), torch.randint(0, 257, (4, 32))
     logits, _ = decoder(x[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
@@ -159,7 +159,7 @@ def test_it_starts_near_uniform(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
-def test_every_parameter_takes_part(mechanism: Any) -> None:
+def test_every_parameter_has_a_gradient(mechanism: Any) -> None:
     decoder = model(mechanism, tied=False)
     decoder(tokens(2, 6))[0].square().sum().backward()
     for name, parameter in decoder.named_parameters():
@@ -167,7 +167,7 @@ def test_every_parameter_takes_part(mechanism: Any) -> None:
         assert parameter.grad.abs().max() > 0, name
 
 
-def test_a_state_of_all_layers_is_selected_detached_moved_and_measured_together() -> None:
+def test_state_operations_apply_to_all_layers() -> None:
     decoder, x = model(HYBRID), tokens(2, 5)
     _, state = decoder(x)
     assert state.length.tolist() == [5, 5]
@@ -182,7 +182,7 @@ def test_a_state_of_all_layers_is_selected_detached_moved_and_measured_together(
     assert not any(x.requires_grad for cache in caches for x in cache.tensors)
 
 
-def test_dropout_acts_in_training_alone() -> None:
+def test_dropout_applies_in_training_only() -> None:
     decoder, x = model(dropout=0.5), tokens(1, 6)
     assert not torch.equal(decoder(x)[0], decoder(x)[0])
     decoder.eval()
@@ -193,7 +193,7 @@ def test_dropout_acts_in_training_alone() -> None:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
-def test_autocast_trains_and_generates_near_the_full_precision(mechanism: Any) -> None:
+def test_autocast_is_close_to_full_precision(mechanism: Any) -> None:
     decoder, x = model(mechanism).float(), tokens(2, 8)
     exact = decoder(x)[0].detach()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -212,7 +212,7 @@ def test_autocast_trains_and_generates_near_the_full_precision(mechanism: Any) -
 
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
-def test_the_whole_model_compiles_into_one_graph() -> None:
+def test_model_compiles_into_one_graph() -> None:
     decoder, x = model(HYBRID), tokens(2, 6)
     torch.compiler.reset()
     compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager")
@@ -223,14 +223,14 @@ def test_the_whole_model_compiles_into_one_graph() -> None:
         close(a, b)
 
 
-def test_the_feed_forward_network_is_its_formula() -> None:
+def test_swiglu_matches_its_formula() -> None:
     layer, x = SwiGLU(4, 6).double(), torch.randn(2, 3, 4, dtype=torch.float64)
     gate, up, down = layer.gate.weight, layer.up.weight, layer.output.weight
     raw = x @ gate.T
     close(layer(x), (raw * torch.sigmoid(raw) * (x @ up.T)) @ down.T)
 
 
-def test_a_block_adds_what_it_makes_of_the_normalised_stream() -> None:
+def test_block_is_pre_norm_residual() -> None:
     block = Block(StandardAttention(16, 4), 16, 24, eps=0.01).double()
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     y = x + block.mechanism(F.rms_norm(x, (16,), block.mechanism_norm.weight, 0.01))[0]

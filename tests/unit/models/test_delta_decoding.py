@@ -65,7 +65,7 @@ def test_decoding_equals_training(mechanism: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_prompts_of_unequal_length_are_continued_as_each_alone(mechanism: Any) -> None:
+def test_batched_prompts_of_different_lengths_equal_single_prompts(mechanism: Any) -> None:
     model = trained(mechanism)
     prompts = [tokens(1, t, seed=t)[0].tolist() for t in (1, 2, 7, 4)]
     greedy = Sampling(temperature=0.0)
@@ -73,7 +73,7 @@ def test_prompts_of_unequal_length_are_continued_as_each_alone(mechanism: Any) -
     assert together == [generate(model, [prompt], tokens=6, sampling=greedy)[0] for prompt in prompts]
 
 
-def test_weight_decay_takes_matrices_and_convolutions_and_leaves_the_decays_numbers() -> None:
+def test_weight_decay_excludes_the_decay_parameters() -> None:
     model = Decoder(config("qdelta"))
     setup = TrainConfig(data=CorpusConfig(), model=config("qdelta"), steps=1)
     decayed, kept = (
@@ -89,7 +89,7 @@ def test_weight_decay_takes_matrices_and_convolutions_and_leaves_the_decays_numb
     assert not decayed & kept
 
 
-def test_layers_that_share_a_coupling_have_one_network() -> None:
+def test_layers_share_one_coupling_network() -> None:
     model = Decoder(config("qdelta+hamiltonian:sharing=layers"))
     first, second = (block.mechanism.coupling for block in model.blocks)  # type: ignore[union-attr]
     assert second.force is first.force

@@ -133,7 +133,7 @@ def test_generation_uses_eval_mode_and_restores_the_mode(training: bool) -> None
     assert {module.training for module in decoder.modules()} == {training}
 
 
-def test_a_consumer_that_stops_early_or_fails_leaves_the_mode_as_it_was() -> None:
+def test_mode_is_restored_if_the_consumer_stops_or_fails() -> None:
     decoder = model().train()
     assert len(list(islice(stream(decoder, [[1]], tokens=10), 3))) == 3
     assert decoder.training
@@ -153,7 +153,7 @@ def test_a_consumer_that_stops_early_or_fails_leaves_the_mode_as_it_was() -> Non
     assert decoder.training
 
 
-def test_a_model_that_fails_leaves_the_mode_as_it_was() -> None:
+def test_mode_is_restored_if_the_model_fails() -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("planted")
 
@@ -164,7 +164,7 @@ def test_a_model_that_fails_leaves_the_mode_as_it_was() -> None:
     assert decoder.training
 
 
-def test_between_two_tokens_the_consumer_may_train() -> None:
+def test_consumer_can_train_between_tokens() -> None:
     decoder = model()
     for _ in stream(decoder, [[1]], tokens=3):
         assert torch.is_grad_enabled()
@@ -173,11 +173,11 @@ def test_between_two_tokens_the_consumer_may_train() -> None:
         (2 * leaf).backward()
 
 
-def test_no_tokens_asked_for_are_none_given() -> None:
+def test_zero_tokens_returns_empty_rows() -> None:
     assert generate(model(), PROMPTS, tokens=0) == [[], [], []]
 
 
-def test_temperature_zero_takes_the_most_likely_and_a_small_one_does_too() -> None:
+def test_low_temperature_is_greedy() -> None:
     decoder = model()
     greedy = generate(decoder, PROMPTS, tokens=10, sampling=GREEDY)
     assert generate(decoder, PROMPTS, tokens=10, sampling=Sampling(temperature=1e-6, seed=8)) == greedy
@@ -190,7 +190,7 @@ scores = st.lists(st.lists(st.integers(-40, 40), min_size=6, max_size=6, unique=
 
 @given(scores, st.none() | st.integers(1, 8), st.none() | st.floats(0.05, 1), st.sampled_from([0.5, 1.0, 2.0]))
 @settings(deadline=None, max_examples=25)
-def test_what_is_likely_is_what_the_words_say(
+def test_sampling_probabilities_match_their_definition(
     raw: list[list[int]], top_k: int | None, top_p: float | None, temperature: float
 ) -> None:
     raw_scores = torch.tensor(raw, dtype=torch.float64) / 10
@@ -215,7 +215,7 @@ def test_what_is_likely_is_what_the_words_say(
         assert_close(chances, expected, rtol=0, atol=1e-5)
 
 
-def test_samples_come_as_often_as_they_are_likely() -> None:
+def test_sample_frequencies_match_probabilities() -> None:
     decoder = model()
     with torch.no_grad():
         expected = decoder(torch.tensor([[4]]))[0][0, -1].softmax(-1)
@@ -224,13 +224,13 @@ def test_samples_come_as_often_as_they_are_likely() -> None:
 
 
 @pytest.mark.parametrize("prompts", [[], [[]], [[1], []]])
-def test_a_prompt_of_no_tokens_is_refused(prompts: list[list[int]]) -> None:
+def test_empty_prompts_raise(prompts: list[list[int]]) -> None:
     with pytest.raises(UsageError, match="a prompt is empty"):
         generate(model(), prompts, tokens=3)
 
 
 @pytest.mark.parametrize("token", [-1, 257])
-def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
+def test_tokens_outside_the_vocabulary_raise(token: int) -> None:
     model = Decoder(DecoderConfig(width=8, layers=1, heads=2, hidden=8))
     with pytest.raises(UsageError, match=f"token {token} is not in the model's vocabulary of 257"):
         generate(model, [[1, token]], tokens=1)

@@ -86,20 +86,20 @@ def close(got: Tensor, want: Tensor) -> None:
     assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_they_have_the_same_number_of_parameters(twins: tuple[Any, Decoder]) -> None:
+def test_parameter_counts_are_equal(twins: tuple[Any, Decoder]) -> None:
     counts = [sum(p.numel() for p in model.parameters()) for model in twins]
     assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("t", [1, 2, 40])
-def test_whole_sequences_score_alike(twins: tuple[Any, Decoder], t: int) -> None:
+def test_logits_are_equal(twins: tuple[Any, Decoder], t: int) -> None:
     llama, ours = twins
     tokens = torch.randint(0, VOCABULARY, (3, t))
     with torch.no_grad():
         close(ours(tokens)[0], llama(tokens).logits)
 
 
-def test_gradients_are_alike(twins: tuple[Any, Decoder]) -> None:
+def test_gradients_are_equal(twins: tuple[Any, Decoder]) -> None:
     llama, ours = twins
     tokens = torch.randint(0, VOCABULARY, (2, 12))
     weight = torch.randn(2, 12, VOCABULARY) / 100
@@ -112,7 +112,7 @@ def test_gradients_are_alike(twins: tuple[Any, Decoder]) -> None:
         assert_close(mine[name], gradient, rtol=1e-4, atol=2e-5)
 
 
-def test_token_by_token_with_their_cache_and_ours(twins: tuple[Any, Decoder]) -> None:
+def test_cached_decoding_is_equal(twins: tuple[Any, Decoder]) -> None:
     llama, ours = twins
     tokens = torch.randint(0, VOCABULARY, (2, 30))
     with torch.inference_mode():
@@ -125,7 +125,7 @@ def test_token_by_token_with_their_cache_and_ours(twins: tuple[Any, Decoder]) ->
             close(logits, theirs.logits)
 
 
-def test_padded_on_the_left_they_score_alike(twins: tuple[Any, Decoder]) -> None:
+def test_left_padded_logits_are_equal(twins: tuple[Any, Decoder]) -> None:
     llama, ours = twins
     tokens = torch.randint(0, VOCABULARY, (3, 9))
     layout = Layout.padded([4, 9, 1], 9, side="left")
@@ -134,7 +134,7 @@ def test_padded_on_the_left_they_score_alike(twins: tuple[Any, Decoder]) -> None
         close(ours(tokens, layout=layout)[0][layout.valid], theirs[layout.valid])
 
 
-def test_greedy_generation_writes_the_same_tokens(twins: tuple[Any, Decoder]) -> None:
+def test_greedy_generation_is_equal(twins: tuple[Any, Decoder]) -> None:
     llama, ours = twins
     prompt = torch.randint(0, VOCABULARY, (2, 6))
     with torch.inference_mode():

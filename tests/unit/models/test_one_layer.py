@@ -42,7 +42,7 @@ def text_by_text(model: OneLayer, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_logits_are_those_of_the_equations(form: Form) -> None:
+def test_logits_match_the_equations(form: Form) -> None:
     model = made(form)
     assert_close(model(texts()), text_by_text(model, texts()), rtol=0, atol=1e-10)
     a = model.weights(texts())
@@ -53,7 +53,7 @@ def test_logits_are_those_of_the_equations(form: Form) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_matrix_begins_as_a_part_of_the_identity(form: Form) -> None:
+def test_matrices_start_as_scaled_identities(form: Form) -> None:
     model = OneLayer(OneLayerConfig(form=form))
     for parameter in model.parameters():
         assert torch.equal(parameter, 1e-6 * torch.eye(50))
@@ -63,7 +63,7 @@ def test_every_matrix_begins_as_a_part_of_the_identity(form: Form) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [*product(FORMS, FORMS)])
-def test_a_conversion_keeps_the_function_and_so_does_the_way_back(old: Form, new: Form) -> None:
+def test_conversion_and_its_inverse_preserve_the_function(old: Form, new: Form) -> None:
     model = made(old)
     moved = model.convert(new)
     back = moved.convert(old)
@@ -88,7 +88,7 @@ def test_factors_are_balanced_and_keep_the_rank(rank: int) -> None:
         assert int(torch.linalg.matrix_rank(factor)) == rank
 
 
-def test_a_circuit_that_keeps_its_form_keeps_its_matrices() -> None:
+def test_unconverted_circuits_keep_their_matrices() -> None:
     model = made("FAFO")
     other = model.convert("FACO")
     assert torch.equal(other.get_parameter("query"), model.get_parameter("query"))
@@ -97,7 +97,7 @@ def test_a_circuit_that_keeps_its_form_keeps_its_matrices() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_circuits_name_every_matrix_and_what_it_decides(form: Form) -> None:
+def test_circuits_name_every_matrix(form: Form) -> None:
     model, circuits = made(form), made(form).circuits()
     assert {*circuits.qk, *circuits.ov} == {name for name, _ in model.named_parameters()}
     model.weights(texts()).square().sum().backward()
@@ -108,7 +108,7 @@ def test_circuits_name_every_matrix_and_what_it_decides(form: Form) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(side: str) -> None:
+def test_padding_does_not_change_the_logits(side: str) -> None:
     model, tokens, lengths = made("FAFO"), texts(), [6, 1, 4, 2, 5]
     layout = Layout.padded(lengths, 6, side=side)
     logits, a = model(tokens, layout), model.weights(tokens, layout)
@@ -119,7 +119,7 @@ def test_padding_changes_nothing(side: str) -> None:
     assert not a[~layout.valid].any()
 
 
-def test_what_stands_at_padding_is_never_read() -> None:
+def test_padding_tokens_are_not_read() -> None:
     model, layout = made("CACO"), Layout.padded([2, 3], 4)
     x = model.embed(texts(2, 4))
     x[~layout.valid] = torch.nan
@@ -131,7 +131,7 @@ def test_what_stands_at_padding_is_never_read() -> None:
     assert torch.isfinite(x.grad).all()
 
 
-def test_a_row_with_nothing_to_see_has_no_attention_and_gradients_that_are_numbers() -> None:
+def test_rows_without_visible_tokens_have_zero_attention_and_finite_gradients() -> None:
     model, layout = made("FAFO"), Layout.padded([0, 1, 3], 4)
     logits = model(texts(3, 4), layout)
     assert not logits[:2].any()
@@ -140,12 +140,12 @@ def test_a_row_with_nothing_to_see_has_no_attention_and_gradients_that_are_numbe
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_packed_texts_are_refused() -> None:
+def test_packed_layouts_raise() -> None:
     with pytest.raises(UsageError, match="3 packed sequences in 1 rows"):
         made("FAFO")(texts(1, 6), Layout.packed([0, 2, 4, 6]))
 
 
-def test_configs_that_make_no_model_are_refused() -> None:
+def test_invalid_configs_raise() -> None:
     with pytest.raises((UsageError, TypeCheckError), match="FAFA"):
         OneLayerConfig(form=cast(Form, "FAFA"))
     with pytest.raises(UsageError, match="vocabulary must be at least 1, got 0"):

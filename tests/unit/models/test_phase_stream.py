@@ -57,7 +57,7 @@ def same_gradients(decoder: Decoder, got: Tensor, want: Tensor) -> None:
 
 @every
 @pytest.mark.parametrize("mode", MODES)
-def test_token_by_token_gives_the_scores_of_the_whole(spec: str, mode: Callable[[], Any]) -> None:
+def test_token_by_token_decoding_equals_the_full_sequence(spec: str, mode: Callable[[], Any]) -> None:
     decoder, x = model(spec), tokens(2, 9)
     with mode():
         state, steps = None, []
@@ -76,7 +76,7 @@ def test_gradients_pass_through_the_state(spec: str) -> None:
 
 @every
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_no_score_and_no_gradient(spec: str, side: Any) -> None:
+def test_padding_does_not_change_logits_or_gradients(spec: str, side: Any) -> None:
     decoder, x, more = model(spec), tokens(3, 7), tokens(3, 2)
     layout = Layout.padded([4, 1, 6], 7, side=side)
     logits, state = decoder(x, layout=layout)
@@ -86,14 +86,14 @@ def test_padding_changes_no_score_and_no_gradient(spec: str, side: Any) -> None:
 
 
 @every
-def test_packed_documents_do_not_see_each_other(spec: str) -> None:
+def test_packed_documents_are_independent(spec: str) -> None:
     decoder, x = model(spec), tokens(1, 8)
     packed, state = decoder(x, layout=Layout.packed([0, 3, 4, 8]))
     same_gradients(decoder, packed, torch.cat([decoder(chunk)[0] for chunk in x.split([3, 1, 4], 1)], 1))
     assert state.length.tolist() == [3, 1, 4]
 
 
-def test_generation_goes_on_as_the_whole_would() -> None:
+def test_cached_generation_equals_generation_without_cache() -> None:
     decoder = model()
     prompts = [[1, 2, 3], [4]]
     for prompt, row in zip(
@@ -106,7 +106,7 @@ def test_generation_goes_on_as_the_whole_would() -> None:
 
 @pytest.mark.parametrize("tied", [None, True, False])
 @every
-def test_declared_cost_is_what_torch_counts(spec: str, tied: bool | None) -> None:
+def test_declared_cost_matches_torch(spec: str, tied: bool | None) -> None:
     decoder = model(spec, tied=tied)
     cost, x = decoder.cost(10), tokens(1, 10)
     assert cost.parameters == sum(p.numel() for p in decoder.parameters())
@@ -116,7 +116,7 @@ def test_declared_cost_is_what_torch_counts(spec: str, tied: bool | None) -> Non
     assert decoder(x)[1].nbytes == cost.state_bytes
 
 
-def test_a_head_of_its_own_reads_points_unless_it_is_the_embeddings() -> None:
+def test_head_reads_points_and_can_be_tied() -> None:
     own, tied = model(), model(tied=True)
     assert own.head is not None
     assert own.head.weight.shape == (13, 32)
@@ -129,7 +129,7 @@ def test_a_head_of_its_own_reads_points_unless_it_is_the_embeddings() -> None:
 
 
 @every
-def test_only_points_are_read_of_the_stream(spec: str) -> None:
+def test_full_turns_do_not_change_the_logits(spec: str) -> None:
     """So whole turns of an embedding, or another length of it, change no score."""
     decoder, x = model(spec), tokens(2, 5)
     expected = decoder(x)[0]
@@ -143,7 +143,7 @@ def test_only_points_are_read_of_the_stream(spec: str) -> None:
     close(decoder(x)[0], expected)
 
 
-def test_a_block_synchronises_and_then_moves_each_token_by_itself() -> None:
+def test_phase_block_applies_attention_then_feed_forward() -> None:
     block = cast(PhaseBlock, model().blocks[0])
     theta = torch.randn(2, 5, 16, dtype=torch.float64)
     middle = theta + block.mechanism(theta)[0]
@@ -152,7 +152,7 @@ def test_a_block_synchronises_and_then_moves_each_token_by_itself() -> None:
 
 
 @pytest.mark.parametrize("spec", ["group", "group:group=so3"])
-def test_the_stream_of_a_group_stays_on_it(spec: str) -> None:
+def test_stream_stays_on_the_group(spec: str) -> None:
     decoder = model(spec)
     x = decoder.embedding(tokens(2, 5))
     for block in decoder.blocks:
@@ -160,7 +160,7 @@ def test_the_stream_of_a_group_stays_on_it(spec: str) -> None:
         close(decoder.norm(x), x)
 
 
-def test_dropout_drops_in_training_only() -> None:
+def test_dropout_applies_in_training_only() -> None:
     decoder, x = model(dropout=0.5), tokens(2, 5)
     assert not torch.equal(decoder.train()(x)[0], decoder(x)[0])
     assert torch.equal(decoder.eval()(x)[0], decoder(x)[0])
@@ -174,7 +174,7 @@ def test_presets_match_the_baseline_in_parameters(spec: str, name: str) -> None:
 
 
 @every
-def test_paces_name_parameters_and_the_optimiser_keeps_to_them(spec: str) -> None:
+def test_optimizer_uses_the_param_options(spec: str) -> None:
     decoder = model(spec)
     param_options, named = decoder.param_options(), dict(decoder.named_parameters())
     assert set(param_options) <= set(named)
@@ -224,6 +224,6 @@ def test_mechanisms_of_one_group_share_a_stack() -> None:
     assert decoder(tokens(1, 4))[0].shape == (1, 4, 13)
 
 
-def test_a_block_of_phases_needs_a_group() -> None:
+def test_phase_block_requires_a_group() -> None:
     with pytest.raises(UsageError, match="StandardAttention has no group"):
         PhaseBlock(StandardAttention(16, 2), 16, 8)

@@ -50,7 +50,7 @@ def networks(coupling: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("mechanism", TIED)
-def test_layers_that_share_a_coupling_have_one_network_and_each_its_step(mechanism: str) -> None:
+def test_layers_share_one_network_but_not_the_step_size(mechanism: str) -> None:
     decoder, other = model(mechanism), model(mechanism.replace("sharing=layers", "sharing=heads"))
     first, *rest = couplings(decoder)
     for coupling in rest:
@@ -66,7 +66,7 @@ def test_layers_that_share_a_coupling_have_one_network_and_each_its_step(mechani
 
 
 @pytest.mark.parametrize("mechanism", TIED)
-def test_a_network_that_layers_share_is_trained_once_by_all_of_them(mechanism: str) -> None:
+def test_shared_network_accumulates_gradients_of_all_layers(mechanism: str) -> None:
     decoder, x = model(mechanism), tokens(2, 6)
     difference = model(mechanism.replace("sharing=layers", "sharing=heads"))
     difference.load_state_dict(decoder.state_dict())
@@ -86,7 +86,7 @@ def test_a_network_that_layers_share_is_trained_once_by_all_of_them(mechanism: s
 
 
 @pytest.mark.parametrize("mechanism", TIED)
-def test_a_checkpoint_holds_a_shared_network_once_and_gives_it_back(mechanism: str, tmp_path: Path) -> None:
+def test_checkpoint_stores_a_shared_network_once(mechanism: str, tmp_path: Path) -> None:
     decoder, other, x = model(mechanism), model(mechanism), tokens(2, 6)
     tensors = model_tensors(decoder)
     assert sum(w.numel() for w in tensors.values()) == sum(p.numel() for p in decoder.parameters())
@@ -99,7 +99,7 @@ def test_a_checkpoint_holds_a_shared_network_once_and_gives_it_back(mechanism: s
     assert all(weight is networks(first)[name] for each in rest for name, weight in networks(each).items())
 
 
-def test_a_hybrid_stack_shares_between_equal_mechanisms_alone() -> None:
+def test_hybrid_stacks_share_between_equal_mechanisms_only() -> None:
     shared = "standard+hamiltonian:sharing=layers"
     decoder = model((shared, "differential+hamiltonian:sharing=layers", shared, "standard+hamiltonian"))
     one, two, three, four = (coupling.force.inner for coupling in couplings(decoder))
@@ -107,13 +107,13 @@ def test_a_hybrid_stack_shares_between_equal_mechanisms_alone() -> None:
     assert len({id(weight) for weight in (one, two, four)}) == 3
 
 
-def test_layers_share_whichever_way_their_mechanism_is_written() -> None:
+def test_sharing_does_not_depend_on_the_spelling_of_the_spec() -> None:
     one, two = "standard+hamiltonian:sharing=layers,steps=2", "standard+hamiltonian: steps=2, sharing=layers"
     assert len({id(coupling.force.inner) for coupling in couplings(model((one, two, two, one)))}) == 1
 
 
 @pytest.mark.parametrize("mechanism", TIED)
-def test_a_model_whose_layers_share_gives_the_scores_of_the_whole_token_by_token(mechanism: str) -> None:
+def test_token_by_token_decoding_equals_the_full_sequence(mechanism: str) -> None:
     decoder, x = model(mechanism), tokens(2, 7)
     with torch.no_grad():
         state, steps = None, []

@@ -117,26 +117,26 @@ def causal(layers: int = 3, heads: int = 2, *, seed: int = 0) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("how", POOLINGS)
-def test_a_pooled_row_sums_to_one_and_has_nothing_at_padding(how: Pooling) -> None:
+def test_pooled_rows_sum_to_one_and_are_zero_at_padding(how: Pooling) -> None:
     row = pool_maps(causal(), LENGTHS, how)
     assert_close(row.sum(-1), torch.ones(2, dtype=torch.float64))
     assert row[1, 3:].abs().max() == 0
     assert row[0].min() > 0
 
 
-def test_the_average_is_over_heads_and_layers_of_the_last_row() -> None:
+def test_average_pooling_is_the_mean_over_heads_and_layers() -> None:
     attention_maps, row = causal(), pool_maps(causal(), LENGTHS)
     assert_close(row[0], torch.stack([layer[0, :, 4] for layer in attention_maps]).mean((0, 1)))
     assert_close(row[1], torch.stack([layer[1, :, 2] for layer in attention_maps]).mean((0, 1)))
 
 
-def test_the_largest_over_layers_is_made_shares() -> None:
+def test_max_pooling_is_normalised() -> None:
     one, other = torch.tensor([0.8, 0.2]), torch.tensor([0.4, 0.6])
     attention_maps = [row.expand(1, 1, 2, 2) for row in (one, other)]
     assert_close(pool_maps(attention_maps, torch.tensor([2]), "max"), torch.tensor([[0.8, 0.6]]) / 1.4)
 
 
-def test_rollout_is_the_product_of_the_layers_with_the_residual_stream() -> None:
+def test_rollout_matches_the_matrix_product() -> None:
     attention_maps, actual = causal(), pool_maps(causal(), LENGTHS, "rollout")
     product = torch.eye(5, dtype=torch.float64)
     for layer in attention_maps:  # as published: the first layer stands on the right
@@ -146,7 +146,7 @@ def test_rollout_is_the_product_of_the_layers_with_the_residual_stream() -> None
 
 
 @pytest.mark.parametrize("how", POOLINGS)
-def test_padding_changes_nothing_whatever_stands_there(how: Pooling) -> None:
+def test_padding_values_do_not_change_pooling(how: Pooling) -> None:
     attention_maps = causal()
     spoiled = [layer.clone() for layer in attention_maps]
     for layer in spoiled:
@@ -156,7 +156,7 @@ def test_padding_changes_nothing_whatever_stands_there(how: Pooling) -> None:
     assert_close(pool_maps(attention_maps, LENGTHS, how)[1:, :3], alone)
 
 
-def test_an_encoder_can_be_asked_at_its_first_token() -> None:
+def test_query_position_can_be_the_first_token() -> None:
     attention_maps = [torch.rand(2, 2, 5, 5, dtype=torch.float64) for _ in range(2)]
     row = pool_maps(attention_maps, LENGTHS, query_positions=torch.tensor([0, 0]))
     expected = torch.stack(
@@ -166,21 +166,21 @@ def test_an_encoder_can_be_asked_at_its_first_token() -> None:
     assert row[1, 3:].abs().max() == 0
 
 
-def test_signed_weights_count_by_their_size_and_every_head_alike() -> None:
+def test_signed_weights_are_pooled_by_absolute_value() -> None:
     signed = torch.tensor([[3.0, -1.0], [0.01, 0.01]]).view(1, 2, 1, 2).expand(1, 2, 2, 2)
     assert_close(pool_maps([signed], torch.tensor([2])), torch.tensor([[0.625, 0.375]]))
 
 
 @pytest.mark.parametrize("how", ["average", "max"])
-def test_a_token_that_attends_to_nothing_has_no_shares(how: Pooling) -> None:
+def test_rows_of_zeros_pool_to_zero(how: Pooling) -> None:
     assert pool_maps([torch.zeros(1, 2, 3, 3)], torch.tensor([3]), how).tolist() == [[0, 0, 0]]
 
 
-def test_rolled_out_a_token_that_attends_to_nothing_stays_itself() -> None:
+def test_rollout_of_rows_of_zeros_is_the_identity() -> None:
     assert pool_maps([torch.zeros(1, 2, 3, 3)], torch.tensor([3]), "rollout").tolist() == [[0, 0, 1]]
 
 
-def test_layers_may_differ_in_their_heads() -> None:
+def test_layers_can_have_different_numbers_of_heads() -> None:
     attention_maps = [*causal(1, 4), *causal(1, 2)]
     assert_close(
         pool_maps(attention_maps, LENGTHS)[0],
@@ -190,14 +190,14 @@ def test_layers_may_differ_in_their_heads() -> None:
 
 @given(row=st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=8))
 @settings(deadline=None, max_examples=25)
-def test_shares_sum_to_one_or_are_all_zero_and_stay_what_they_are(row: list[float]) -> None:
+def test_l1_normalize_is_idempotent(row: list[float]) -> None:
     part = l1_normalize(torch.tensor(row, dtype=torch.float64))
     assert part.sum().item() == pytest.approx(1 if any(row) else 0)
     assert_close(l1_normalize(part), part)
 
 
 @pytest.mark.parametrize("how", POOLINGS)
-def test_half_precision_maps_are_pooled_in_single(how: Pooling) -> None:
+def test_half_precision_maps_are_pooled_in_float32(how: Pooling) -> None:
     row = pool_maps([layer.bfloat16() for layer in causal()], LENGTHS, how)
     assert row.dtype == torch.float32
     assert_close(row.sum(-1), torch.ones(2))
@@ -226,15 +226,15 @@ ROWS = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.
 RATIONALES = torch.tensor([[True, True, False, False], [True, False, False, False], [True, False, False, False]])
 
 
-def test_mass_is_what_lies_on_the_rationale() -> None:
+def test_mass_is_the_share_on_the_rationale() -> None:
     assert rationale_mass(ROWS, RATIONALES).tolist() == [0.75, 0, 0]
 
 
-def test_mass_of_signed_weights_is_a_part_of_their_size() -> None:
+def test_mass_uses_absolute_weights() -> None:
     assert rationale_mass(torch.tensor([[-6.0, 2.0]]), torch.tensor([[True, False]])).item() == 0.75
 
 
-def test_an_instance_without_a_rationale_has_no_mass_and_counts_in_no_confidence() -> None:
+def test_instances_without_a_rationale_do_not_count() -> None:
     result = rationale_mass(ROWS[:2], torch.tensor([[True] * 4, [False] * 4]))
     assert result[0] == 1
     assert result[1].isnan()
@@ -243,7 +243,7 @@ def test_an_instance_without_a_rationale_has_no_mass_and_counts_in_no_confidence
 
 
 @pytest.mark.parametrize(("tau", "percent"), [(0.0, 100), (0.2, 75), (0.5, 50), (0.51, 25), (1.0, 25)])
-def test_confidence_is_the_percentage_that_reaches_tau(tau: float, percent: float) -> None:
+def test_confidence_is_the_percentage_with_mass_of_at_least_tau(tau: float, percent: float) -> None:
     assert confidence([0.1, 0.2, 0.5, 1.0], tau) == percent
     assert confidence(np.array([0.1, 0.2, 0.5, 1.0]), tau) == percent
     assert confidence(torch.tensor([0.1, 0.2, 0.5, 1.0]), tau) == percent  # 0.2 in single precision, too
@@ -251,14 +251,14 @@ def test_confidence_is_the_percentage_that_reaches_tau(tau: float, percent: floa
 
 @given(masses=st.lists(st.floats(0, 1), min_size=1, max_size=12))
 @settings(deadline=None, max_examples=25)
-def test_the_curve_never_rises_and_its_area_is_the_mean_mass(masses: list[float]) -> None:
+def test_confidence_curve_decreases_and_its_area_is_the_mean_mass(masses: list[float]) -> None:
     taus = (np.arange(2000) + 0.5) / 2000
     curve = confidence_curve(masses, taus)
     assert (np.diff(curve) <= 0).all()
     assert curve.mean() == pytest.approx(100 * np.mean(masses), abs=0.1)
 
 
-def test_entropy_counts_in_nats_and_no_share_adds_nothing() -> None:
+def test_entropy_is_in_nats_and_ignores_zeros() -> None:
     result = attention_entropy(ROWS)
     assert_close(result[0].item(), 1.5 * math.log(2))
     assert result[1] == 0
@@ -267,13 +267,13 @@ def test_entropy_counts_in_nats_and_no_share_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 7])
-def test_even_attention_has_as_many_effective_tokens_as_it_attends_to(n: int) -> None:
+def test_effective_tokens_of_uniform_attention(n: int) -> None:
     row = torch.zeros(1, 9, dtype=torch.float64)
     row[0, :n] = 0.3  # shares are made of it
     assert_close(effective_tokens(row).item(), float(n))
 
 
-def test_even_attention_attends_to_every_token_and_a_single_one_to_one() -> None:
+def test_stats_of_uniform_attention() -> None:
     even = torch.ones(2, 4, 4).tril() / torch.arange(1, 5)[:, None]
     last = torch.eye(4).expand(2, 4, 4)
     result = attention_stats([even, last])
@@ -290,7 +290,7 @@ def test_stats_are_means_over_heads() -> None:
     assert attention_stats([heads]).layers[0].effective_tokens_last == pytest.approx(1.5)
 
 
-def test_the_strongest_link_is_between_two_different_tokens_and_has_its_sign() -> None:
+def test_strongest_link_excludes_the_diagonal_and_keeps_its_sign() -> None:
     weights = torch.eye(3).repeat(2, 1, 1)
     weights[1, 2, 0] = -0.7
     weights[0, 1, 0] = 0.3
@@ -301,14 +301,14 @@ def test_the_strongest_link_is_between_two_different_tokens_and_has_its_sign() -
     assert attention_stats([torch.ones(1, 1, 1)]).layers[0].strongest is None
 
 
-def test_a_token_that_attends_to_nothing_is_left_out_of_means() -> None:
+def test_rows_of_zeros_are_excluded_from_means() -> None:
     weights = torch.eye(3)[None].clone()
     weights[0, 0] = 0  # as where only what came before is seen
     assert attention_stats([weights]).layers[0].effective_tokens_mean == pytest.approx(1)
     assert math.isnan(attention_stats([torch.zeros(1, 2, 2)]).layers[0].effective_tokens_mean)
 
 
-def test_mass_lies_between_none_and_all_and_even_attention_gives_the_part_of_the_tokens() -> None:
+def test_mass_of_uniform_attention_is_the_fraction_of_tokens() -> None:
     even = torch.ones(1, 4, 4).tril() / torch.arange(1, 5)[:, None]
     on = rationale_confidence(attention_stats([even]), [0, 3])
     assert on.mass["average"] == on.mass["max"] == pytest.approx(on.uniform) == pytest.approx(0.5)

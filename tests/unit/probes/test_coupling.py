@@ -46,7 +46,7 @@ def pairs(heads: int = 3, t: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", COUPLINGS)
-def test_a_path_begins_where_the_pairs_are_and_ends_where_the_module_moves_them(name: str) -> None:
+def test_path_starts_at_the_pairs_and_ends_at_the_output(name: str) -> None:
     config = COUPLINGS[name]
     decoder, (q, k) = coupling(config), pairs()
     path = coupling_path(decoder, q, k)
@@ -55,7 +55,7 @@ def test_a_path_begins_where_the_pairs_are_and_ends_where_the_module_moves_them(
     assert_close(path[-1], decoder(q, k), rtol=1e-12, atol=1e-12)
 
 
-def test_each_stop_of_a_path_is_where_a_shorter_motion_ends() -> None:
+def test_path_states_equal_outputs_with_fewer_steps() -> None:
     long = coupling(CouplingConfig(integrator="leapfrog", force="potential", steps=3))
     q, k = pairs()
     for steps, state in enumerate(coupling_path(long, q, k)[1:], start=1):
@@ -65,7 +65,7 @@ def test_each_stop_of_a_path_is_where_a_shorter_motion_ends() -> None:
 
 
 @pytest.mark.parametrize("name", COUPLINGS)
-def test_a_path_of_grouped_queries_is_that_of_their_mean(name: str) -> None:
+def test_path_of_grouped_queries_is_the_path_of_their_mean(name: str) -> None:
     decoder, (q, k) = coupling(COUPLINGS[name], queries=6, keys=3), pairs()
     path = coupling_path(decoder, q, k)
     together = q.repeat_interleave(2, dim=2)
@@ -74,7 +74,7 @@ def test_a_path_of_grouped_queries_is_that_of_their_mean(name: str) -> None:
     assert_close(path[-1], (moved.unflatten(2, (3, 2)).mean(3), key), rtol=1e-12, atol=1e-12)
 
 
-def test_a_path_of_heads_that_do_not_pair_is_refused() -> None:
+def test_path_of_mismatched_heads_raises() -> None:
     q, k = pairs(2)
     with pytest.raises(UsageError, match="3 queries and as many keys of width 4"):
         coupling_path(coupling(CouplingConfig()), q, k)
@@ -89,7 +89,7 @@ def test_controls_have_no_dependence(name: str) -> None:
 
 
 @pytest.mark.parametrize("integrator", ["symplectic-euler", "leapfrog"])
-def test_a_hamiltonian_coupling_begins_as_a_drift_of_its_steps(integrator: str) -> None:
+def test_initial_hamiltonian_sensitivity_is_that_of_a_drift(integrator: str) -> None:
     for steps in (1, 3):
         decoder = coupling(CouplingConfig(integrator=integrator, steps=steps), trained=False)  # pyright: ignore
         result = coupling_sensitivity(decoder, *pairs())
@@ -98,7 +98,7 @@ def test_a_hamiltonian_coupling_begins_as_a_drift_of_its_steps(integrator: str) 
         assert result.key_on_query == result.query_change == result.key_change == 0.0
 
 
-def test_an_affine_coupling_begins_as_the_identity() -> None:
+def test_initial_affine_sensitivity_is_that_of_the_identity() -> None:
     result = coupling_sensitivity(coupling(CouplingConfig(dynamics="affine"), trained=False), *pairs())
     assert result == Sensitivity(
         query_on_query=1.0, query_on_key=0.0, key_on_query=0.0, key_on_key=1.0, query_change=0.0, key_change=0.0
@@ -106,7 +106,7 @@ def test_an_affine_coupling_begins_as_the_identity() -> None:
 
 
 @pytest.mark.parametrize("name", COUPLINGS)
-def test_sensitivity_is_that_of_the_module_itself(name: str) -> None:
+def test_sensitivity_equals_the_jacobian_of_the_module(name: str) -> None:
     decoder, (q, k) = coupling(COUPLINGS[name]), pairs(t=1)
     result = coupling_sensitivity(decoder, q[:1], k[:1])
 
@@ -125,7 +125,7 @@ def test_sensitivity_is_that_of_the_module_itself(name: str) -> None:
     assert actual == pytest.approx(expected, rel=1e-10, abs=1e-15)
 
 
-def test_a_sample_of_tokens_is_taken_evenly_and_always_the_same() -> None:
+def test_sensitivity_samples_tokens_evenly() -> None:
     decoder, (q, k) = coupling(COUPLINGS["euler"]), pairs(t=50)
     selected = torch.tensor([0, 33, 66, 99])
     subset = [x.flatten(0, 1)[selected][None] for x in (q, k)]
@@ -139,7 +139,7 @@ def test_a_sample_of_tokens_is_taken_evenly_and_always_the_same() -> None:
     )  # a token at least
 
 
-def test_figures_do_not_depend_on_the_precision_of_the_model_and_leave_it_alone() -> None:
+def test_stats_are_computed_in_float64_on_a_copy() -> None:
     decoder, (q, k) = coupling(COUPLINGS["leapfrog down a potential"]).float(), pairs()
     q, k = q.float(), k.float()
     before = {name: value.clone() for name, value in decoder.state_dict().items()}
@@ -153,7 +153,7 @@ def test_figures_do_not_depend_on_the_precision_of_the_model_and_leave_it_alone(
     assert all(parameter.grad is None and parameter.requires_grad for parameter in decoder.parameters())
 
 
-def test_leapfrog_keeps_the_energy_better_than_euler_and_none_is_claimed_without_a_potential() -> None:
+def test_leapfrog_conserves_energy_better_than_euler() -> None:
     q, k = pairs()
     leapfrog, euler = (coupling(COUPLINGS[f"{name} down a potential"]) for name in ("leapfrog", "euler"))
     for decoder in (leapfrog, euler):
@@ -167,7 +167,7 @@ def test_leapfrog_keeps_the_energy_better_than_euler_and_none_is_claimed_without
         assert energy_trajectory(decoder, q, k) is None
 
 
-def test_energies_are_those_of_the_states_on_the_path() -> None:
+def test_energy_is_evaluated_along_the_path() -> None:
     decoder, (q, k) = coupling(COUPLINGS["leapfrog down a potential"]), pairs()
     result = energy_trajectory(decoder, q, k)
     assert result is not None
@@ -192,7 +192,7 @@ def layer(spec: str, heads: int = 8) -> SoftmaxMechanism:
 
 @pytest.mark.parametrize("spec", ["standard", "differential"])
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
-def test_pairs_of_a_mechanism_are_what_its_coupling_moves(spec: str, key_heads: int) -> None:
+def test_pairs_are_the_inputs_of_the_coupling(spec: str, key_heads: int) -> None:
     decoder, x = layer(f"{spec}+hamiltonian:key_heads={key_heads},steps=2"), torch.randn(2, 5, 32, dtype=torch.float64)
     q, k = decoder.pairs(x)
     assert q.shape == k.shape == (2, 5, decoder.shape.keys, 4)
@@ -210,7 +210,7 @@ def test_pairs_of_a_mechanism_are_what_its_coupling_moves(spec: str, key_heads: 
     assert_close((q, k), tuple(recorded), rtol=1e-12, atol=1e-12)
 
 
-def test_a_mechanism_without_a_coupling_has_pairs_too() -> None:
+def test_pairs_without_a_coupling() -> None:
     decoder, x = layer("standard"), torch.randn(1, 3, 32, dtype=torch.float64)
     assert_close(decoder.pairs(x)[0].flatten(2), decoder.query(x))
     assert diagnostics(decoder, x) == ()
@@ -221,7 +221,7 @@ def titles(made: Mechanism) -> list[str]:
         return [figure.title for figure in diagnostics(made, torch.randn(1, 6, 32, dtype=torch.float64))]
 
 
-def test_a_coupling_is_shown_beside_what_the_mechanism_shows_itself() -> None:
+def test_coupling_diagnostics_are_added_to_those_of_the_mechanism() -> None:
     strength, step, energy = titles(layer("standard+hamiltonian:force=potential"))
     assert titles(layer("standard+hamiltonian")) == titles(layer("standard+uncoupled")) == [strength, step]
     assert titles(layer("standard+affine")) == titles(layer("standard+nonlinear-query")) == [strength]

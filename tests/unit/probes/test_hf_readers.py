@@ -50,7 +50,7 @@ KINDS = ["LlamaForCausalLM", "LlamaForSequenceClassification", "BertForSequenceC
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_text_is_read_in_a_batch_as_it_is_alone(kind: str) -> None:
+def test_batched_reading_equals_single_texts(kind: str) -> None:
     model = hf(kind).train()
     read = reader(model)
     together, alone = read.read(TOKENS, LENGTHS, maps=True), read.read(TOKENS[1:, :3], LENGTHS[1:], maps=True)
@@ -66,7 +66,7 @@ def test_a_text_is_read_in_a_batch_as_it_is_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["LlamaForCausalLM", "GPT2LMHeadModel"])
-def test_a_language_model_answers_with_the_token_after_the_last(kind: str) -> None:
+def test_language_model_answers_with_the_next_token(kind: str) -> None:
     model = hf(kind).eval()
     with torch.no_grad():
         expected = model(TOKENS[1:, :3]).logits[0, -1]
@@ -76,7 +76,7 @@ def test_a_language_model_answers_with_the_token_after_the_last(kind: str) -> No
     assert actual.answer_positions.tolist() == [4, 2]
 
 
-def test_an_encoder_is_asked_at_its_first_token_unless_told() -> None:
+def test_encoders_answer_at_the_first_token_by_default() -> None:
     model = hf("BertForSequenceClassification")
     for answer_at, places in ((None, [0, 0]), ("first", [0, 0]), ("last", [4, 2])):
         asked = reader(model, answer_at=answer_at).read(TOKENS, LENGTHS, maps=True).answer_positions
@@ -84,7 +84,7 @@ def test_an_encoder_is_asked_at_its_first_token_unless_told() -> None:
         assert asked.tolist() == places
 
 
-def test_saliency_is_the_gradient_times_the_embedding() -> None:
+def test_saliency_is_gradient_times_embedding() -> None:
     model = hf("LlamaForCausalLM").eval()
     x = model.get_input_embeddings()(TOKENS[:1]).detach().requires_grad_()
     scores = model(inputs_embeds=x).logits[0, -1]
@@ -92,7 +92,7 @@ def test_saliency_is_the_gradient_times_the_embedding() -> None:
     assert_close(reader(model).saliency(TOKENS, LENGTHS)[0], (gradient * x).sum(-1).abs()[0].detach())
 
 
-def test_a_model_that_returns_no_attentions_is_refused_with_what_to_do() -> None:
+def test_models_without_attentions_raise() -> None:
     model = hf("LlamaForCausalLM", attention="sdpa")
     reader(model).read(TOKENS, LENGTHS)  # needs none
     with pytest.raises(UsageError, match="load it with attn_implementation='eager'"):
@@ -100,11 +100,11 @@ def test_a_model_that_returns_no_attentions_is_refused_with_what_to_do() -> None
 
 
 @pytest.mark.parametrize(("pad", "message"), [(None, "none is set: set model.config.pad"), (1, "a text ends with it")])
-def test_a_causal_classifier_that_would_answer_elsewhere_is_refused(pad: int | None, message: str) -> None:
+def test_causal_classifier_without_a_usable_padding_token_raises(pad: int | None, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         reader(hf("LlamaForSequenceClassification", pad=pad)).read(TOKENS, LENGTHS)
 
 
-def test_a_model_with_an_encoder_and_a_decoder_is_refused() -> None:
+def test_encoder_decoder_models_raise() -> None:
     with pytest.raises(UsageError, match="is an encoder-decoder"):
         reader(hf("T5ForConditionalGeneration"))

@@ -41,7 +41,7 @@ MODELS = [classifier, decoder, one_layer]
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_a_reader_gives_what_the_model_answers_at_the_last_token(make: type) -> None:
+def test_logits_are_those_of_the_last_token(make: type) -> None:
     model = make()
     actual = reader(model).read(TOKENS, LENGTHS).logits
     if isinstance(model, Decoder):
@@ -51,7 +51,7 @@ def test_a_reader_gives_what_the_model_answers_at_the_last_token(make: type) -> 
 
 
 @pytest.mark.parametrize("mechanism", ["standard:window=2", "differential", "gated-deltanet", "qdelta", "kuramoto"])
-def test_a_text_is_read_in_a_batch_as_it_is_alone(mechanism: str) -> None:
+def test_batched_reading_equals_single_texts(mechanism: str) -> None:
     read = reader(classifier(mechanism))
     together = read.read(TOKENS, LENGTHS, maps=True)
     assert together.maps is not None
@@ -74,7 +74,7 @@ def test_maps_are_the_weights_of_each_block_on_its_own_input() -> None:
         x = block(x, None, layout)[0]
 
 
-def test_only_the_last_token_of_the_one_layer_model_asks() -> None:
+def test_one_layer_maps_are_the_identity_except_for_the_last_token() -> None:
     model = one_layer()
     (actual,) = reader(model).read(TOKENS, LENGTHS, maps=True).maps or ()
     weights = model.weights(TOKENS, Layout.padded(LENGTHS, 5))
@@ -84,7 +84,7 @@ def test_only_the_last_token_of_the_one_layer_model_asks() -> None:
 
 
 @pytest.mark.parametrize("make", [classifier, decoder])
-def test_saliency_is_the_slope_of_the_answers_score_along_each_embedding(make: type) -> None:
+def test_saliency_matches_finite_differences(make: type) -> None:
     model, step = make(), 1e-5
     read = reader(model)
     actual, best = read.saliency(TOKENS, LENGTHS), read.read(TOKENS, LENGTHS).logits.argmax(-1)
@@ -105,7 +105,7 @@ def _stretched(x: Tensor, place: int, by: float) -> Tensor:
     return x
 
 
-def test_saliency_of_one_hot_tokens_is_the_gradient_at_their_own_entry() -> None:
+def test_saliency_of_one_hot_tokens_is_the_gradient_at_their_index() -> None:
     model = one_layer()
     x = model.embed(TOKENS[:1]).requires_grad_()
     logits = model.read(x)

@@ -62,9 +62,7 @@ def elements(on: Group, t: int, generator: int) -> torch.Tensor:
 
 @given(on=st.sampled_from(GROUPS), t=st.integers(1, 8), seed=st.integers(0, 9999))
 @settings(deadline=None, max_examples=10)
-def test_locking_is_a_normalised_similarity_whose_mean_is_that_of_the_squared_order(
-    on: Group, t: int, seed: int
-) -> None:
+def test_locking_is_a_normalised_similarity_with_the_mean_squared_order(on: Group, t: int, seed: int) -> None:
     points = elements(on, t, seed)
     result = locking(points)
     alike = on.similarity(*torch.broadcast_tensors(points[:, None], points)) / on.similarity(points, points)
@@ -75,7 +73,7 @@ def test_locking_is_a_normalised_similarity_whose_mean_is_that_of_the_squared_or
 
 @given(on=st.sampled_from(GROUPS), seed=st.integers(0, 9999))
 @settings(deadline=None, max_examples=10)
-def test_a_common_translation_changes_neither_order_nor_locking(on: Group, seed: int) -> None:
+def test_common_translation_does_not_change_order_or_locking(on: Group, seed: int) -> None:
     points = elements(on, 5, seed)
     by = on.points(on.random(1, 2, 3).double()).expand_as(points)
     moved = on.multiply(by, points)
@@ -83,13 +81,13 @@ def test_a_common_translation_changes_neither_order_nor_locking(on: Group, seed:
     assert_close(locking(moved), locking(points), rtol=0, atol=1e-6)
 
 
-def test_the_order_of_angles_is_that_of_the_operator() -> None:
+def test_order_equals_the_operator() -> None:
     theta = 3 * torch.randn(7, 2, 3, dtype=torch.float64)
     assert_close(order(kuramoto.points(theta)), kuramoto.order_parameter(theta.transpose(0, 1)), rtol=0, atol=1e-12)
     assert_close(order(elements(SO3, 1, 0)), torch.ones(2, 3, dtype=torch.float64))
 
 
-def test_the_energy_on_the_torus_is_that_of_the_operator_for_each_coordinate() -> None:
+def test_energy_on_the_torus_equals_the_operator() -> None:
     decoder = layer("kuramoto")
     theta = stream(decoder)
     truth = kuramoto.energy(theta.unflatten(-1, (2, 36)), decoder.weights(theta))[0] / 36
