@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ _SEPARATE_NAMES = (
     ("wq", "wk", "wv"),  # the original Llama
     ("to_q", "to_k", "to_v"),  # x-transformers, diffusers
 )
+_FUSED_NAMES = ("c_attn", "query_key_value", "qkv_proj", "Wqkv")
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "o", "out_lin", "wo", "Wo", "to_out", "c_proj")
 _QK_CHILDREN = (
     *("q_norm", "k_norm", "q_layernorm", "k_layernorm", "q_conv1d", "k_conv1d", "relative_attention_bias"),
@@ -34,13 +35,13 @@ _CIRCUITS: tuple[Circuit, ...] = ("qk", "qk", "ov")
 
 def multihead_attention_params(prefix: str, module: nn.MultiheadAttention) -> Iterator[CircuitParam]:
     """Yield the circuit parameters of `torch.nn.MultiheadAttention`, with fused or separate projections."""
-    layout = (1, (module.embed_dim,) * 3)
-    for name in ("q_proj_weight", "k_proj_weight", "bias_k"):
-        yield from _direct_param(prefix, module, name, "qk")
-    for name in ("v_proj_weight", "bias_v"):
-        yield from _direct_param(prefix, module, name, "ov")
+    params: dict[str, Circuit] = {"q_proj_weight": "qk", "k_proj_weight": "qk", "bias_k": "qk"}
+    params |= {"v_proj_weight": "ov", "bias_v": "ov"}
+    for name, circuit in params.items():
+        if module._parameters.get(name) is not None:
+            yield circuit, ParamSlice(name=f"{prefix}{name}")
     for name in ("in_proj_weight", "in_proj_bias"):
-        yield from _fused_slices(prefix, module, name, 0, layout)
+        yield from _fused_slices(prefix, module, name, 0, (1, (module.embed_dim,) * 3))
     yield from _child_params(prefix, module, "out_proj", "ov")
 
 
@@ -53,9 +54,8 @@ def attention_params(prefix: str, module: nn.Module, parent: nn.Module | None) -
     if separate := next((names for names in _SEPARATE_NAMES if all(name in children for name in names)), None):
         for name, circuit in zip(separate, _CIRCUITS, strict=True):
             yield from _child_params(prefix, module, name, circuit)
-    elif fused := next((name for name in _FUSED_LAYOUTS if name in children), None):
-        layout = _FUSED_LAYOUTS[fused](module, children[fused]) if _n_rows(children[fused]) else None
-        if layout is None:
+    elif fused := next((name for name in _FUSED_NAMES if name in children), None):
+        if (layout := _fused_layout(module, fused, children[fused])) is None:
             return
         yield from _fused_slices(f"{prefix}{fused}.", children[fused], "weight", _dim(children[fused]), layout)
         yield from _fused_slices(f"{prefix}{fused}.", children[fused], "bias", 0, layout)
@@ -75,63 +75,40 @@ def attention_params(prefix: str, module: nn.Module, parent: nn.Module | None) -
         )
 
 
-def _c_attn(module: nn.Module, fused: nn.Module) -> FusedLayout | None:
-    """GPT-2 and nanoGPT: queries, keys, values; in cross-attention (`q_attn`) keys and values only."""
+def _fused_layout(module: nn.Module, name: str, fused: nn.Module) -> FusedLayout | None:
+    """Return the layout of a fused matrix; None if it is unknown."""
     rows = _n_rows(fused)
-    if _is_instance(module, "GPTBigCodeAttention"):
-        return _head_layout(module, fused, 1) if _read(module, "multi_query") else _head_layout(module, fused, None)
-    if "q_attn" in dict(module.named_children()):
-        return None if rows % 2 else (1, (0, rows // 2, rows // 2))
-    return None if rows % 3 else (1, (rows // 3,) * 3)
-
-
-def _query_key_value(module: nn.Module, fused: nn.Module) -> FusedLayout | None:
-    """Per head in GPT-NeoX, BLOOM and Persimmon; per group in Falcon; unknown in other models."""
-    if _is_instance(module, "GPTNeoXAttention", "BloomAttention", "PersimmonAttention"):
-        return _head_layout(module, fused, None)
-    if _is_instance(module, "FalconAttention"):
+    layout: FusedLayout | None = None
+    if _is_instance(module, "GPTBigCodeAttention", "FalconAttention"):
         if _read(module, "new_decoder_architecture"):
-            return _head_layout(module, fused, _read(module, "num_kv_heads"), by_group=True)
-        return _head_layout(module, fused, 1 if _read(module, "multi_query") else None)
-    return None
+            layout = _head_layout(module, rows, _read(module, "num_kv_heads"), by_group=True)
+        else:
+            layout = _head_layout(module, rows, 1 if _read(module, "multi_query") else None)
+    elif _is_instance(module, "GPTNeoXAttention", "BloomAttention", "PersimmonAttention"):
+        layout = _head_layout(module, rows, None)
+    elif _is_instance(module, "Phi3Attention", "Phi4MultimodalAttention"):
+        layout = _head_layout(module, rows, _read(module, "num_key_value_heads"))
+    elif name == "c_attn" and hasattr(module, "q_attn"):  # cross-attention: keys and values only
+        layout = (1, (0, rows // 2, rows // 2))
+    elif name == "c_attn" or _is_instance(module, "ModernBertAttention"):
+        layout = (1, (rows // 3,) * 3)
+    return layout if rows and layout is not None and layout[0] * sum(layout[1]) == rows else None
 
 
-def _qkv_proj(module: nn.Module, fused: nn.Module) -> FusedLayout | None:
-    """Phi-3: all query heads, then the key heads, then the value heads."""
-    if _is_instance(module, "Phi3Attention", "Phi4MultimodalAttention"):
-        return _head_layout(module, fused, _read(module, "num_key_value_heads"))
-    return None
-
-
-def _wqkv(module: nn.Module, fused: nn.Module) -> FusedLayout | None:
-    rows = _n_rows(fused)
-    return (1, (rows // 3,) * 3) if _is_instance(module, "ModernBertAttention") and rows % 3 == 0 else None
-
-
-_FUSED_LAYOUTS: dict[str, Callable[[nn.Module, nn.Module], FusedLayout | None]] = {
-    "c_attn": _c_attn,
-    "query_key_value": _query_key_value,
-    "qkv_proj": _qkv_proj,
-    "Wqkv": _wqkv,
-}
-
-
-def _head_layout(module: nn.Module, fused: nn.Module, kv_heads: Any, *, by_group: bool = False) -> FusedLayout | None:
-    """Return the layout for given numbers of heads, or None if it does not match the matrix.
+def _head_layout(module: nn.Module, rows: int, kv_heads: Any, *, by_group: bool = False) -> FusedLayout | None:
+    """Return the layout for given numbers of heads.
 
     `kv_heads` is None if q, k and v alternate per head. `by_group`: each group holds its queries, its key, its value.
     """
-    heads, rows = _read(module, "num_heads", "num_attention_heads"), _n_rows(fused)
+    heads = _read(module, "num_heads", "num_attention_heads")
     if not isinstance(heads, int) or not isinstance(kv_heads, int | None):
         return None
-    width = rows // (3 * heads if kv_heads is None else heads + 2 * kv_heads)
     if kv_heads is None:
-        layout: FusedLayout = (heads, (width,) * 3)
-    elif by_group:
-        layout = (kv_heads, (width * heads // kv_heads, width, width))
-    else:
-        layout = (1, (width * heads, width * kv_heads, width * kv_heads))
-    return layout if layout[0] * sum(layout[1]) == rows else None
+        return heads, (rows // (3 * heads),) * 3
+    width = rows // (heads + 2 * kv_heads)
+    if by_group:
+        return kv_heads, (width * heads // kv_heads, width, width)
+    return 1, (width * heads, width * kv_heads, width * kv_heads)
 
 
 def _fused_slices(prefix: str, module: nn.Module, name: str, dim: int, layout: FusedLayout) -> Iterator[CircuitParam]:
@@ -149,11 +126,6 @@ def _fused_slices(prefix: str, module: nn.Module, name: str, dim: int, layout: F
                     ParamSlice(name=f"{prefix}{name}", dim=dim, start=start, stop=start + length, matrix=matrix),
                 )
             start += length
-
-
-def _direct_param(prefix: str, module: nn.Module, name: str, circuit: Circuit) -> Iterator[CircuitParam]:
-    if module._parameters.get(name) is not None:
-        yield circuit, ParamSlice(name=f"{prefix}{name}")
 
 
 def _child_params(prefix: str, module: nn.Module, child: str, circuit: Circuit) -> Iterator[CircuitParam]:

@@ -72,7 +72,10 @@ def find_circuits(model: nn.Module, *, qk: Sequence[str] = (), ov: Sequence[str]
         if circuit != "rest" and param.name in names:
             known[circuit].append(param)
     matched = {"qk": match_patterns(model, qk), "ov": match_patterns(model, ov)}
-    params = {circuit: _deduplicate(matched[circuit] or known[circuit], names) for circuit in known}
+    params = {  # each slice once, under the first name of its parameter
+        circuit: list(dict.fromkeys(replace(p, name=names[p.name]) for p in matched[circuit] or known[circuit]))
+        for circuit in known
+    }
     for circuit, other in (("qk", "ov"), ("ov", "qk")):
         if matched[circuit] and not matched[other]:  # patterns take precedence over known parameters
             by_name = _group_by_name(params[circuit])
@@ -107,7 +110,8 @@ def _layer_params(model: nn.Module) -> Iterator[CircuitParam]:
         prefix = f"{name}." if name else ""
         if any(prefix.startswith(parent) for parent in finished):
             continue
-        if (circuits := _declared_circuits(module)) is not None:
+        declare = getattr(type(module), "circuits", None)  # on the class: wrappers forward instance attributes
+        if callable(declare) and isinstance(circuits := declare(module), Circuits):
             finished.append(prefix)
             for param_name in circuits.qk:
                 yield "qk", ParamSlice(name=f"{prefix}{param_name}")
@@ -118,17 +122,6 @@ def _layer_params(model: nn.Module) -> Iterator[CircuitParam]:
             yield from multihead_attention_params(prefix, module)
         else:
             yield from attention_params(prefix, module, modules.get(name.rpartition(".")[0]) if name else None)
-
-
-def _declared_circuits(module: nn.Module) -> Circuits | None:
-    method = getattr(type(module), "circuits", None)  # looked up on the class: wrappers forward instance attributes
-    circuits = method(module) if callable(method) else None
-    return circuits if isinstance(circuits, Circuits) else None
-
-
-def _deduplicate(params: Iterable[ParamSlice], names: dict[str, str]) -> list[ParamSlice]:
-    """Return each slice once, under the first name of its parameter."""
-    return list(dict.fromkeys(replace(param, name=names[param.name]) for param in params))
 
 
 def _group_by_name(params: Iterable[ParamSlice]) -> dict[str, list[ParamSlice]]:
@@ -217,33 +210,12 @@ def _match_pieces(model: nn.Module, stem: str, span: tuple[int, ...] | None) -> 
 
 
 def summarize_names(shapes: Mapping[str, torch.Size]) -> str:
-    """Return parameter names with their shapes on one line; repeated layers appear once.
+    """Return parameter names with their shapes as patterns: `*` replaces the numbers of repeated layers.
 
     >>> summarize_names({f"h.{i}.attn.weight": torch.Size([2, 3]) for i in range(12)})
-    'h.{0..11}.attn.weight [2, 3]'
+    'h.*.attn.weight [2, 3]'
     """
-    layer_numbers: dict[tuple[str, ...], list[set[int]]] = {}
-    pattern_shapes: dict[tuple[str, ...], torch.Size] = {}
-    for name, shape in shapes.items():
-        words = name.split(".")
-        pattern = tuple("#" if word.isdigit() else word for word in words)
-        numbers = [int(word) for word in words if word.isdigit()]
-        for seen, number in zip(layer_numbers.setdefault(pattern, [set() for _ in numbers]), numbers, strict=True):
-            seen.add(number)
-        pattern_shapes.setdefault(pattern, shape)
-    summaries = []
-    for pattern, numbers in layer_numbers.items():
-        ranges = iter(map(_format_range, numbers))
-        name = ".".join(next(ranges) if word == "#" else word for word in pattern)
-        summaries.append(f"{name} {list(pattern_shapes[pattern])}")
+    pattern_shapes = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name): shape for name, shape in shapes.items()}
+    summaries = [f"{pattern} {list(shape)}" for pattern, shape in pattern_shapes.items()]
     more = f" and {len(summaries) - _MAX_NAMES} more" if len(summaries) > _MAX_NAMES else ""
     return ", ".join(summaries[:_MAX_NAMES]) + more
-
-
-def _format_range(numbers: Iterable[int]) -> str:
-    ordered = sorted(numbers)
-    if len(ordered) == 1:
-        return str(ordered[0])
-    if ordered == list(range(ordered[0], ordered[-1] + 1)):
-        return f"{{{ordered[0]}..{ordered[-1]}}}"
-    return f"{{{','.join(map(str, ordered))}}}"

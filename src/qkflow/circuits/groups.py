@@ -109,7 +109,10 @@ def split_fused(model: nn.Module, *, qk: Sequence[str] = (), ov: Sequence[str] =
             if not param.is_whole:
                 slices.setdefault(param.name, []).append((param, circuit))
     parameters = dict(model.named_parameters())
-    holders = _parameter_holders(model)
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}  # the modules that hold a parameter, with its name in each
+    for module in model.modules():
+        for name, held in module._parameters.items():
+            holders.setdefault(id(held), []).append((module, name))
     for name, param_slices in slices.items():
         parameter = parameters[name]
         if not parameter.requires_grad:
@@ -118,16 +121,6 @@ def split_fused(model: nn.Module, *, qk: Sequence[str] = (), ov: Sequence[str] =
         split = _split_by_matrix(modules[0][1], parameter, param_slices)
         if len({piece.circuit for piece in split.pieces}) > 1:
             split_parameter(parameter, modules, split)
-
-
-def _parameter_holders(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Return the modules that hold each parameter, with its name in each, by parameter id."""
-    holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                holders.setdefault(id(parameter), []).append((module, name))
-    return holders
 
 
 def _split_by_matrix(name: str, parameter: nn.Parameter, slices: Sequence[tuple[ParamSlice, Circuit]]) -> ParamSplit:

@@ -69,11 +69,6 @@ class ParamPiece:
     spans: tuple[tuple[int, int], ...]
     """Row ranges [start, stop) in the whole parameter, in order."""
 
-    @property
-    def n_rows(self) -> int:
-        """Number of rows."""
-        return sum(stop - start for start, stop in self.spans)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSplit:
@@ -88,7 +83,7 @@ class ParamSplit:
     @property
     def n_rows(self) -> int:
         """Number of rows of the whole parameter."""
-        return sum(piece.n_rows for piece in self.pieces)
+        return max(stop for piece in self.pieces for _, stop in piece.spans)
 
     def renamed(self, name: str) -> ParamSplit:
         """Return the same split of a parameter called `name`."""

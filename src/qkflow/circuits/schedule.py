@@ -47,17 +47,8 @@ class RatioSchedule:
         return self.start == 1 and self.end in (None, 1)
 
 
-def constant(step: int) -> float:
-    """A schedule that is always 1.
-
-    >>> constant(7)
-    1.0
-    """
-    return 1.0
-
-
 def circuit_lambdas(
-    groups: Sequence[dict[str, Any]], r: Callable[[int], float], base: Callable[[int], float] = constant
+    groups: Sequence[dict[str, Any]], r: Callable[[int], float], base: Callable[[int], float] = lambda step: 1.0
 ) -> list[Callable[[int], float]]:
     """Return one factor per parameter group for `torch.optim.lr_scheduler.LambdaLR`.
 

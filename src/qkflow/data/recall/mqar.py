@@ -11,6 +11,7 @@ likely.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -28,6 +29,10 @@ class MQAR:
     0.015625
     """
 
+    name: ClassVar[str] = "mqar"
+    axes: ClassVar[tuple[str, ...]] = ("pairs",)
+    """Axes of the test grid."""
+
     pairs: tuple[int, ...] = (4, 8, 16)
     """Numbers of pairs: sampled from these in training, one test cell each."""
     length: int = 64
@@ -39,9 +44,7 @@ class MQAR:
     fillers: int = 1
     """Number of different fillers."""
     train: int = 100_000
-    """Training instances."""
     validation: int = 512
-    """Validation instances."""
     each: int = 200
     """Test instances per number of pairs."""
     seed: int = 0
@@ -59,11 +62,6 @@ class MQAR:
             )
 
     @property
-    def name(self) -> str:
-        """`mqar`."""
-        return "mqar"
-
-    @property
     def words(self) -> tuple[str, ...]:
         """Keys `k0 ..`, values `v0 ..`, fillers `.`, `.1 ..`, in the order of their tokens."""
         keys, values = (f"k{n}" for n in range(self.keys)), (f"v{n}" for n in range(self.values))
@@ -73,11 +71,6 @@ class MQAR:
     def chance(self) -> float:
         """Accuracy of guessing among the values."""
         return 1 / self.values
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Axes of the test grid."""
-        return ("pairs",)
 
     def grid(self) -> tuple[RecallCell, ...]:
         """Return one cell per number of pairs."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -43,6 +43,8 @@ class Needle:
     ('s-niah-3', 0.00390625, (2048, 4096, 8192))
     """
 
+    axes: ClassVar[tuple[str, ...]] = ("length", "depth")
+    """Axes of the test grid."""
     kind: Literal[1, 2, 3] = 1
     """S-NIAH-1, 2 or 3."""
     answer: Answer | None = None
@@ -58,9 +60,7 @@ class Needle:
     depths: tuple[int, ...] = (0, 25, 50, 75, 100)
     """Needle depths of the test, in percent."""
     train: int = 20_000
-    """Training instances."""
     validation: int = 256
-    """Validation instances."""
     each: int = 20
     """Test instances per length and depth."""
     seed: int = 0
@@ -75,7 +75,8 @@ class Needle:
         check_minimum(self.name, 0, {"depths": self.depths})
         for length in (self.length, *self.test_lengths):
             _haystack_length(self, length)
-        _check_depth(self, max(self.depths))
+        if max(self.depths) > 100:
+            raise UsageError(f"{self.name}: depth must be from 0 to 100 percent, got {max(self.depths)}")
 
     @property
     def name(self) -> str:
@@ -104,11 +105,6 @@ class Needle:
         """Accuracy of guessing: 1 / 10^digits, 1 / 16^characters, or 1 / words."""
         symbols, count = _answer_symbols(self)
         return float(len(symbols)) ** -count
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Axes of the test grid."""
-        return ("length", "depth")
 
     def grid(self) -> tuple[RecallCell, ...]:
         """Return one cell per length and depth."""
@@ -139,7 +135,7 @@ def needles(
     grammar = _grammar(config.kind)
     n_numbers = 2 + answer_length + grammar.max_sentences(hay_length) + hay_length
     numbers = random_uint64(seed, first + np.arange(count), n_numbers)
-    depths = randint(numbers[:, 0], 101) if depth is None else np.full(count, _check_depth(config, depth))
+    depths = randint(numbers[:, 0], 101) if depth is None else np.full(count, depth)
     key = _tokens(words.KEYS)[randint(numbers[:, 1], len(words.KEYS))]
     answer = _tokens(symbols)[randint(numbers[:, 2 : 2 + answer_length], len(symbols))]
 
@@ -232,12 +228,6 @@ def _haystack_length(config: Needle, length: int) -> int:
             f"into length {length}: use a length of {needle + question} or more, or a shorter answer"
         )
     return length - needle - question
-
-
-def _check_depth(config: Needle, depth: int) -> int:
-    if not 0 <= depth <= 100:
-        raise UsageError(f"{config.name}: depth must be from 0 to 100 percent, got {depth}")
-    return depth
 
 
 def _tokens(text: tuple[str, ...]) -> np.ndarray:

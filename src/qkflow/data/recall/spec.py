@@ -5,9 +5,7 @@ mqar            mqar:pairs=4+8+16,length=64            s-niah-2:length=256,lengt
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import MISSING, fields
-from functools import partial
+from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from qkflow.data.recall.mqar import MQAR
@@ -17,11 +15,9 @@ from qkflow.errors import UsageError, unknown
 RecallTask = MQAR | Needle
 """The configuration of a recall task, which generates its instances."""
 
-_TASKS: dict[str, tuple[type[RecallTask], Callable[..., RecallTask]]] = {
-    "mqar": (MQAR, MQAR),
-    "s-niah-1": (Needle, partial(Needle, kind=1)),
-    "s-niah-2": (Needle, partial(Needle, kind=2)),
-    "s-niah-3": (Needle, partial(Needle, kind=3)),
+_TASKS: dict[str, tuple[type[RecallTask], dict[str, Any]]] = {
+    "mqar": (MQAR, {}),
+    **{f"s-niah-{kind}": (Needle, {"kind": kind}) for kind in (1, 2, 3)},
 }
 
 RECALL_TASKS = tuple(_TASKS)
@@ -46,8 +42,9 @@ def parse_recall_spec(spec: str) -> RecallTask:
     name, _, options = spec.partition(":")
     if name not in _TASKS:
         raise unknown("task", name, _TASKS)
-    config, create = _TASKS[name]
-    types = {key: hint for key, hint in get_type_hints(config).items() if key != "kind"}
+    config, fixed = _TASKS[name]
+    hints = get_type_hints(config)
+    types = {field.name: hints[field.name] for field in fields(config) if field.name != "kind"}
     values: dict[str, Any] = {}
     for item in filter(None, options.split(",")):
         key, equals, text = (word.strip() for word in item.partition("="))
@@ -59,7 +56,7 @@ def parse_recall_spec(spec: str) -> RecallTask:
         if key in values:
             raise UsageError(f"{spec!r} sets {key} twice: set it once")
         values[key] = _parse_value(name, key, text, types[key])
-    return create(**values)
+    return config(**values, **fixed)
 
 
 def format_recall_spec(task: RecallTask) -> str:
@@ -71,10 +68,9 @@ def format_recall_spec(task: RecallTask) -> str:
     options = []
     for field in fields(task):
         value = getattr(task, field.name)
-        if field.name == "kind" or (field.default is not MISSING and value == field.default) or value is None:
-            continue
-        text = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        options.append(f"{field.name}={text}")
+        if field.name != "kind" and value != field.default:
+            text = "+".join(map(str, value)) if isinstance(value, tuple) else value
+            options.append(f"{field.name}={text}")
     return ":".join(filter(None, [task.name, ",".join(options)]))
 
 

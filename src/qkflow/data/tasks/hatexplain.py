@@ -33,37 +33,48 @@ NOTES = (
     f"the query token {ASK} follows the post and is never deleted",
 )
 
-LabelledPost = tuple[str, int, Mapping[str, Any]]
-"""Id, label and content of a post."""
-
 
 def hatexplain(path: Path, config: TaskConfig) -> Task:
     """Read a folder with the two files of HateXplain."""
     posts = read_json(_find_file(path, "dataset"), EXPECTED_POST)
     divisions = read_json(_find_file(path, SPLIT_FILE.removesuffix(".json")), "lists of ids under train, val, test")
-    skipped = Counter[str]()
+    labels = {post_id: _label(post, post_id) for post_id, post in posts.items()}
     ids = {split: _split_ids(divisions, split, path) for split in SPLITS}
     in_split = {post_id for split_ids in ids.values() for post_id in split_ids}
-    unlabelled = [
-        post_id for post_id, post in posts.items() if post_id not in in_split and _label(post, post_id) is None
-    ]
-    skipped["no majority label"] += len(unlabelled)
-    skipped["not in the official split"] += len(posts.keys() - in_split) - len(unlabelled)
-    chosen: dict[SplitName, tuple[LabelledPost, ...]] = {}
+    skipped = Counter[str]()
+    for post_id in posts:
+        if post_id not in in_split:
+            skipped["no majority label" if labels[post_id] is None else "not in the official split"] += 1
+    chosen: dict[SplitName, tuple[str, ...]] = {}
     for split in SPLITS:
-        usable = [post for post_id in ids[split] if (post := _usable(post_id, posts, config, skipped)) is not None]
+        usable: list[str] = []
+        for post_id in ids[split]:
+            n_words = len(posts[post_id]["post_tokens"]) if post_id in posts else 0
+            if post_id not in posts:
+                skipped["in the split, but not in the data"] += 1
+            elif labels[post_id] is None:
+                skipped["no majority label"] += 1
+            elif not n_words:
+                skipped["no words"] += 1
+            elif config.longest is not None and n_words + 1 > config.longest:
+                skipped[f"longer than {config.longest} tokens"] += 1
+            else:
+                usable.append(post_id)
+                n_invalid = len(posts[post_id]["rationales"]) - len(rationales(posts[post_id]))
+                skipped["rationales of one annotator with another length than the post (the post is kept)"] += n_invalid
         chosen[split] = subsample(usable, config.limit(split), config.seed)
-    texts = (_words(post) for _, _, post in chosen["train"])
+    texts = (map(str.lower, posts[post_id]["post_tokens"]) for post_id in chosen["train"])
     vocabulary = build_vocabulary(texts, markers=(ASK,), max_size=config.vocabulary)
-    instances = {split: tuple(_instance(*post, vocabulary) for post in chosen[split]) for split in SPLITS}
+    instances: dict[str, Any] = {
+        split: tuple(_instance(post_id, labels[post_id] or 0, posts[post_id], vocabulary) for post_id in chosen[split])
+        for split in SPLITS
+    }
     return Task(
         name="HateXplain",
         kind="classification",
         words=tuple(vocabulary),
         classes=LABELS,
-        train=instances["train"],
-        validation=instances["validation"],
-        test=instances["test"],
+        **instances,
         skipped=skipped,
         is_quotable=False,
         notes=NOTES,
@@ -116,25 +127,6 @@ def _split_ids(divisions: Mapping[str, Any], split: SplitName, path: Path) -> li
     )
 
 
-def _usable(post_id: str, posts: Mapping[str, Any], config: TaskConfig, skipped: Counter[str]) -> LabelledPost | None:
-    post = posts.get(post_id)
-    if post is None:
-        skipped["in the split, but not in the data"] += 1
-        return None
-    label = _label(post, post_id)
-    if label is None:
-        skipped["no majority label"] += 1
-    elif not post["post_tokens"]:
-        skipped["no words"] += 1
-    elif config.longest is not None and len(post["post_tokens"]) + 1 > config.longest:
-        skipped[f"longer than {config.longest} tokens"] += 1
-    else:
-        n_invalid = len(post["rationales"]) - len(rationales(post))
-        skipped["rationales of one annotator with another length than the post (the post is kept)"] += n_invalid
-        return post_id, label, post
-    return None
-
-
 def _label(post: Any, post_id: str) -> int | None:
     """Return the label of more than half of the annotators; raise a `UsageError` if the post is malformed."""
     match post:
@@ -151,12 +143,8 @@ def _label(post: Any, post_id: str) -> int | None:
     return LABELS.index(str(most_common)) if 2 * count > len(labels) else None
 
 
-def _words(post: Mapping[str, Any]) -> list[str]:
-    return [word.lower() for word in post["post_tokens"]]
-
-
 def _instance(post_id: str, label: int, post: Mapping[str, Any], vocabulary: Mapping[str, int]) -> Instance:
-    tokens = (*encode_words(_words(post), vocabulary), vocabulary[ASK])
+    tokens = (*encode_words(map(str.lower, post["post_tokens"]), vocabulary), vocabulary[ASK])
     rationale = majority(rationales(post)) if LABELS[label] != "normal" else ()
     site = next((site for site in SITES if f"_{site}" in post_id), "other")
     return Instance(tokens=tokens, label=label, rationale=rationale, protected=(len(tokens) - 1,), kind=site)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from qkflow.data.tasks import blimp, hatexplain, squad
+from qkflow.data.tasks.agreement import agreement
 from qkflow.data.tasks.base import Task, TaskConfig
+from qkflow.data.tasks.marvin_linzen import marvin_linzen
+from qkflow.data.tasks.synthetic import synthetic
 from qkflow.data.text import reading
 from qkflow.errors import UsageError
 
@@ -19,18 +23,12 @@ def open_task(config: TaskConfig) -> Task:
     >>> open_task(TaskConfig(name="agreement", train=50, test=10)).name
     'agreement (built-in grammar)'
     """
-    if config.name == "synthetic":
-        from qkflow.data.tasks.synthetic import synthetic
-
-        return synthetic(config)
     if config.name == "agreement":
-        return _open_agreement(config)
+        return agreement(config) if config.data is None else _read_agreement(config)
+    if config.name == "synthetic":
+        return synthetic(config)
     if config.name == "squad":
-        from qkflow.data.tasks import squad
-
         return squad.squad(data_path(config, squad.EXPECTED), config)
-    from qkflow.data.tasks import hatexplain
-
     return hatexplain.hatexplain(data_path(config, hatexplain.EXPECTED), config)
 
 
@@ -43,11 +41,7 @@ def data_path(config: TaskConfig, expected: str) -> Path:
     return path
 
 
-def _open_agreement(config: TaskConfig) -> Task:
-    from qkflow.data.tasks import agreement, blimp, marvin_linzen
-
-    if config.data is None:
-        return agreement.agreement(config)
+def _read_agreement(config: TaskConfig) -> Task:
     path = data_path(config, EXPECTED_PAIRS)
     if path.is_dir():
         jsonl = reading.list_files(path, lambda file: reading.content_suffix(file.label) == ".jsonl")
@@ -66,7 +60,7 @@ def _open_agreement(config: TaskConfig) -> Task:
             f"the first line of {path} has neither `sents` nor `sentence_good`: "
             f"set --data to the path of {EXPECTED_PAIRS}"
         )
-    return marvin_linzen.marvin_linzen(path, config)
+    return marvin_linzen(path, config)
 
 
 def _first_row(path: Path) -> dict[str, Any]:

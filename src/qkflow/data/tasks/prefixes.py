@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from qkflow.data.tasks.base import Instance, Task, TaskConfig
 from qkflow.data.tasks.vocab import build_vocabulary, encode_words, subsample
@@ -106,15 +107,15 @@ def split_prefix_task(
         counts[f"longer than {config.longest} tokens"] += len(splits[split]) - len(short)
         kept[split] = subsample(short, config.limit(split), config.seed)
     vocabulary = build_vocabulary((prefix.words for prefix in kept["train"]), max_size=config.vocabulary)
-    instances = {split: tuple(_instance(prefix, vocabulary) for prefix in kept[split]) for split in SPLITS}
+    instances: dict[str, Any] = {
+        split: tuple(_instance(prefix, vocabulary) for prefix in kept[split]) for split in SPLITS
+    }
     return Task(
         name=name,
         kind="classification",
         words=tuple(vocabulary),
         classes=NUMBERS,
-        train=instances["train"],
-        validation=instances["validation"],
-        test=instances["test"],
+        **instances,
         skipped=counts,
         notes=tuple(notes),
     )

@@ -79,16 +79,16 @@ def squad(path: Path, config: TaskConfig) -> Task:
     skipped["training answers with words outside the vocabulary"] += len(splits["train"]) - len(answerable)
     splits["train"] = answerable
     chosen = {split: subsample(splits[split], config.limit(split), config.seed) for split in SPLITS}
-    instances = {split: tuple(_instance(example, vocabulary) for example in chosen[split]) for split in SPLITS}
+    instances: dict[str, Any] = {
+        split: tuple(_instance(example, vocabulary) for example in chosen[split]) for split in SPLITS
+    }
     n_unanswerable = sum(vocabulary[UNSEEN] in instance.answer for instance in instances["test"])
     return Task(
         name="SQuAD",
         kind="generation",
         words=tuple(vocabulary),
         classes=tuple(vocabulary),
-        train=instances["train"],
-        validation=instances["validation"],
-        test=instances["test"],
+        **instances,
         skipped=skipped,
         notes=(
             split_note,

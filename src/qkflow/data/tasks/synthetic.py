@@ -14,6 +14,8 @@ Our choices, not published: balanced classes, a fixed number of training texts, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -69,16 +71,16 @@ def synthetic(config: TaskConfig) -> Task:
         "validation": config.test or TEST_SIZE,
         "test": config.test or TEST_SIZE,
     }
-    splits = {name: _sample_split(count, (config.seed, i)) for i, (name, count) in enumerate(counts.items())}
+    splits: dict[str, Any] = {
+        name: _sample_split(count, (config.seed, i)) for i, (name, count) in enumerate(counts.items())
+    }
     words = tuple(f"{' abcd'[i // GROUP]}{i % GROUP}".strip() for i in range(VOCABULARY))
     return Task(
         name="synthetic",
         kind="classification",
         words=words,
         classes=words,
-        train=splits["train"],
-        validation=splits["validation"],
-        test=splits["test"],
+        **splits,
         notes=(
             "the label is one of four tokens; the model chooses among all 50",
             "ours: balanced classes, a fixed number of training texts",

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def build_vocabulary(
-    texts: Iterable[Sequence[str]],
+    texts: Iterable[Iterable[str]],
     *,
     markers: Sequence[str] = (),
     max_size: int | None = None,

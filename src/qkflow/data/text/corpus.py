@@ -125,44 +125,28 @@ class Corpus:
     def at(cls, folder: Path | str) -> Corpus:
         """Open a prepared folder; raise a `DamagedCorpusError` if a file is missing or has the wrong size."""
         folder = Path(folder)
-        record = _read_record(folder)
+        hint = "delete it and prepare the corpus again"
         try:
+            record = json.loads((folder / RECORD_FILE).read_text())
+            if record["format"] != FORMAT:
+                raise DamagedCorpusError(f"{folder} has another format, expected {FORMAT}: {hint}")
+            for file, n_bytes in record["files"].items():
+                if not (folder / file).is_file() or (folder / file).stat().st_size != n_bytes:
+                    raise DamagedCorpusError(f"{folder / file} is missing or does not have {n_bytes} bytes: {hint}")
             dtype, name, digest = np.dtype(record["dtype"]), record["name"], record["digest"]
             is_task = record.get("task") is not None
             splits = {split: _open_split(folder, split, dtype, is_task) for split in ("train", "validation", "test")}
             tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, UsageError):
-                raise
-            raise DamagedCorpusError(
-                f"{folder} is damaged ({error}): delete it and prepare the corpus again"
-            ) from error
+        except UsageError:
+            raise
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedCorpusError(f"{folder} is not a prepared corpus, or damaged ({error}): {hint}") from error
         return cls(name=name, digest=digest, folder=folder, record=record, tokenizer=tokenizer, **splits)
 
 
 def token_dtype(tokenizer: Tokenizer) -> str:
     """Return the narrowest little-endian type that holds every token."""
     return "<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4"
-
-
-def _read_record(folder: Path) -> dict[str, Any]:
-    try:
-        record = json.loads((folder / RECORD_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise DamagedCorpusError(
-            f"{folder} is not a prepared corpus (no readable {RECORD_FILE}): prepare the corpus again"
-        ) from error
-    if not isinstance(record, dict) or record.get("format") != FORMAT or not isinstance(record.get("files"), dict):
-        raise DamagedCorpusError(
-            f"{folder} has another format, expected {FORMAT}: delete it and prepare the corpus again"
-        )
-    for name, n_bytes in record["files"].items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != n_bytes:
-            raise DamagedCorpusError(
-                f"{path} is missing or does not have {n_bytes} bytes: delete {folder} and prepare the corpus again"
-            )
-    return record
 
 
 def _open_split(folder: Path, split: str, dtype: np.dtype[Any], is_task: bool) -> Split:

@@ -132,7 +132,13 @@ def _cached(key: str, write: Callable[[Path], None]) -> Path:
     folder = io.cache_folder() / "corpora" / key
     if _is_complete(folder):
         return folder
-    _check_writable(folder.parent)
+    hint = "set QKFLOW_CACHE to a writable folder"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the cache folder {folder.parent} cannot be created ({error.strerror}): {hint}") from error
+    if not os.access(folder.parent, os.W_OK):
+        raise UsageError(f"the cache folder {folder.parent} is read-only: {hint}")
     with io.locked(folder.with_name(f".{folder.name}.lock"), wait=True):
         if not _is_complete(folder):  # another process may have written it while this one waited
             io.discard(folder)
@@ -151,16 +157,6 @@ def _is_complete(folder: Path) -> bool:
     return False
 
 
-def _check_writable(folder: Path) -> None:
-    hint = "set QKFLOW_CACHE to a writable folder"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"the cache folder {folder} cannot be created ({error.strerror}): {hint}") from error
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"the cache folder {folder} is read-only: {hint}")
-
-
 def _remove_temporary(folder: Path) -> None:
     """Delete what interrupted processes left behind; requires the lock."""
     for path in folder.parent.glob(f".{folder.name}.*.tmp"):
@@ -176,7 +172,13 @@ def _write_corpus(
     tokenizer: Tokenizer | None,
 ) -> None:
     if tokenizer is None:
-        tokenizer = _build_tokenizer(source, plan, config)
+        if config.tokens == "bytes":
+            tokenizer = ByteTokenizer()
+        elif config.tokens == "gpt2":
+            tokenizer = load_gpt2(config.vocabulary_files)
+        else:
+            pieces = cut_at_words(divide(source.documents(), plan))
+            tokenizer = train_bpe((piece.text for piece in pieces if piece.split == "train"), config.vocabulary)
     digest = hashlib.sha256()
     pieces = divide(with_digest(source.documents(), digest.update), plan)
     counts = write_splits(folder, pieces if config.tokens == "bytes" else cut_at_words(pieces), tokenizer)
@@ -206,15 +208,6 @@ def _write_corpus(
         "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
     }
     io.write_json(folder / RECORD_FILE, record)
-
-
-def _build_tokenizer(source: Source, plan: SplitPlan, config: CorpusConfig) -> Tokenizer:
-    if config.tokens == "bytes":
-        return ByteTokenizer()
-    if config.tokens == "gpt2":
-        return load_gpt2(config.vocabulary_files)
-    pieces = cut_at_words(divide(source.documents(), plan))
-    return train_bpe((piece.text for piece in pieces if piece.split == "train"), config.vocabulary)
 
 
 def cut_at_words(pieces: Iterable[TextPiece], size: int = 1 << 20) -> Iterator[TextPiece]:
@@ -311,12 +304,13 @@ class _SplitWriter:
     def begin_span(self, context: int) -> None:
         """Start a span; the first span of the split is preceded by the token `context`."""
         if not self.counts["tokens"]:
-            self._write_tokens(np.array([context]))
+            self.write(np.array([context]))
         self._begin, self._span_bytes = self.counts["tokens"], 0
 
-    def write(self, ids: np.ndarray, n_bytes: int) -> None:
-        """Append tokens, which encode `n_bytes` bytes, to the span."""
-        self._write_tokens(ids)
+    def write(self, ids: np.ndarray, n_bytes: int = 0) -> None:
+        """Append tokens, which encode `n_bytes` bytes of the span."""
+        self._tokens.write(ids.astype(self.dtype).tobytes())
+        self.counts["tokens"] += len(ids)
         self._span_bytes += n_bytes
 
     def end_span(self, end: int | None) -> None:
@@ -326,8 +320,4 @@ class _SplitWriter:
         self.counts["documents"] += 1
         self.counts["bytes"] += self._span_bytes
         if end is not None:
-            self._write_tokens(np.array([end]))
-
-    def _write_tokens(self, ids: np.ndarray) -> None:
-        self._tokens.write(ids.astype(self.dtype).tobytes())
-        self.counts["tokens"] += len(ids)
+            self.write(np.array([end]))

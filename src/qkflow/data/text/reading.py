@@ -5,15 +5,16 @@ A damaged, encrypted or unreadable file raises a `UsageError` that names it.
 
 from __future__ import annotations
 
+import bz2
 import contextlib
-import importlib
+import gzip
 import json
+import lzma
 import os
-import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import BufferedIOBase
 from pathlib import Path, PurePosixPath
@@ -22,7 +23,7 @@ from typing import Any, cast
 from qkflow.errors import UsageError
 
 BLOCK_BYTES = 1 << 20
-COMPRESSIONS = {".gz": "gzip", ".xz": "lzma", ".bz2": "bz2"}
+COMPRESSIONS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 UNSUPPORTED_SUFFIXES = (".tar", ".tgz", ".txz", ".zst", ".7z", ".rar", ".parquet", ".arrow")
 
@@ -81,7 +82,7 @@ def iter_files(path: Path, predicate: Predicate = is_text) -> Iterator[TextFile]
             if file.suffix.lower() == ".zip":
                 yield from _iter_zip(file, f"{label}/", predicate)
             else:
-                yield TextFile(label=strip_compression(label), name=str(file), open=partial(_open_stream, file))
+                yield replace(text_file(file), label=strip_compression(label))
     elif path.suffix.lower() == ".zip":
         yield from _iter_zip(path, "", predicate)
     else:
@@ -89,7 +90,7 @@ def iter_files(path: Path, predicate: Predicate = is_text) -> Iterator[TextFile]
             raise UsageError(
                 f"{path} is not a text file: unpack it, or use .txt or .jsonl (also .gz, .xz, .bz2 or .zip)"
             )
-        yield TextFile(label="", name=str(path), open=partial(_open_stream, path))
+        yield replace(text_file(path), label="")
 
 
 def list_files(folder: Path, predicate: Predicate = is_text) -> list[Path]:
@@ -154,11 +155,9 @@ def _parse_json(content: bytes, location: str, expected: str) -> Any:
 @contextlib.contextmanager
 def reading_errors(name: str) -> Iterator[None]:
     """Convert the errors of reading a damaged, encrypted or unreadable file into a `UsageError`."""
-    lzma = sys.modules.get("lzma")
-    damage = (EOFError, zlib.error, zipfile.BadZipFile, *([lzma.LZMAError] if lzma else []))
     try:
         yield
-    except damage as error:
+    except (EOFError, zlib.error, zipfile.BadZipFile, lzma.LZMAError) as error:
         raise UsageError(f"{name} is damaged or truncated ({error}): download or create it again") from error
     except RuntimeError as error:  # an encrypted .zip, or (NotImplementedError) an unknown compression method
         raise UsageError(f"{name} cannot be unpacked ({error}): unpack it with another program first") from error
@@ -187,11 +186,7 @@ def _open_stream(source: Path | zipfile.ZipFile, member: str = "") -> BufferedIO
     compression = COMPRESSIONS.get(PurePosixPath(name).suffix.lower())
     if compression is None:
         return cast(BufferedIOBase, open(stream, "rb") if isinstance(stream, Path) else stream)
-    try:
-        module = importlib.import_module(compression)
-    except ImportError:
-        raise UsageError(f"{name}: this Python has no {compression} module: decompress the file first") from None
-    return module.open(stream, "rb")
+    return compression(stream, "rb")
 
 
 def _iter_zip(path: Path, prefix: str, predicate: Predicate) -> Iterator[TextFile]:

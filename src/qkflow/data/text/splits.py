@@ -15,6 +15,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import struct
@@ -76,12 +77,16 @@ def scan(source: Source) -> ScanResult:
     for document in with_digest(source.documents(), digest.update):
         counts[document.split or hash_split(document.key)] += 1
         has_splits = has_splits or document.split is not None
-        validator = _Utf8Validator()
-        for block in document.blocks:
-            validator.add(block)
-            n_bytes += len(block)
-        if not_utf8 is None and (offset := validator.error_offset()) is not None:
-            not_utf8 = (document.name, offset)
+        decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+        for block in itertools.chain(document.blocks, [None]):  # None: the end of the document
+            if not_utf8 is None:
+                n_pending = len(decoder.getstate()[0])
+                try:
+                    decoder.decode(block or b"", final=block is None)
+                except UnicodeDecodeError as error:
+                    not_utf8 = (document.name, offset - n_pending + error.start)
+            offset += len(block or b"")
+        n_bytes += offset
     if not n_bytes:
         raise UsageError(f"{source.name} is empty: use a file or folder that contains text")
     documents = (counts["train"], counts["validation"], counts["test"])
@@ -122,29 +127,6 @@ def _blocks_with_digest(document: Document, update: Callable[[bytes], None]) -> 
         n_bytes += len(block)
         yield block
     update(header + struct.pack("<QQ", n_bytes, len(header)))
-
-
-class _Utf8Validator:
-    """Finds the first byte that is not UTF-8 in a text that arrives in blocks."""
-
-    def __init__(self) -> None:
-        self.decoder = codecs.getincrementaldecoder("utf-8")()
-        self.position = 0
-        self.invalid: int | None = None
-
-    def add(self, block: bytes) -> None:
-        pending = len(self.decoder.getstate()[0])
-        if self.invalid is None:
-            try:
-                self.decoder.decode(block)
-            except UnicodeDecodeError as error:
-                self.invalid = self.position - pending + error.start
-        self.position += len(block)
-
-    def error_offset(self) -> int | None:
-        """Offset of the first invalid byte, or of an incomplete character at the end of the text."""
-        pending = len(self.decoder.getstate()[0])
-        return self.invalid if self.invalid is not None else self.position - pending if pending else None
 
 
 # Dividing

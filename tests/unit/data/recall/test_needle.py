@@ -173,8 +173,6 @@ def test_invalid_options_raise(kwargs: dict[str, Any], message: str) -> None:
         Needle(**kwargs)
 
 
-def test_length_and_depth_arguments_are_checked() -> None:
+def test_length_argument_is_checked() -> None:
     with pytest.raises(UsageError, match="do not fit into length 20"):
         needles(Needle(), seed=0, count=1, length=20)
-    with pytest.raises(UsageError, match="depth must be from 0 to 100 percent, got 200"):
-        needles(Needle(), seed=0, count=1, depth=200)

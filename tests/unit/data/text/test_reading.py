@@ -113,10 +113,3 @@ def test_deleted_file_raises(tmp_path: Path) -> None:
     (tmp_path / "a.txt").unlink()
     with pytest.raises(UsageError, match=r"a\.txt cannot be read \(No such file"):
         list(reading.iter_blocks(file))
-
-
-def test_missing_compression_module_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"x"))
-    monkeypatch.setitem(reading.COMPRESSIONS, ".xz", "not_a_module")
-    with pytest.raises(UsageError, match="no not_a_module module: decompress the file first"):
-        contents(tmp_path / "a.txt.xz")
