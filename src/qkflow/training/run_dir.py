@@ -143,8 +143,6 @@ def read_config(folder: Path) -> TrainConfig:
             f"{folder} is an exported model, not a run: use `qkflow train --init {folder}` to train it further, or "
             "load it with transformers after `import qkflow.hf`"
         )
-    if "task" in data:
-        raise UsageError(f"{folder} is a run of `qkflow sharpen`: expected a folder made by `qkflow train`")
     return from_dict(TrainConfig, data)
 
 

@@ -12,10 +12,10 @@ from qkflow.models import Decoder
 from qkflow.training.divergence import first_bad_gradient, first_bad_module, first_bad_parameter
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_the_first_layer_with_a_non_finite_output_is_found(configure: Any, bad: float) -> None:
+def test_the_first_layer_with_a_non_finite_output_is_found(configure: Any) -> None:
     names = [name for name, _ in Decoder(configure().model).named_parameters()]
-    for name in names:
+    for number, name in enumerate(names):
+        bad = float("inf" if number % 2 else "nan")
         model = Decoder(configure().model)
         with torch.no_grad():
             model.get_parameter(name).fill_(bad)

@@ -96,12 +96,6 @@ def test_load_run_reads_final_weights_or_the_latest_checkpoint(configure: Any, t
     assert (loaded.step, loaded.finished, len(loaded.notices)) == (4, False, 1)
 
 
-def test_a_run_of_sharpen_is_refused_with_a_reason(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"task": {}, "model": {}, "lr": 1.0}')
-    with pytest.raises(UsageError, match="is a run of `qkflow sharpen`"):
-        load_run(tmp_path)
-
-
 def test_load_run_refuses_other_files(configure: Any, tmp_path: Path, begun: Any) -> None:
     torch.save({"a": torch.zeros(3)}, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match="can run code when it is opened"):
