@@ -32,9 +32,8 @@ from qkflow.probes import (
 )
 from qkflow.probes.attention import token_positions
 from qkflow.report.attention_maps import MAX_TOKENS, label_tokens
-from qkflow.report.export import finite
+from qkflow.report.export import finite, render_table
 from qkflow.report.probe_page import ProbePart, ProbeResult, confidence_table, write_probe_page
-from qkflow.report.terminal import render_table
 from qkflow.training import LoadedRun, load_run
 
 _BYTES_PER_TOKEN = 64

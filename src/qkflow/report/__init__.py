@@ -3,9 +3,8 @@
 result ─► build_report ─► ReportContent: sections of tables, figures and notes ─► page, terminal, CSV
 """
 
-from qkflow.report.export import export_csv, export_json
+from qkflow.report.export import export_csv, export_json, terminal
 from qkflow.report.html import write_report
 from qkflow.report.study import build_report
-from qkflow.report.terminal import terminal
 
 __all__ = ["build_report", "export_csv", "export_json", "terminal", "write_report"]

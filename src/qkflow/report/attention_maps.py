@@ -186,7 +186,7 @@ class ColoredLine:
     """A text under one model."""
 
     name: str
-    words: tuple[ColoredWord, ...]
+    words: Sequence[ColoredWord]
     end: str
     """The text at the end of the row: a prediction or a number."""
 
@@ -229,7 +229,7 @@ def color_lines(
                         ends_line=n in breaks,
                     )
                 )
-        lines.append(ColoredLine(name=name, words=tuple(colored), end=ends.get(name, "")))
+        lines.append(ColoredLine(name=name, words=colored, end=ends.get(name, "")))
     return lines
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,19 +59,16 @@ def diagnostic_table(entries: Sequence[Entry]) -> Table:
             for arm, layer, item in entries
             for series, values in zip(item.series, item.values, strict=True)
         ]
-        columns += [
-            number_column(f"mean {first.y_label or 'value'}, radians", "mean", format_number),
-            number_column("R", "R", format_number),
-        ]
-        return _table(first.title, columns, rows)
-    rows = [(arm, layer, *cell) for arm, layer, item in entries for cell in _cells(item, MAX_ROWS // len(entries))]
-    n_cells = sum(len(item.x) * len(item.series) for _, _, item in entries)
-    columns += [text_column(first.x_label or "at", "x"), number_column(first.y_label or "value", "y", format_number)]
-    return _table(first.title + ("" if len(rows) == n_cells else ": the largest values of each layer"), columns, rows)
-
-
-def _table(caption: str, columns: Sequence[Any], rows: Sequence[Any]) -> Table:
-    return Table(caption=caption, columns=tuple(columns), rows=tuple(rows), summary="As a table")
+        mean = f"mean {first.y_label or 'value'}, radians"
+        columns += [number_column(mean, "mean", format_number), number_column("R", "R", format_number)]
+        caption = first.title
+    else:
+        rows = [(arm, layer, *cell) for arm, layer, item in entries for cell in _cells(item, MAX_ROWS // len(entries))]
+        n_cells = sum(len(item.x) * len(item.series) for _, _, item in entries)
+        y = number_column(first.y_label or "value", "y", format_number)
+        columns += [text_column(first.x_label or "at", "x"), y]
+        caption = first.title + ("" if len(rows) == n_cells else ": the largest values of each layer")
+    return Table(caption=caption, columns=columns, rows=rows, summary="As a table")
 
 
 def _cells(item: Diagnostic, max_rows: int) -> list[tuple[str, str | float, float]]:
@@ -105,22 +102,22 @@ def _chart_over_layers(entries: Sequence[Entry], arms: Sequence[str]) -> PlotlyF
 
 
 def _layer_charts(entries: Sequence[Entry], arms: Sequence[str]) -> dict[str, PlotlyFigure]:
-    scale = _largest(item for _, _, item in entries)  # one scale for all layers
+    values = [abs(x) for _, _, item in entries for row in item.values for x in row if math.isfinite(x)]
+    scale = max(values, default=0.0)  # one scale for all layers
     charts = {}
     for arm, layer, item in entries:
         n = arms.index(arm)
-        chart = (
-            _heat(item, scale) if item.kind == "heat" else _wheels(item, n) if item.kind == "wheel" else _lines(item, n)
-        )
+        if item.kind == "heat":
+            chart = _heat(item, scale)
+        elif item.kind == "wheel":
+            chart = _wheels(item, n)
+        else:
+            series = enumerate(zip(item.series, item.values, strict=True))
+            traces = [_series(item.kind, n, k, _positions(item), values, name) for k, (name, values) in series]
+            chart = {"data": traces, "layout": _layout(item.y_label, item.x_label)}
         name = f"{layer}" if f"{layer}" not in charts else f"{layer} ({len(charts)})"  # titles may repeat in a layer
         charts[name] = chart
     return charts
-
-
-def _lines(item: Diagnostic, arm: int) -> PlotlyFigure:
-    rows = enumerate(zip(item.series, item.values, strict=True))
-    traces = [_series(item.kind, arm, n, _positions(item), values, series) for n, (series, values) in rows]
-    return {"data": traces, "layout": _layout(item.y_label, item.x_label)}
 
 
 def _series(kind: str, arm: int, n: int, x: Sequence[Any], values: Sequence[float | None], name: str) -> dict[str, Any]:
@@ -166,11 +163,19 @@ def _wheels(item: Diagnostic, arm: int) -> PlotlyFigure:
     traces: list[dict[str, Any]] = []
     layout = _layout("", "") | {"showlegend": False, "margin": {"l": 8, "r": 8, "t": 8, "b": 8}, "annotations": []}
     layout |= {"xaxis": {"visible": False}, "yaxis": {"visible": False}, "meta": {"wheels": len(item.series)}}
+    ticks = {
+        "tickvals": [0, 90, 180, 270],
+        "ticktext": ["0", "π/2", "π", "\N{MINUS SIGN}π/2"],
+        "tickfont": {"size": 10},
+    }
+    lines = {"gridcolor": ink("grid"), "linecolor": ink("rule"), "tickcolor": ink("rule")}
+    radial = {"range": [0, 1.04], "visible": False}
+    circle = {"bgcolor": "rgba(0,0,0,0)", "angularaxis": {**ticks, **lines}, "radialaxis": radial}
     for n, (series, values) in enumerate(zip(item.series, item.values, strict=True)):
         subplot = "polar" if n == 0 else f"polar{n + 1}"
         points = [
-            (f"{x}", angle, round(0.6 + 0.4 * (place + 1) / len(values), 3))
-            for place, (x, angle) in enumerate(zip(_positions(item), values, strict=True))
+            (f"{x}", angle, round(0.6 + 0.4 * (index + 1) / len(values), 3))
+            for index, (x, angle) in enumerate(zip(_positions(item), values, strict=True))
             if math.isfinite(angle)
         ]
         angles = [angle for _, angle, _ in points]
@@ -181,21 +186,10 @@ def _wheels(item: Diagnostic, arm: int) -> PlotlyFigure:
         dots |= {"marker": {"color": ink(arm_color(arm), 0.65), "size": 6}, "hovertemplate": "%{text}<extra></extra>"}
         line = {"mode": "lines", "line": {"color": ink("ink"), "width": 3}, "hoverinfo": "skip"}
         traces += [{**base, **dots}, {**base, **line, "theta": [mean, mean], "r": [0, length]}]
-        layout[subplot] = _circle()
+        layout[subplot] = circle
         text = f"{label(series)}<br>R = {length:.2f}"
         layout["annotations"].append({"text": text, "showarrow": False, "xref": "paper", "yref": "paper"})
     return {"data": traces, "layout": layout}
-
-
-def _circle() -> dict[str, Any]:
-    ticks = {
-        "tickvals": [0, 90, 180, 270],
-        "ticktext": ["0", "π/2", "π", "\N{MINUS SIGN}π/2"],
-        "tickfont": {"size": 10},
-    }
-    lines = {"gridcolor": ink("grid"), "linecolor": ink("rule"), "tickcolor": ink("rule")}
-    radial = {"range": [0, 1.04], "visible": False}
-    return {"bgcolor": "rgba(0,0,0,0)", "angularaxis": {**ticks, **lines}, "radialaxis": radial}
 
 
 def _circular_mean(angles: Sequence[float]) -> tuple[float, float]:
@@ -216,10 +210,6 @@ def _layout(y_title: str, x_title: str) -> dict[str, Any]:
         "xaxis": {"title": {"text": label(x_title, 60)}},
         "yaxis": {"title": {"text": label(y_title, 60)}, "zeroline": True},
     }
-
-
-def _largest(items: Iterable[Diagnostic]) -> float:
-    return max((abs(x) for item in items for row in item.values for x in row if math.isfinite(x)), default=0.0)
 
 
 def _positions(item: Diagnostic) -> list[str | float]:

@@ -155,14 +155,13 @@ def strip_chart(arms: Mapping[str, Mapping[int, float]], x_title: str) -> Plotly
 
 
 def percent_map(
-    z: Sequence[Sequence[float | None]],
-    texts: Sequence[Sequence[str]],
-    *,
-    x: Sequence[str],
-    y: Sequence[str],
-    titles: tuple[str, str],
+    z: Sequence[Sequence[float | None]], texts: Sequence[Sequence[str]], labels: Mapping[str, Sequence[str]]
 ) -> PlotlyFigure:
-    """A heat map of percentages with the number in each cell; `texts` are shown under the pointer."""
+    """A heat map of percentages with the number in each cell; `texts` are shown under the pointer.
+
+    `labels` has the title and the positions of the x axis, then of the y axis.
+    """
+    (x_title, x), (y_title, y) = labels.items()
     cells = {
         "type": "heatmap",
         "x": list(x),
@@ -186,8 +185,8 @@ def percent_map(
         "height": 90 + 40 * len(y),
         "margin": {"l": 58, "r": 8, "t": 8, "b": 48},
         "dragmode": False,
-        "xaxis": {**axis, "title": {"text": titles[0]}},
-        "yaxis": {**axis, "title": {"text": titles[1]}, "autorange": "reversed"},
+        "xaxis": {**axis, "title": {"text": x_title}},
+        "yaxis": {**axis, "title": {"text": y_title}, "autorange": "reversed"},
     }
     return {"data": [cells], "layout": layout}
 

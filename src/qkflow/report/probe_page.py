@@ -17,7 +17,7 @@ from qkflow.io import write_file
 from qkflow.probes import LayerProbe
 from qkflow.probes.attention import POOLINGS, TAU, AttentionStats, RationaleConfidence
 from qkflow.probes.diagnostics import Diagnostic
-from qkflow.report.attention_maps import ColoredLine, color_lines, label_tokens, single_model_maps
+from qkflow.report.attention_maps import color_lines, label_tokens, single_model_maps
 from qkflow.report.diagnostics import diagnostic_blocks
 from qkflow.report.html import render
 from qkflow.report.sections import (
@@ -93,14 +93,15 @@ def write_probe_page(result: ProbeResult, path: Path) -> Path:
 
 def probe_report(result: ProbeResult) -> ReportContent:
     """The report of a probe."""
-    text, layers, *parts = [_text_section(result), *(_part_section(part) for part in result.parts)]
-    sections = [text, replace(layers, name="layers", nav="Layers"), _map_section(result), *parts]
+    layers, *parts = map(_part_section, result.parts)
+    layers = replace(layers, name="layers", nav="Layers")
+    sections = [_text_section(result), layers, _map_section(result), *parts]
     labels = label_tokens(result.tokenizer, result.tokens[: result.diagnostic_tokens])["tokens"]
     if blocks := diagnostic_blocks({result.name: result.diagnostics}, [result.name], labels):
         if result.diagnostic_tokens < len(result.tokens):
             blocks.insert(0, Note(text=f"On the first {result.diagnostic_tokens} tokens."))
         title = "Diagnostics of the mechanism"
-        sections.append(Section(name="diagnostics", title=title, nav="Diagnostics", blocks=tuple(blocks)))
+        sections.append(Section(name="diagnostics", title=title, nav="Diagnostics", blocks=blocks))
     command = Definitions(items=(("command", f"`{shlex.join(result.command)}`", ""),))
     record = (command, Record(title="Config (config.json)", content=result.config))
     sections.append(Section(name="record", title="How to reproduce", nav="Reproduce", blocks=record))
@@ -108,28 +109,24 @@ def probe_report(result: ProbeResult) -> ReportContent:
         kind="probe",
         title=f"{result.name} on {shorten(result.source, 80)}",
         answer=result.parts[0].verdict,
-        callouts=tuple(result.remarks),
+        callouts=result.remarks,
         facts=(
             ("run", shorten(result.name, 60)),
             ("mechanism", shorten(result.mechanism, 80)),
             ("step", f"{format_integer(result.step)} of {format_integer(result.steps)}"),
             ("text", f"{format_integer(len(result.tokens))} tokens of {shorten(result.source, 60)}"),
         ),
-        sections=tuple(sections),
+        sections=sections,
         source="the run folder and the text",
     )
 
 
 def confidence_table(confidence: RationaleConfidence) -> Table:
     """The attention mass on the rationale for each pooling, and that of uniform attention."""
+    uniform = format_number(confidence.uniform, 3)
     rows = [
-        (
-            pooling,
-            format_number(confidence.mass[pooling], 3),
-            format_number(confidence.uniform, 3),
-            "yes" if confidence.mass[pooling] >= TAU else "no",
-        )
-        for pooling in POOLINGS
+        (pooling, format_number(mass, 3), uniform, "yes" if mass >= TAU else "no")
+        for pooling, mass in ((pooling, confidence.mass[pooling]) for pooling in POOLINGS)
     ]
     columns = ("layers pooled by", "mass on the rationale", "uniform attention", f"at least {TAU:g}")
     return text_table(caption="Attention of the last token on the rationale", columns=columns, rows=rows)
@@ -162,7 +159,7 @@ def _part_section(part: ProbePart) -> Section:
     blocks: list[Block] = [part.table, Note(text=part.note)]
     if part.name != "maps":  # its verdict is the answer of the page
         blocks.insert(0, Note(text=part.verdict, style="plain"))
-    return Section(name=part.name, title=part.title, nav=part.title, blocks=tuple(blocks))
+    return Section(name=part.name, title=part.title, nav=part.title, blocks=blocks)
 
 
 def _map_section(result: ProbeResult) -> Section:
@@ -178,8 +175,8 @@ def _map_section(result: ProbeResult) -> Section:
     viewer = MapViewer(maps=maps, has_choice=False, token=len(result.tokens) - begin - 1)
     blocks: list[Block] = [Note(text=text), viewer]
     if maps.missing:
-        blocks.append(BulletList(items=tuple(maps.missing)))
-    return Section(name="attention", title="Attention maps", nav="Maps", blocks=tuple(blocks))
+        blocks.append(BulletList(items=maps.missing))
+    return Section(name="attention", title="Attention maps", nav="Maps", blocks=blocks)
 
 
 def _text_section(result: ProbeResult) -> Section:
@@ -204,6 +201,9 @@ def _text_section(result: ProbeResult) -> Section:
         breaks={n for n, text in enumerate(texts) if text.endswith(b"\n")},
         max_words=len(names),
     )
+    lines = [
+        replace(line, words=[replace(word, text=word.text.replace("␣", " ")) for word in line.words]) for line in lines
+    ]
     note = (
         "Colour: the share of each token in the attention of the last token; mean over heads, layers pooled in three"
         " ways, one scale for all. Signed or unnormalised maps count by their absolute"
@@ -215,7 +215,7 @@ def _text_section(result: ProbeResult) -> Section:
             caption="The text, shaded by the attention of its last token",
             name_title="layers pooled by",
             end_title="mass",
-            lines=tuple(map(_with_spaces, lines)),
+            lines=lines,
             is_spaced=False,
         ),
         BulletList(items=tuple(f"{pooling}: {_POOLINGS[pooling]}" for pooling in POOLINGS)),
@@ -233,8 +233,4 @@ def _text_section(result: ProbeResult) -> Section:
     caption = "The share of each token in the attention of the last token"
     table = text_table(caption=caption, columns=("token", *POOLINGS), rows=rows)
     blocks.append(replace(table, summary="Every token as a table"))
-    return Section(name="text", title="Attention of the last token", nav="Text", blocks=tuple(blocks))
-
-
-def _with_spaces(line: ColoredLine) -> ColoredLine:
-    return replace(line, words=tuple(replace(word, text=word.text.replace("␣", " ")) for word in line.words))
+    return Section(name="text", title="Attention of the last token", nav="Text", blocks=blocks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkflow.experiment.metrics.recall import AccuracySummary, RecallSummary, SeedMean, places
+from qkflow.experiment.metrics.recall import RecallSummary, SeedMean, places
 from qkflow.formatting import MISSING, format_interval, format_number, format_signed
 from qkflow.report.figures import Line, PlotlyFigure, annotation, line_chart, percent_map, rule
 from qkflow.report.sections import (
@@ -13,7 +13,8 @@ from qkflow.report.sections import (
     Note,
     Section,
     Table,
-    Value,
+    attributes,
+    interval_column,
     number_column,
     text_column,
 )
@@ -25,7 +26,7 @@ EQUAL = " (equal)"
 """Shown instead of an interval if all seeds have the same accuracy."""
 _EPSILON = 1e-9
 _SMALLEST_CHANCE = 1e-6
-_RUN_KEYS = ("pairs", "length", "depth"), ("instances", "questions", "right")
+_MEAN, _ENDS = ("mean", "half"), ("mean", "low", "high")
 
 
 def section(recall: RecallSummary) -> Section:
@@ -43,12 +44,7 @@ def section(recall: RecallSummary) -> Section:
         caption += " The vertical line marks the length of the training instances."
     blocks: list[Block] = [
         Note(text=text),
-        Figure(
-            name="recall",
-            caption=caption,
-            charts={"": accuracy_chart(recall)},
-            has_arm_buttons=True,
-        ),
+        Figure(name="recall", caption=caption, charts={"": accuracy_chart(recall)}, has_arm_buttons=True),
         accuracy_table(recall),
         Note(text=f"{chance_sentence(recall)} Verdicts use the loss, not the accuracy.", in_terminal=True),
         difference_table(recall),
@@ -57,73 +53,84 @@ def section(recall: RecallSummary) -> Section:
         blocks += [
             Note(text="By length and depth", style="heading"),
             Note(text="Accuracy in percent, mean over seeds. Depth 0 is the beginning of the text."),
-            FigureGrid(figures=tuple(_cell_maps(recall))),
+            FigureGrid(figures=_cell_maps(recall)),
         ]
     blocks += [cell_table(recall), run_table(recall)]
-    return Section(name="recall", title="Recall", nav="Recall", blocks=tuple(blocks))
+    return Section(name="recall", title="Recall", nav="Recall", blocks=blocks)
 
 
 def accuracy_table(recall: RecallSummary) -> Table:
     """The accuracy of each arm over all cells and along the first axis."""
-    rows = [(arm.arm, *(v for item in (arm.overall, *arm.along) for v in _mean_and_half(item))) for arm in recall.arms]
-    keys = ["all", *(f"{value:,}" for value in recall.places)]
-    titles = ["all", *(position(recall.axes[0], value) for value in recall.places)]
+    halves = [a.half for arm in recall.arms for item in (arm.overall, *arm.along) if (a := item.accuracy) is not None]
+    equal = any(half is not None and half < _EPSILON for half in halves)
+    note = "; equal: the same in every seed" if equal else ""
+    titles = {"all": "all"} | {f"{value:,}": position(recall.axes[0], value) for value in recall.places}
     columns = [
-        Column(title=title, keys=(key, f"{key} half width"), format=format_accuracy)
-        for key, title in zip(keys, titles, strict=True)
+        Column(title=title, keys=(key, f"{key} half width"), format=format_accuracy) for key, title in titles.items()
     ]
     return Table(
-        caption=f"Accuracy on the test instances in % (± {_interval(recall)} over seeds{_equal_note(recall)})",
-        columns=(text_column("arm"), *columns),
-        rows=tuple(rows),
-        terminal=("arm", *keys),
+        caption=f"Accuracy on the test instances in % (± {_interval(recall)} over seeds{note})",
+        columns=[text_column("arm"), *columns],
+        rows=[
+            (arm.arm, *(v for item in (arm.overall, *arm.along) for v in attributes(item.accuracy, *_MEAN)))
+            for arm in recall.arms
+        ],
+        terminal=["arm", *titles],
     )
 
 
 def difference_table(recall: RecallSummary) -> Table:
     """The accuracy of each arm minus the baseline's, over all cells and along the first axis."""
-    keys = ["all", *(position(recall.axes[0], value) for value in recall.places)]
-    columns = [Column(title=key, keys=(key, f"{key} low", f"{key} high"), format=_format_points) for key in keys]
-    rows = [(arm.arm, *(v for item in (arm.overall, *arm.along) for v in _difference(item))) for arm in recall.arms[1:]]
-    caption = f"Accuracy minus the baseline's, paired by seed, in percentage points ({_interval(recall)})"
-    return Table(caption=caption, columns=(text_column("arm"), *columns), rows=tuple(rows))
+    titles = ["all", *(position(recall.axes[0], value) for value in recall.places)]
+    return Table(
+        caption=f"Accuracy minus the baseline's, paired by seed, in percentage points ({_interval(recall)})",
+        columns=[text_column("arm"), *(interval_column(title, title, _format_points) for title in titles)],
+        rows=[
+            (arm.arm, *(v for item in (arm.overall, *arm.along) for v in attributes(item.difference, *_ENDS)))
+            for arm in recall.arms[1:]
+        ],
+    )
 
 
 def cell_table(recall: RecallSummary) -> Table:
     """The accuracy of each arm in every cell of the test grid."""
-    rows = [
-        (arm.arm, *(cell.at(axis) for axis in recall.axes), *_mean_and_half(item), *_difference(item))
-        for arm in recall.arms
-        for cell, item in zip(recall.cells, arm.cells, strict=True)
-    ]
-    columns = (
-        text_column("arm"),
-        *(number_column(AXES[axis], axis, "{:,}".format) for axis in recall.axes),
-        Column(title="accuracy, %", keys=("accuracy", "half width"), format=format_accuracy),
-        Column(title="minus the baseline's (interval)", keys=("difference", "low", "high"), format=_format_points),
+    rows = []
+    for arm in recall.arms:
+        for cell, item in zip(recall.cells, arm.cells, strict=True):
+            numbers = (*attributes(item.accuracy, *_MEAN), *attributes(item.difference, *_ENDS))
+            rows.append((arm.arm, *(cell.at(axis) for axis in recall.axes), *numbers))
+    return Table(
+        caption=f"Accuracy in every cell of the test grid ({_interval(recall)})",
+        columns=[
+            text_column("arm"),
+            *(number_column(AXES[axis], axis, "{:,}".format) for axis in recall.axes),
+            Column(title="accuracy, %", keys=("accuracy", "half width"), format=format_accuracy),
+            interval_column("minus the baseline's (interval)", "difference", _format_points),
+        ],
+        rows=rows,
+        summary="Every cell as a table",
     )
-    caption = f"Accuracy in every cell of the test grid ({_interval(recall)})"
-    return Table(caption=caption, columns=columns, rows=tuple(rows), summary="Every cell as a table")
 
 
 def run_table(recall: RecallSummary) -> Table:
     """The number of correct answers of every run in every cell."""
-    grid, counts = _RUN_KEYS
-    rows: list[tuple[Value, ...]] = [
-        (arm.arm, run.seed, *(getattr(cell, key) for key in grid), *(getattr(tally, key) for key in counts))
-        for arm in recall.arms
-        for run in arm.runs
-        for cell, tally in zip(recall.cells, run.tallies, strict=True)
-    ]
-    columns = (
-        text_column("arm"),
-        number_column("seed", "seed"),
-        *(number_column(key, key, is_setting=True) for key in grid),
-        *(number_column(key, key, is_setting=True) for key in counts[:-1]),
-        number_column("correct", counts[-1]),
-    )
+    grid, counts = ("pairs", "length", "depth"), ("instances", "questions", "right")
     return Table(
-        caption="Answers of every run", columns=columns, rows=tuple(rows), name="recall", summary="Every run as a table"
+        caption="Answers of every run",
+        columns=[
+            text_column("arm"),
+            number_column("seed", "seed"),
+            *(number_column(key, key, is_setting=True) for key in (*grid, *counts[:-1])),
+            number_column("correct", counts[-1]),
+        ],
+        rows=[
+            (arm.arm, run.seed, *attributes(cell, *grid), *attributes(tally, *counts))
+            for arm in recall.arms
+            for run in arm.runs
+            for cell, tally in zip(recall.cells, run.tallies, strict=True)
+        ],
+        name="recall",
+        summary="Every run as a table",
     )
 
 
@@ -224,18 +231,16 @@ def _cell_maps(recall: RecallSummary) -> list[Figure]:
         grid = [[cells.get((x, y)) for x in across] for y in down]
         z = [[None if accuracy is None else round(100 * accuracy.mean, 3) for accuracy in row] for row in grid]
         texts = [
-            [f"{_cell_name(recall, x, y)}: {_hover(a)}" for x, a in zip(across, row, strict=True)]
-            for y, row in zip(down, grid, strict=True)
+            [
+                f"{position(recall.axes[0], x)}, {position(recall.axes[1], y)}: {_hover(cells.get((x, y)))}"
+                for x in across
+            ]
+            for y in down
         ]
-        titles = (AXES[recall.axes[0]], AXES[recall.axes[1]])
-        labels = {"x": [f"{x:,}" for x in across], "y": [f"{y:,}" for y in down]}
-        chart = percent_map(z, texts, **labels, titles=titles)
+        labels = {AXES[recall.axes[0]]: [f"{x:,}" for x in across], AXES[recall.axes[1]]: [f"{y:,}" for y in down]}
+        chart = percent_map(z, texts, labels)
         figures.append(Figure(name=f"recall-{n}", caption=arm.arm, charts={"": chart}))
     return figures
-
-
-def _cell_name(recall: RecallSummary, *values: int) -> str:
-    return ", ".join(position(axis, value) for axis, value in zip(recall.axes, values, strict=True))
 
 
 def _hover(accuracy: SeedMean | None) -> str:
@@ -245,15 +250,6 @@ def _hover(accuracy: SeedMean | None) -> str:
         return f"{_percent(accuracy.mean)}% (one seed)"
     ends = format_interval(100 * accuracy.low, 100 * accuracy.high, 1, signed=False)
     return f"{_percent(accuracy.mean)}% ({ends}; {len(accuracy.seeds)} seeds)"
-
-
-def _mean_and_half(item: AccuracySummary) -> tuple[float | None, float | None]:
-    return (None, None) if item.accuracy is None else (item.accuracy.mean, item.accuracy.half)
-
-
-def _difference(item: AccuracySummary) -> tuple[float | None, float | None, float | None]:
-    difference = item.difference
-    return (None, None, None) if difference is None else (difference.mean, difference.low, difference.high)
 
 
 def _format_points(mean: float | None, low: float | None, high: float | None) -> str:
@@ -267,13 +263,6 @@ def _format_points(mean: float | None, low: float | None, high: float | None) ->
 
 def _interval(recall: RecallSummary) -> str:
     return f"{100 * recall.level:.4g}% interval"
-
-
-def _equal_note(recall: RecallSummary) -> str:
-    halves = [
-        item.accuracy.half for arm in recall.arms for item in (arm.overall, *arm.along) if item.accuracy is not None
-    ]
-    return "; equal: the same in every seed" if any(half is not None and half < _EPSILON for half in halves) else ""
 
 
 def _percent(fraction: float) -> str:

@@ -41,9 +41,19 @@ class Column:
     """`verdict` adds an icon; `interval` draws its three values (estimate, low, high) on a strip."""
 
 
+def attributes(value: object, *names: str) -> list[Any]:
+    """The attributes of a value for the cells of a row; None for each if there is no value."""
+    return [None if value is None else getattr(value, name) for name in names]
+
+
 def text_column(title: str, key: str = "") -> Column:
     """A column of text."""
     return Column(title=title, keys=(key or title,), is_text=True)
+
+
+def interval_column(title: str, key: str, format: Callable[..., str]) -> Column:
+    """A column of estimates with the ends of their intervals."""
+    return Column(title=title, keys=(key, f"{key}_low", f"{key}_high"), format=format)
 
 
 def verdict_column() -> Column:
@@ -89,13 +99,12 @@ class Table:
         """Keep the columns whose first key is in `keys`, in that order; None keeps all."""
         if keys is None:
             return self
-        positions, begin = {}, 0
-        for column in self.columns:
-            positions[column.keys[0]] = (column, range(begin, begin + len(column.keys)))
-            begin += len(column.keys)
-        chosen = [positions[key] for key in keys]
-        rows = tuple(tuple(row[n] for _, indices in chosen for n in indices) for row in self.rows)
-        return replace(self, columns=tuple(column for column, _ in chosen), rows=rows, page=None)
+        columns = {column.keys[0]: column for column in self.columns}
+        rows = []
+        for row in self.rows:
+            cells = {column.keys[0]: values for column, values in self.cells(row)}
+            rows.append([value for key in keys for value in cells[key]])
+        return replace(self, columns=[columns[key] for key in keys], rows=rows, page=None)
 
     def without_settings(self) -> Table:
         """Move the settings that are the same in every row to the caption."""
@@ -125,8 +134,8 @@ def text_table(
     *, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[int] = (0,)
 ) -> Table:
     """A table of cells that are formatted already; `text_columns` are aligned left."""
-    made = [Column(title=title, keys=(title,), is_text=n in text_columns) for n, title in enumerate(columns)]
-    return Table(caption=caption, columns=tuple(made), rows=tuple(map(tuple, rows)))
+    titles = [Column(title=title, keys=(title,), is_text=n in text_columns) for n, title in enumerate(columns)]
+    return Table(caption=caption, columns=titles, rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)

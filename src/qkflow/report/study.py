@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,12 +38,14 @@ from qkflow.report.sections import (
     Section,
     Statement,
     Table,
+    attributes,
+    interval_column,
     number_column,
     text_column,
+    verdict_column,
 )
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-_CHANCE_OF_DETECTION = "80%"
 
 
 def build_report(result: ExperimentResult | RationaleSummary, maps: AttentionMaps | None = None) -> ReportContent:
@@ -52,43 +54,42 @@ def build_report(result: ExperimentResult | RationaleSummary, maps: AttentionMap
     names = [arm.name for arm in result.arms]
     failures = [f"{arm.name}: {line}" for arm in result.arms for line in arm.failures]
     if isinstance(result, RationaleSummary):
-        answer, subject, facts, sections = (
-            result.answer,
-            result.task,
-            rationale.facts(result),
-            rationale.sections(result),
-        )
-        tried = {arm.name: (arm.lr, arm.tried) for arm in result.arms}
-        last, loss = rationale.task_section(result), "validation loss in nats"
+        answer, subject, facts = result.answer, result.task, rationale.facts(result)
+        sections, last = rationale.sections(result), rationale.task_section(result)
+        tuning = {arm.name: (arm.lr, arm.tried) for arm in result.arms}
+        loss, folder = "validation loss in nats", []
     else:
-        answer, subject, facts, sections = _answer(result), result.corpus, _facts(result), _loss_sections(result, maps)
-        tried = {arm.name: (arm.learning_rate, dict(arm.tuning)) for arm in result.arms}
-        last, loss = _corpus_section(result), f"held-out {result.bits}"
+        answer, subject, facts = _answer(result), result.corpus, _facts(result)
+        sections, last = _loss_sections(result, maps), _corpus_section(result)
+        tuning = {arm.name: (arm.learning_rate, dict(arm.tuning)) for arm in result.arms}
+        loss, folder = f"held-out {result.bits}", [("folder", f"`{result.folder}`", "")]
+    sections += _tuning_section(tuning, loss)
+    if failures:
+        lines = BulletList(items=failures, in_terminal=True)
+        sections.append(Section(name="failures", title="Failed runs", nav="Failures", blocks=[lines]))
+    record = [
+        Definitions(items=[("command", f"`{shlex.join(result.command)}`", ""), *folder]),
+        Record(title="Design (design.json)", content=result.design),
+        Record(title="Environment (environment.json)", content=result.environment),
+        *(Record(title=f"Config of {shorten(name, 60)}", content=config) for name, config in maps.configs.items()),
+    ]
+    sections += [last, Section(name="record", title="How to reproduce", nav="Reproduce", blocks=record)]
+    seeds = sorted({len(arm.seeds) for arm in result.arms}) or [0]
+    per_arm = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     shown = names[1] if len(names) == 2 else f"{max(0, len(names) - 1)} arms"
     return ReportContent(
         kind="study",
         title=f"{shown} vs. {names[0] if names else MISSING} on {subject}",
         answer=answer or "No verdict yet.",
-        callouts=(*_progress(result.finished, result.runs, len(failures)), *result.remarks),
-        facts=(*facts, *_size_facts(result)),
-        sections=(
-            *sections,
-            *_tuning_section(tried, loss),
-            *_failure_section(failures),
-            last,
-            _record_section(result, maps.configs),
-        ),
-        arms=tuple(names),
+        callouts=[*_progress(result.finished, result.runs, len(failures)), *result.remarks],
+        facts=[
+            *facts,
+            (f"arms {TIMES} seeds", f"{len(names)} {TIMES} {per_arm}"),
+            ("finished runs", f"{result.finished} of {result.runs}"),
+        ],
+        sections=sections,
+        arms=names,
     )
-
-
-def _size_facts(result: ExperimentResult | RationaleSummary) -> list[tuple[str, str]]:
-    seeds = sorted({len(arm.seeds) for arm in result.arms}) or [0]
-    per_arm = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-    return [
-        (f"arms {TIMES} seeds", f"{len(result.arms)} {TIMES} {per_arm}"),
-        ("finished runs", f"{result.finished} of {result.runs}"),
-    ]
 
 
 def _progress(finished: int, runs: int, failed: int) -> list[str]:
@@ -100,47 +101,25 @@ def _progress(finished: int, runs: int, failed: int) -> list[str]:
 
 def _tuning_section(arms: Mapping[str, tuple[float | None, Mapping[float, float | None]]], loss: str) -> list[Section]:
     """The loss of each learning rate tried; `arms` has the chosen rate and the loss of each rate."""
-    rates = sorted({rate for _, tried in arms.values() for rate in tried})
+    rates = sorted({rate for _, losses in arms.values() for rate in losses})
     if not rates:
         return []
+
+    def trial(losses: Mapping[float, float | None], rate: float) -> str:
+        text = format_number(losses.get(rate))
+        return "failed" if text == MISSING and rate in losses else text
+
     table = Table(
         caption=f"Learning rates tried, and their {loss}",
-        columns=(
+        columns=[
             text_column("arm"),
             number_column("chosen", "chosen", _format_rate),
             *(number_column(f"{rate:g}", f"rate {rate:g}") for rate in rates),
-        ),
-        rows=tuple((name, chosen, *(_trial(tried, rate) for rate in rates)) for name, (chosen, tried) in arms.items()),
+        ],
+        rows=[(name, chosen, *(trial(losses, rate) for rate in rates)) for name, (chosen, losses) in arms.items()],
     )
     note = Note(text="Every arm has the same tuning budget: each rate once, on a seed that is not used for verdicts.")
-    return [Section(name="tuning", title="Learning-rate tuning", nav="Tuning", blocks=(table, note))]
-
-
-def _trial(tried: Mapping[float, float | None], rate: float) -> str:
-    if rate not in tried:
-        return MISSING
-    text = format_number(tried[rate])
-    return "failed" if text == MISSING else text
-
-
-def _failure_section(failures: Sequence[str]) -> list[Section]:
-    if not failures:
-        return []
-    lines = BulletList(items=tuple(failures), in_terminal=True)
-    return [Section(name="failures", title="Failed runs", nav="Failures", blocks=(lines,))]
-
-
-def _record_section(result: ExperimentResult | RationaleSummary, configs: dict[str, Any]) -> Section:
-    items = [("command", f"`{shlex.join(result.command)}`", "")]
-    if isinstance(result, ExperimentResult):
-        items.append(("folder", f"`{result.folder}`", ""))
-    records = [
-        Record(title="Design (design.json)", content=result.design),
-        Record(title="Environment (environment.json)", content=result.environment),
-        *(Record(title=f"Config of {shorten(name, 60)}", content=config) for name, config in configs.items()),
-    ]
-    blocks = (Definitions(items=tuple(items)), *records)
-    return Section(name="record", title="How to reproduce", nav="Reproduce", blocks=blocks)
+    return [Section(name="tuning", title="Learning-rate tuning", nav="Tuning", blocks=[table, note])]
 
 
 # Studies of the loss.
@@ -179,20 +158,21 @@ def _facts(result: ExperimentResult) -> list[tuple[str, str]]:
 
 def _loss_sections(result: ExperimentResult, maps: AttentionMaps) -> list[Section]:
     table = comparison_table(result)
+    arms = replace(table, rows=table.rows[1:])  # without the baseline
     sections = [
         _verdict_section(result, table),
         *([] if result.recall is None else [recall.section(result.recall)]),
         _learning_section(result),
-        _difference_section(result, table),
-        _seed_section(result, table),
-        _speed_section(result, table),
+        _difference_section(result, arms),
+        _seed_section(result, arms),
+        _speed_section(result, arms),
         _cost_section(result),
         _attention_section(result, maps),
     ]
     tokens = maps.excerpts[0]["tokens"] if maps.excerpts else ()
     if blocks := diagnostic_blocks(maps.diagnostics, [arm.name for arm in result.arms], tokens):
         title = "Diagnostics of the mechanisms"
-        sections.append(Section(name="diagnostics", title=title, nav="Diagnostics", blocks=tuple(blocks)))
+        sections.append(Section(name="diagnostics", title=title, nav="Diagnostics", blocks=blocks))
     return sections
 
 
@@ -200,7 +180,7 @@ def comparison_table(result: ExperimentResult) -> Table:
     """Every arm against the baseline: the one description of all these columns."""
     columns = (
         text_column("arm"),
-        Column(title="verdict", keys=("verdict",), is_text=True, style="verdict"),
+        verdict_column(),
         number_column(result.bits, "bits_per_byte", format_number),
         Column(
             title="difference (interval)",
@@ -218,34 +198,29 @@ def comparison_table(result: ExperimentResult) -> Table:
         number_column("p (Holm)", "p_holm", format_p_value),
         number_column("p (sign flips)", "p_signs", format_p_value, is_setting=True),
         number_column("minimum detectable effect", "detectable", format_number),
-        Column(
-            title="detectable effect estimated from",
-            keys=("detectable_from",),
-            format=_format_source,
+        replace(
+            number_column("detectable effect estimated from", "detectable_from", _format_source, is_setting=True),
             is_text=True,
-            is_setting=True,
         ),
-        number_column("difference of each seed", "by_seed", _format_each),
+        number_column(
+            "difference of each seed", "by_seed", lambda x: ", ".join(map(format_signed, x or ())) or MISSING
+        ),
         number_column("std of the arm", "std_arm", format_number),
         number_column("std of the baseline", "std_baseline", format_number),
-        Column(title="ratio (interval)", keys=("std_ratio", "std_ratio_low", "std_ratio_high"), format=format_ratio),
+        interval_column("ratio (interval)", "std_ratio", format_ratio),
         number_column("p of the ratio", "std_ratio_p", format_p_value),
-        *(
-            Column(
-                title=f"{unit} to the same loss (ratio)",
-                keys=(unit, f"{unit}_low", f"{unit}_high"),
-                format=_format_reach,
-            )
-            for unit in ("tokens", "seconds")
+        *(interval_column(f"{unit} to the same loss (ratio)", unit, _format_reach) for unit in ("tokens", "seconds")),
+        Column(
+            title="seeds at the baseline's loss",
+            keys=("reached", "read"),
+            format=lambda count, total: MISSING if count is None else f"{count} of {total}",
         ),
-        Column(title="seeds at the baseline's loss", keys=("reached", "read"), format=_format_of),
     )
     compared = {item.arm: item for item in result.comparisons}
-    rows = tuple(_comparison_row(result, arm, compared.get(arm.name)) for arm in result.arms)
     return Table(
         caption=f"Each arm against {result.baseline}",
         columns=columns,
-        rows=rows,
+        rows=[_comparison_row(result, arm, compared.get(arm.name)) for arm in result.arms],
         name="comparisons",
         page=("arm", "verdict", "bits_per_byte", "difference", "p_holm", "detectable", "detectable_from"),
         terminal=("arm", "verdict", "bits_per_byte", "difference", "p_holm"),
@@ -261,39 +236,23 @@ def _comparison_row(result: ExperimentResult, arm: ArmSummary, item: Comparison 
         arm.name,
         "baseline" if item is None else verdicts.get(arm.name, "undecided"),
         arm.mean,
-        *_fields(difference, "mean", "low", "high"),
+        *attributes(difference, "mean", "low", "high"),
         mean / baseline if mean is not None and baseline else None,
-        *_fields(difference, "level", "seeds", "documents", "spread", "error", "p"),
+        *attributes(difference, "level", "seeds", "documents", "spread", "error", "p"),
         None if item is None else item.p_holm,
-        *_fields(difference, "p_signs", "smallest", "smallest_rests_on", "by_seed"),
-        *_fields(spread, "arm", "baseline", "ratio", "low", "high", "p"),
-        *_fields(reach, "tokens", "tokens_low", "tokens_high", "seconds", "seconds_low", "seconds_high"),
-        *_fields(reach, "reached", "seeds"),
+        *attributes(difference, "p_signs", "smallest", "smallest_rests_on", "by_seed"),
+        *attributes(spread, "arm", "baseline", "ratio", "low", "high", "p"),
+        *attributes(reach, "tokens", "tokens_low", "tokens_high", "seconds", "seconds_low", "seconds_high"),
+        *attributes(reach, "reached", "seeds"),
     )
-
-
-def _fields(value: object, *names: str) -> list[Any]:
-    return [None if value is None else getattr(value, name) for name in names]
 
 
 def _format_source(source: str | None) -> str:
     return "the seeds of the arm" if source == "its own spread" else source or MISSING
 
 
-def _format_each(values: Sequence[float] | None) -> str:
-    return ", ".join(map(format_signed, values or ())) or MISSING
-
-
 def _format_reach(ratio: float | None, low: float | None, high: float | None) -> str:
     return "not reached" if ratio is None else format_ratio(ratio, low, high)
-
-
-def _format_of(count: int | None, total: int | None) -> str:
-    return MISSING if count is None else f"{count} of {total}"
-
-
-def _without_baseline(table: Table) -> Table:
-    return replace(table, rows=table.rows[1:])
 
 
 def _verdict_section(result: ExperimentResult, table: Table) -> Section:
@@ -309,7 +268,7 @@ def _verdict_section(result: ExperimentResult, table: Table) -> Section:
         f" the arm is better. The bars show the {interval} of each arm; the equivalence margin is shaded. The"
         f" probability of a false “better” or “worse” is at most {100 * result.error_rate:.3g}% for all arms together"
         " (Holm's correction). A study like this one detects the minimum detectable effect with a probability of"
-        f" {_CHANCE_OF_DETECTION}."
+        " 80%."
     )
     if result.on_task:
         text += (
@@ -318,7 +277,7 @@ def _verdict_section(result: ExperimentResult, table: Table) -> Section:
         )
     if not statements:
         statements = [Note(text="The study has one arm: there is nothing to compare.", style="plain")]
-    return Section(name="verdicts", title="Verdicts", nav="Verdicts", blocks=(table, *statements, Note(text=text)))
+    return Section(name="verdicts", title="Verdicts", nav="Verdicts", blocks=[table, *statements, Note(text=text)])
 
 
 def _learning_section(result: ExperimentResult) -> Section:
@@ -339,12 +298,11 @@ def learning_table(result: ExperimentResult) -> Table:
         (x, *(value for point in points for value in point.get(x, (None, None, None))))
         for x in sorted({x for band in bands for x in band.x})
     ]
-    keys = [(f"arm {n}", f"arm {n} low", f"arm {n} high") for n in range(len(bands))]
-    arms = [Column(title=arm.name, keys=key, format=_format_range) for arm, key in zip(result.arms, keys, strict=True)]
+    arms = [interval_column(arm.name, f"arm {n}", _format_range) for n, arm in enumerate(result.arms)]
     return Table(
         caption=f"Held-out {result.bits}: mean over seeds (lowest to highest)",
         columns=(number_column("tokens", "tokens", format_compact), *arms),
-        rows=tuple(rows),
+        rows=rows,
         summary="Learning curves as a table",
     )
 
@@ -354,7 +312,7 @@ def _format_range(mean: float | None, low: float | None, high: float | None) -> 
     return text if low == high else f"{text} ({format_number(low)} to {format_number(high)})"
 
 
-def _difference_section(result: ExperimentResult, table: Table) -> Section:
+def _difference_section(result: ExperimentResult, arms: Table) -> Section:
     figure = Figure(
         name="forest",
         caption="Large markers: mean and interval. Small ticks: pairs of runs. Shaded: the equivalence margin.",
@@ -363,11 +321,11 @@ def _difference_section(result: ExperimentResult, table: Table) -> Section:
     )
     keys = ("arm", "difference", "relative", "level", "pairs", "p", "p_signs", "by_seed")
     caption = f"Differences to the baseline in {result.bits}"
-    differences = _without_baseline(table).show(*keys, caption=caption, summary="Differences as a table")
+    differences = arms.show(*keys, caption=caption, summary="Differences as a table")
     return Section(name="differences", title="Differences", nav="Differences", blocks=(figure, differences))
 
 
-def _seed_section(result: ExperimentResult, table: Table) -> Section:
+def _seed_section(result: ExperimentResult, arms: Table) -> Section:
     figure = Figure(
         name="strips",
         caption="Every run; lines connect the runs of a seed, and the tall mark is the mean.",
@@ -375,7 +333,7 @@ def _seed_section(result: ExperimentResult, table: Table) -> Section:
         empty="No run is finished yet.",
     )
     keys = ("arm", "std_arm", "std_baseline", "std_ratio", "std_ratio_p")
-    spreads = _without_baseline(table).show(*keys, caption=f"Standard deviation over seeds, {result.bits}")
+    spreads = arms.show(*keys, caption=f"Standard deviation over seeds, {result.bits}")
     note = Note(text="A ratio below one: the loss of the arm varies less from seed to seed than the baseline's.")
     blocks = (figure, spreads, note, run_table(result))
     return Section(name="seeds", title="Variation between seeds", nav="Seeds", blocks=blocks)
@@ -396,14 +354,14 @@ def run_table(result: ExperimentResult) -> Table:
     )
     settings = [column.keys[0] for column in columns[3:]]
     rows = [
-        (arm.name, seed, loss, *_fields(arm, *settings))
+        (arm.name, seed, loss, *attributes(arm, *settings))
         for arm in result.arms
         for seed, loss in zip(arm.seeds, arm.bits_per_byte, strict=True)
     ]
     return Table(
         caption=f"Held-out {result.bits} of every run",
         columns=columns,
-        rows=tuple(rows),
+        rows=rows,
         name="runs",
         page=("arm", "seed", "bits_per_byte", "learning_rate"),
         summary="Every run as a table",
@@ -414,13 +372,13 @@ def _format_rate(rate: float | None) -> str:
     return MISSING if rate is None else f"{rate:g}"
 
 
-def _speed_section(result: ExperimentResult, table: Table) -> Section:
+def _speed_section(result: ExperimentResult, arms: Table) -> Section:
     text = (
         "Tokens and seconds that an arm needs to reach a loss that both arms reached, divided by the baseline's. Below"
         " one, the arm is faster. The curves are compared before the learning rate decays."
     )
     caption = "Tokens and seconds to the same loss, divided by the baseline's"
-    ratios = _without_baseline(table).show("arm", "tokens", "seconds", "reached", caption=caption)
+    ratios = arms.show("arm", "tokens", "seconds", "reached", caption=caption)
     marks = "Filled circles: tokens. Open squares: seconds."
     figure = Figure(name="reach", caption=marks, charts={"": figures.reach(result)})
     return Section(name="speed", title="Training speed", nav="Speed", blocks=(Note(text=text), ratios, figure))
@@ -443,22 +401,20 @@ def cost_table(result: ExperimentResult) -> Table:
     return Table(
         caption="Parameters, compute and memory of each arm",
         columns=columns,
-        rows=tuple(tuple(_fields(arm, *keys)) for arm in result.arms),
+        rows=[attributes(arm, *keys) for arm in result.arms],
         name="cost",
         terminal=tuple(key for key in keys if key not in ("hidden", "tokens")),
     )
 
 
 def _cost_section(result: ExperimentResult) -> Section:
-    note = Note(
-        text=(
-            "“vs. baseline” is the difference in parameters that is left after matching. FLOPs are of one forward"
-            " pass at the full context; training takes three times as many. Tokens per second were measured with as"
-            " many runs in parallel as the study used. The state is what the mechanism carries per sequence after a"
-            " full context."
-        )
+    text = (
+        "“vs. baseline” is the difference in parameters that is left after matching. FLOPs are of one forward"
+        " pass at the full context; training takes three times as many. Tokens per second were measured with as"
+        " many runs in parallel as the study used. The state is what the mechanism carries per sequence after a"
+        " full context."
     )
-    return Section(name="cost", title="Cost and memory", nav="Cost", blocks=(cost_table(result), note))
+    return Section(name="cost", title="Cost and memory", nav="Cost", blocks=[cost_table(result), Note(text=text)])
 
 
 def _attention_section(result: ExperimentResult, maps: AttentionMaps) -> Section:
@@ -470,18 +426,18 @@ def _attention_section(result: ExperimentResult, maps: AttentionMaps) -> Section
         )
         blocks = [Note(text=text), MapViewer(maps=maps)]
     if maps.missing:
-        blocks.append(BulletList(items=tuple(maps.missing)))
+        blocks.append(BulletList(items=maps.missing))
     title = f"Attention on held-out {'instances' if result.on_task else 'text'}"
-    return Section(name="attention", title=title, nav="Attention", blocks=tuple(blocks))
+    return Section(name="attention", title=title, nav="Attention", blocks=blocks)
 
 
 def _corpus_section(result: ExperimentResult) -> Section:
     items = [("hash", f"`{result.digest}`", ""), *((note.name, note.value, note.meaning) for note in result.notes)]
-    blocks: tuple[Block, ...] = (Definitions(items=tuple(items)),)
+    blocks: list[Block] = [Definitions(items=items)]
     if not result.on_task:
         text = (
             "Corpus statistics that published work relates to the effect of a mechanism. They do not affect verdicts."
         )
-        blocks = (Note(text=text), *blocks)
+        blocks.insert(0, Note(text=text))
     name = "task" if result.on_task else "corpus"
     return Section(name="corpus", title=f"The {name}", nav=name.capitalize(), blocks=blocks)

@@ -25,7 +25,7 @@ from qkflow.ops.groups import SO3, SU2, TORUS, Group
 from qkflow.probes import LayerPhases, PhaseStats, attention_maps, diagnostics, layer_phases
 from qkflow.probes.attention import mechanism_inputs
 from qkflow.probes.synchrony import attention_step, locking, order, row_energy
-from qkflow.report.terminal import render_table
+from qkflow.report.export import render_table
 from qkflow.training import TrainConfig
 from qkflow.training.run_dir import begin, finish
 from qkflow.training.tensors import model_tensors
