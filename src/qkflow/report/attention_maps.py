@@ -112,18 +112,6 @@ def pack(weights: np.ndarray) -> dict[str, Any]:
     return {"scale": float(f"{scale:.5g}"), "data": base64.b64encode(packed.tobytes()).decode()}
 
 
-def unpack(head: Mapping[str, Any], n_tokens: int) -> np.ndarray:
-    """The weights that the page shows for a packed head.
-
-    >>> unpack(pack(np.array([[1.0, 0.0], [0.25, -1.0]])), 2).round(2).tolist()
-    [[1.0, 0.0], [0.25, -1.0]]
-    """
-    packed = np.frombuffer(base64.b64decode(head["data"]), dtype=np.int8).astype(np.float64)
-    weights = np.zeros((n_tokens, n_tokens))
-    weights[np.tril_indices(n_tokens)] = head["scale"] * np.sign(packed) * (packed / 127) ** 2
-    return weights
-
-
 def _read_excerpts(path: Path, missing: list[str]) -> list[list[int]]:
     try:
         record = json.loads(path.read_bytes())

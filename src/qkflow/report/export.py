@@ -40,7 +40,7 @@ def terminal(result: ExperimentResult | RationaleSummary) -> RenderableType:
 def render_report(report: ReportContent) -> RenderableType:
     """The parts of a report that are meant for a terminal."""
     parts: list[RenderableType] = []
-    blocks = list(report.blocks())
+    blocks = report.blocks()
     if not any(isinstance(block, Statement) for block in blocks):
         parts += [Text(), _line(report.answer)]
     for block in blocks:

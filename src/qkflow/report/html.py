@@ -76,6 +76,15 @@ def render(report: ReportContent) -> str:
         "shorten": shorten,
         "strip": _strip,
     }
+    arms = [  # the colour, dash and marker of each arm, for the buttons that show and hide them
+        {
+            "name": name,
+            "color": palette.arm_color(n),
+            "dash": palette.arm_dash(n).removeprefix("solid"),
+            "outline": palette.OUTLINES[palette.arm_marker(n)],
+        }
+        for n, name in enumerate(report.arms)
+    ]
     return environment.get_template("page.html").render(
         report=report,
         policy=policy(scripts),
@@ -85,7 +94,7 @@ def render(report: ReportContent) -> str:
         icons=ICONS,
         light=palette.LIGHT,
         dark=palette.DARK,
-        arms=[_arm_key(n, name) for n, name in enumerate(report.arms)],
+        arms=arms,
     )
 
 
@@ -112,7 +121,7 @@ def minus_signs(text: str) -> str:
 
 def _script_data(report: ReportContent) -> dict[str, Any]:
     """What the script draws: the variants of every figure, and the attention maps."""
-    blocks = list(report.blocks())
+    blocks = report.blocks()
     figures = [block for block in blocks if isinstance(block, Figure)]
     figures += [figure for block in blocks if isinstance(block, FigureGrid) for figure in block.figures]
     data: dict[str, Any] = {
@@ -126,13 +135,6 @@ def _script_data(report: ReportContent) -> dict[str, Any]:
             data["excerpts"] = block.maps.excerpts
             data["token"] = block.token
     return data
-
-
-def _arm_key(n: int, name: str) -> dict[str, str]:
-    """The colour, dash and marker of an arm, for the button that shows and hides it."""
-    dash = palette.arm_dash(n)
-    outline = palette.OUTLINES[palette.arm_marker(n)]
-    return {"name": name, "color": palette.arm_color(n), "dash": "" if dash == "solid" else dash, "outline": outline}
 
 
 def _strip(table: Table, values: tuple[float | None, ...]) -> dict[str, Any] | None:

@@ -1,14 +1,14 @@
 """What a report consists of: sections of tables, figures and notes.
 
-A report is built once and rendered three times: as an HTML page (`html`), in the terminal (`terminal`) and as CSV files
-(`export`). A table holds values, not text: its columns say how a value is formatted, and which renderings show it.
+A report is built once and rendered three times: as an HTML page (`html`), in the terminal and as CSV files (`export`).
+A table holds values, not text: its columns say how a value is formatted, and which renderings show it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from qkflow.formatting import MISSING
 
@@ -70,7 +70,6 @@ def number_column(title: str, key: str, format: Callable[..., str] = as_text, *,
 class Table:
     """Rows of values under columns; the first column names the row."""
 
-    kind: ClassVar = "table"
     caption: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Value]]
@@ -103,8 +102,8 @@ class Table:
         rows = []
         for row in self.rows:
             cells = {column.keys[0]: values for column, values in self.cells(row)}
-            rows.append([value for key in keys for value in cells[key]])
-        return replace(self, columns=[columns[key] for key in keys], rows=rows, page=None)
+            rows.append(tuple(value for key in keys for value in cells[key]))
+        return replace(self, columns=tuple(columns[key] for key in keys), rows=tuple(rows), page=None)
 
     def without_settings(self) -> Table:
         """Move the settings that are the same in every row to the caption."""
@@ -142,13 +141,11 @@ def text_table(
 class Figure:
     """A chart as plain data for plotly.js; colours are roles of the palette, which the page fills in."""
 
-    kind: ClassVar = "figure"
     name: str
     caption: str
     charts: Mapping[str, dict[str, Any]]
     """Plotly figures by label: the reader chooses one; a single one needs no label."""
     choice: str = "Show"
-    """The title of the choice."""
     has_arm_buttons: bool = False
     """Whether buttons above the figure show and hide its arms."""
     empty: str = ""
@@ -164,7 +161,6 @@ class Figure:
 class FigureGrid:
     """Small figures side by side, on a scale from 0 to 100%."""
 
-    kind: ClassVar = "grid"
     figures: Sequence[Figure]
 
 
@@ -172,7 +168,6 @@ class FigureGrid:
 class Note:
     """A paragraph or a heading within a section."""
 
-    kind: ClassVar = "note"
     text: str
     style: Literal["small", "plain", "heading"] = "small"
     in_terminal: bool = False
@@ -182,7 +177,6 @@ class Note:
 class Statement:
     """A verdict in words, with what to do next."""
 
-    kind: ClassVar = "statement"
     verdict: str
     text: str
     advice: str = ""
@@ -192,7 +186,6 @@ class Statement:
 class BulletList:
     """A list of lines."""
 
-    kind: ClassVar = "list"
     items: Sequence[str]
     in_terminal: bool = False
 
@@ -201,7 +194,6 @@ class BulletList:
 class Definitions:
     """Terms, each with a value and its meaning; either may be empty."""
 
-    kind: ClassVar = "definitions"
     items: Sequence[tuple[str, str, str]]
 
 
@@ -209,7 +201,6 @@ class Definitions:
 class Record:
     """A JSON document, collapsed."""
 
-    kind: ClassVar = "record"
     title: str
     content: Any
 
@@ -218,7 +209,6 @@ class Record:
 class ColoredText:
     """A text with each word shaded by its attention, one row per model."""
 
-    kind: ClassVar = "colored"
     caption: str
     name_title: str
     end_title: str
@@ -232,7 +222,6 @@ class ColoredText:
 class MapViewer:
     """The interactive viewer of attention maps; a page has at most one."""
 
-    kind: ClassVar = "maps"
     maps: Any
     """`attention_maps.AttentionMaps`."""
     has_choice: bool = True
@@ -273,10 +262,9 @@ class ReportContent:
     source: str = "the study folder"
     """What the page was made from."""
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> list[Block]:
         """All blocks in order."""
-        for section in self.sections:
-            yield from section.blocks
+        return [block for section in self.sections for block in section.blocks]
 
     def tables(self) -> dict[str, Table]:
         """The tables that are exported, by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import statistics
@@ -294,6 +295,14 @@ def folder(
 def write(path: Path, data: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data))
+
+
+def unpack(head: Mapping[str, Any], n_tokens: int) -> np.ndarray:
+    """The weights that the page shows for a packed head."""
+    packed = np.frombuffer(base64.b64decode(head["data"]), dtype=np.int8).astype(np.float64)
+    weights = np.zeros((n_tokens, n_tokens))
+    weights[np.tril_indices(n_tokens)] = head["scale"] * np.sign(packed) * (packed / 127) ** 2
+    return weights
 
 
 RATIONALE_ARMS = ("r = 1", "r = 5", "r = 20", "r = 1 to 40")

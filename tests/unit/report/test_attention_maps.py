@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from qkflow.mechanisms import StandardAttention
 from qkflow.probes import attention_maps as model_maps
 from qkflow.report import attention_maps
-from qkflow.report.attention_maps import CONTEXT_WORDS, MAX_WORDS, color_lines, load_maps, opacity, pack, unpack
+from qkflow.report.attention_maps import CONTEXT_WORDS, MAX_WORDS, color_lines, load_maps, opacity, pack
 from qkflow.training import load_run
 
 ARMS = ("standard", "differential")
@@ -21,12 +21,12 @@ ARMS = ("standard", "differential")
 @given(st.integers(1, 20), st.booleans(), st.integers(0, 99), st.floats(1e-6, 100))
 @settings(deadline=None, max_examples=25)
 def test_packing_is_accurate_to_a_hundredth_of_the_largest_weight(
-    t: int, negative: bool, seed: int, top: float
+    synthetic: ModuleType, t: int, negative: bool, seed: int, top: float
 ) -> None:
     weights = np.tril(np.random.default_rng(seed).normal(size=(t, t)) * top)
     weights = weights if negative else abs(weights)
     head = pack(weights)
-    back, largest = unpack(head, t), abs(weights).max()
+    back, largest = synthetic.unpack(head, t), abs(weights).max()
     assert len(base64.b64decode(head["data"])) == t * (t + 1) // 2
     assert abs(back - weights).max() <= largest / 120
     faint = (weights != 0) & (abs(weights) < largest / 100)
@@ -35,8 +35,8 @@ def test_packing_is_accurate_to_a_hundredth_of_the_largest_weight(
 
 
 @pytest.mark.parametrize("weights", [np.zeros((3, 3)), np.full((2, 2), np.nan)])
-def test_zero_and_nan_weights_become_zero(weights: np.ndarray) -> None:
-    assert unpack(pack(weights), len(weights)).tolist() == np.zeros_like(weights).tolist()
+def test_zero_and_nan_weights_become_zero(synthetic: ModuleType, weights: np.ndarray) -> None:
+    assert synthetic.unpack(pack(weights), len(weights)).tolist() == np.zeros_like(weights).tolist()
 
 
 def test_maps_are_those_of_the_trained_models(synthetic: ModuleType, tmp_path: Path) -> None:
@@ -49,7 +49,9 @@ def test_maps_are_those_of_the_trained_models(synthetic: ModuleType, tmp_path: P
     for arm in shown.arms:
         for layer, truth in zip(arm["maps"][1], model_maps(load_run(runs[arm["name"]]).model, tokens), strict=True):
             for head, weights in zip(layer, truth, strict=True):
-                assert abs(unpack(head, len(tokens)) - weights.numpy()).max() <= float(weights.abs().max()) / 120
+                assert (
+                    abs(synthetic.unpack(head, len(tokens)) - weights.numpy()).max() <= float(weights.abs().max()) / 120
+                )
     assert [len(layers) for layers in shown.diagnostics["differential"]] == [1, 1]
     assert shown.configs["standard"]["model"]["layers"] == 2
 

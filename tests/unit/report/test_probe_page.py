@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from qkflow.data import ByteTokenizer
 from qkflow.probes.attention import attention_stats, rationale_confidence
 from qkflow.probes.diagnostics import Diagnostic
 from qkflow.report import probe_page
-from qkflow.report.attention_maps import unpack
 from qkflow.report.html import render
 from qkflow.report.probe_page import ProbePart, ProbeResult, characters, probe_report
 from qkflow.report.sections import text_table
@@ -96,11 +96,13 @@ def test_every_reference_has_its_target(parse: Parse) -> None:
     assert {"maps", "layers", "stability", "diagnostics", "record"} <= ids
 
 
-def test_a_long_text_shows_the_maps_of_its_last_tokens(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_shows_the_maps_of_its_last_tokens(
+    parse: Parse, synthetic: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(probe_page, "MAX_TOKENS", 8)
     page = parse(page_of(b"x" * 22 + b"the last"))
     assert "Maps show the last 8 of 31 tokens." in page.text
     data = json.loads(page.scripts[0])
     assert data["excerpts"][0]["tokens"] == ["t", "h", "e", "␣", "l", "a", "s", "t"]
     assert data["token"] == 7
-    assert [unpack(head, 8).shape for head in data["maps"][0]["maps"][0][0]] == [(8, 8)] * 2
+    assert [synthetic.unpack(head, 8).shape for head in data["maps"][0]["maps"][0][0]] == [(8, 8)] * 2
