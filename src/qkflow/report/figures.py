@@ -131,7 +131,7 @@ def interval_chart(rows: Sequence[Row], x_title: str, **x_axis: Any) -> PlotlyFi
     return {"data": traces, "layout": _row_layout([row.title for row in rows], x_title, **x_axis)}
 
 
-def strip_chart(arms: Mapping[str, Mapping[int, float]], x_title: str) -> PlotlyFigure:
+def strip_chart(arms: Mapping[str, Mapping[int, Number]], x_title: str) -> PlotlyFigure:
     """One row per arm with runs: every run as a mark, the runs of a seed connected, and the mean; `arms` has values by
     name and seed.
     """
@@ -196,7 +196,7 @@ def rule(axis: str, at: float = 0.0, **line: Any) -> dict[str, Any]:
     return _span(axis, at, at, type="line", line={"color": ink("soft"), "width": 1, **line})
 
 
-def _span(axis: str, low: float, high: float, **shape: Any) -> dict[str, Any]:
+def _span(axis: str, low: Number, high: Number, **shape: Any) -> dict[str, Any]:
     other = "y" if axis == "x" else "x"
     ends = {f"{axis}0": low, f"{axis}1": high, f"{other}0": 0, f"{other}1": 1, f"{other}ref": "paper"}
     return {**ends, **shape, "layer": "below"}
@@ -221,7 +221,7 @@ def padded_range(values: Sequence[float], padding: float) -> list[float] | None:
     return [min(finite) - space, max(finite) + space]
 
 
-def _marks(arm: int, y: float, x: Mapping[str, float], marker: dict[str, Any]) -> dict[str, Any]:
+def _marks(arm: int, y: Number, x: Mapping[str, Number], marker: dict[str, Any]) -> dict[str, Any]:
     """Marks in one row; the keys of `x` are shown under the pointer."""
     points = {"x": list(x.values()), "y": [y] * len(x), "text": list(x), "marker": marker}
     return {"type": "scatter", "mode": "markers", "meta": {"arm": arm}, **points, **_ON_HOVER}
@@ -293,7 +293,7 @@ def difference_curve(arm: Sequence[Curve], baseline: Sequence[Curve], x: str) ->
     return _average(differences)
 
 
-def _average(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> MeanCurve:
+def _average(curves: Sequence[tuple[Sequence[Number], Sequence[Number]]]) -> MeanCurve:
     average = MeanCurve()
     longest = max((len(x) for x, _ in curves), default=0)
     for n in sorted({round(n) for n in np.linspace(0, longest - 1, min(longest, MAX_POINTS))}):
