@@ -409,5 +409,4 @@ class QKMechanism(Mechanism):
         return 0 if self.coupling is None else self.coupling.flops()
 
     def _coupling_parameters(self) -> tuple[str, ...]:
-        names = () if self.coupling is None else (name for name, _ in self.coupling.named_parameters())
-        return tuple(f"coupling.{name}" for name in names)
+        return tuple(name for name, _ in self.named_parameters() if name.startswith("coupling."))

@@ -7,7 +7,7 @@ needed. Reading leaves the model as it was: no gradients on parameters, and the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -78,14 +78,41 @@ def reader(model: nn.Module, *, answer_at: AnswerAt | None = None) -> Reader:
     )
 
 
-class _StackReader:
+class _EmbeddingReader(ABC):
+    """A reader of a model with an embedding, whose output the saliency is computed for."""
+
+    model: Any
+    embedding: nn.Embedding
+
+    @abstractmethod
+    def _logits(self, tokens: Tokens, lengths: Lengths) -> Float[Tensor, "b c"]: ...
+
+    def saliency(self, tokens: Tokens, lengths: Lengths) -> Float[Tensor, "b t"]:
+        tokens, lengths = _validate(tokens, lengths, self.embedding.weight)
+        outputs: list[Tensor] = []
+
+        def record(_: nn.Module, __: tuple[Any, ...], x: Tensor) -> Tensor:
+            outputs.append(x.detach().requires_grad_())
+            return outputs[-1]
+
+        hook = self.embedding.register_forward_hook(record)
+        try:
+            with eval_mode(self.model), torch.enable_grad():
+                logits = self._logits(tokens, lengths)
+                saliency = _gradient_times_input(outputs[0], logits)
+        finally:
+            hook.remove()
+        return saliency * _valid_mask(tokens, lengths)
+
+
+class _StackReader(_EmbeddingReader):
     """Reads a stack of mechanisms at the last token."""
 
     def __init__(self, model: Classifier | Decoder) -> None:
-        self.model = model
+        self.model, self.embedding = model, model.embedding
 
     def read(self, tokens: Tokens, lengths: Lengths, *, maps: bool = False) -> ReaderOutput:
-        tokens, lengths = _validate(tokens, lengths, self.model.embedding.weight)
+        tokens, lengths = _validate(tokens, lengths, self.embedding.weight)
         mechanisms = self.model.mechanisms if maps else []
         with eval_mode(self.model), torch.no_grad():
             with record_inputs(mechanisms) as inputs:
@@ -95,12 +122,6 @@ class _StackReader:
             padding = ~_valid_mask(tokens, lengths)[:, None, :, None]
             weights = (layer.weights(x).masked_fill(padding, 0) for layer, x in zip(mechanisms, inputs, strict=True))
             return ReaderOutput(logits=logits, maps=tuple(weights))
-
-    def saliency(self, tokens: Tokens, lengths: Lengths) -> Float[Tensor, "b t"]:
-        tokens, lengths = _validate(tokens, lengths, self.model.embedding.weight)
-        with eval_mode(self.model):
-            saliency = _embedding_saliency(self.model.embedding, lambda: self._logits(tokens, lengths))
-        return saliency * _valid_mask(tokens, lengths)
 
     def _logits(self, tokens: Tokens, lengths: Lengths) -> Float[Tensor, "b c"]:
         x, _ = self.model.read(tokens)
@@ -133,15 +154,14 @@ class _OneLayerReader:
             return _gradient_times_input(x, self.model.read(x, layout)) * layout.valid
 
 
-class _HFReader:
+class _HFReader(_EmbeddingReader):
     """Reads a transformers model: a `*ForSequenceClassification`, or one that scores every token (`*ForCausalLM`)."""
 
     def __init__(self, model: nn.Module, answer_at: AnswerAt | None = None) -> None:
-        self.model: Any = model
-        self.answer_at = answer_at
+        self.model, self.answer_at = model, answer_at
         if self.model.config.is_encoder_decoder:
             raise UsageError(f"{type(model).__name__} is an encoder-decoder: expected a model with a single stack")
-        self.embedding: nn.Embedding = self.model.get_input_embeddings()
+        self.embedding = self.model.get_input_embeddings()
         self.options = inspect.signature(self.model.forward).parameters
 
     def read(self, tokens: Tokens, lengths: Lengths, *, maps: bool = False) -> ReaderOutput:
@@ -162,11 +182,8 @@ class _HFReader:
         positions = torch.zeros_like(lengths) if is_first else lengths - 1
         return ReaderOutput(logits=logits, maps=weights, answer_positions=positions)
 
-    def saliency(self, tokens: Tokens, lengths: Lengths) -> Float[Tensor, "b t"]:
-        tokens, lengths = _validate(tokens, lengths, self.embedding.weight)
-        with eval_mode(self.model):
-            saliency = _embedding_saliency(self.embedding, lambda: self._run(tokens, lengths, False)[0])
-        return saliency * _valid_mask(tokens, lengths)
+    def _logits(self, tokens: Tokens, lengths: Lengths) -> Float[Tensor, "b c"]:
+        return self._run(tokens, lengths, False)[0]
 
     def _run(self, tokens: Tokens, lengths: Lengths, maps: bool) -> tuple[Float[Tensor, "b c"], Any]:
         valid = _valid_mask(tokens, lengths)
@@ -219,24 +236,6 @@ def _validate(tokens: Tokens, lengths: Lengths, weight: Float[Tensor, "vocabular
 def _valid_mask(tokens: Tokens, lengths: Lengths) -> Bool[Tensor, "b t"]:
     """False at padding."""
     return torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-
-
-def _embedding_saliency(embedding: nn.Module, logits: Callable[[], Float[Tensor, "b c"]]) -> Float[Tensor, "b t"]:
-    """Return the saliency of the output of `embedding` while `logits` runs the model."""
-    outputs: list[Tensor] = []
-
-    def record(_: nn.Module, __: tuple[Any, ...], x: Tensor) -> Tensor:
-        outputs.append(x.detach().requires_grad_())
-        return outputs[-1]
-
-    hook = embedding.register_forward_hook(record)
-    try:
-        with torch.enable_grad():
-            scores = logits()
-            (x,) = outputs
-            return _gradient_times_input(x, scores)
-    finally:
-        hook.remove()
 
 
 def _gradient_times_input(x: Float[Tensor, "b t d"], logits: Float[Tensor, "b c"]) -> Float[Tensor, "b t"]:

@@ -1,4 +1,4 @@
-"""Attention with a coupling: where the motion takes place, who moves with whom, and that a shortcut changes nothing."""
+"""Attention with a coupling: order of operations, grouped queries, and the drift folded into the projection."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BASES = ["standard", "differential"]
 
 
 def make(base: str, coupling: str, options: str = "", *, dtype: torch.dtype = torch.float64) -> Any:
-    """A layer away from its start."""
+    """A layer with perturbed coupling parameters."""
     dynamics, _, own = coupling.partition(":")
     spec = f"{base}+{dynamics}:" + ",".join(filter(None, [own, options]))
     layer = mechanism(spec)(WIDTH, HEADS, layer=1, layers=2).to(dtype)
@@ -50,19 +50,19 @@ def close(got: Any, want: Any, within: float = 1e-12) -> None:
     assert_close(got, want, rtol=0, atol=within)
 
 
-class Given(nn.Linear):
-    """A projection that gives what it was told, whatever it is asked."""
+class Constant(nn.Linear):
+    """A projection with a constant output."""
 
-    def __init__(self, what: Tensor) -> None:
+    def __init__(self, output: Tensor) -> None:
         super().__init__(1, 1, bias=False)
-        self.what = what
+        self.output = output
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.what.flatten(2)
+        return self.output.flatten(2)
 
 
 class Own(nn.Linear):
-    """A projection of somebody else's, such as an adapter."""
+    """A custom projection, such as an adapter."""
 
     times: float = 1.0
 
@@ -83,12 +83,12 @@ def without(layer: Any, base: str, options: str, q: Tensor, k: Tensor) -> Any:
     """The mechanism without a coupling, given queries and keys instead of projecting them."""
     plain: Any = mechanism(f"{base}:{options}")(WIDTH, HEADS, layer=1, layers=2).double()
     plain.load_state_dict({n: w for n, w in layer.state_dict().items() if not n.startswith("coupling.")})
-    plain.query, plain.key = Given(q), Given(k)
+    plain.query, plain.key = Constant(q), Constant(k)
     return plain
 
 
 def groups(base: str, keys: int) -> list[list[int]]:
-    """The heads of queries that look at each head of keys; a differential head's maps are heads 2i and 2i + 1."""
+    """The query heads of each key head; the maps of a differential head are heads 2i and 2i + 1."""
     if base == "standard":
         r = HEADS // keys
         return [list(range(g * r, (g + 1) * r)) for g in range(keys)]
@@ -97,7 +97,7 @@ def groups(base: str, keys: int) -> list[list[int]]:
 
 
 def moved_by_hand(layer: Any, x: Tensor, who: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Queries and keys after the motion, a group at a time. One network for all heads."""
+    """Coupled queries and keys, computed group by group with the shared network."""
     q, k = (x @ w.weight.T for w in (layer.query, layer.key))
     q, k = q.unflatten(2, (HEADS, K)), k.unflatten(2, (len(who), K))
     one = layer.coupling.config(1, 1, K).double()

@@ -1,4 +1,4 @@
-"""Attention on groups against its formulas, written out here pair by pair, and the symmetries that these have."""
+"""Attention on groups: equations written out pair by pair, symmetries, states and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def on_group(width: int, heads: int, **options: Any) -> GroupAttention:
 
 
 def generic(made: Any) -> Any:
-    """Away from its start, where lags and harmonics are zero and gates are one."""
+    """Perturb the parameters: lags and harmonics are zero at initialisation, gates are one."""
     made.double()
     with torch.no_grad():
         for parameter in made.parameters():
@@ -48,7 +48,7 @@ def angles(t: int = T) -> Tensor:
 
 
 def same(got: Tensor, want: Tensor, *leaves: Tensor, atol: float = 1e-12) -> None:
-    """To 1e-12, and so are the gradients of a random sum."""
+    """Compare values, and the gradients of a random weighted sum."""
     assert_close(got, want, rtol=0, atol=atol)
     if leaves:
         weight = torch.randn_like(want)

@@ -19,11 +19,14 @@ from qkflow.models import Block, Decoder, DecoderConfig, SwiGLU
 
 HYBRID = ("standard", "differential:window=3", "standard:key_heads=1,window=4,qk_norm=True", "differential:key_heads=1")
 MECHANISMS: list[Any] = ["standard", "differential", HYBRID]
+STREAMS = ["kuramoto", "kuramoto:frustrated=True,harmonics=2", "group", "group:group=so3,frustrated=True"]
+every_mechanism = pytest.mark.parametrize("mechanism", [*MECHANISMS, *STREAMS], ids=str)
 MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 
 
 def config(mechanism: Any = "standard", **changes: Any) -> DecoderConfig:
-    base = DecoderConfig(width=16, layers=4, heads=4, hidden=24, vocabulary=13, mechanism=mechanism)
+    width, layers = (18 if "so3" in mechanism else 16, 2) if mechanism in STREAMS else (16, 4)
+    base = DecoderConfig(width=width, layers=layers, heads=4, hidden=24, vocabulary=13, mechanism=mechanism)
     return replace(base, **changes)
 
 
@@ -43,6 +46,13 @@ def close(got: Tensor, want: Tensor) -> None:
     assert_close(got, want, rtol=0, atol=1e-11)
 
 
+def same_gradients(decoder: Decoder, got: Tensor, want: Tensor) -> None:
+    close(got, want)
+    weight, leaves = torch.randn_like(want), [*decoder.parameters()]
+    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (got, want)), strict=True):
+        close(a, b)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 def test_split_sequence_equals_the_full_sequence(mechanism: Any, mode: Callable[[], Any]) -> None:
@@ -57,7 +67,7 @@ def test_split_sequence_equals_the_full_sequence(mechanism: Any, mode: Callable[
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+@every_mechanism
 def test_token_by_token_decoding_equals_the_full_sequence(mechanism: Any, mode: Callable[[], Any]) -> None:
     decoder, x = model(mechanism), tokens(2, 10)
     with mode():
@@ -68,18 +78,15 @@ def test_token_by_token_decoding_equals_the_full_sequence(mechanism: Any, mode: 
         close(torch.cat(steps, 1), decoder(x)[0])
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+@every_mechanism
 def test_gradients_pass_through_the_state(mechanism: Any) -> None:
     decoder, x = model(mechanism), tokens(2, 6)
     head, state = decoder(x[:, :3])
-    split = torch.cat([head, decoder(x[:, 3:], state)[0]], 1)
-    weight, leaves = torch.randn_like(split), [*decoder.parameters()]
-    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (split, decoder(x)[0])), strict=True):
-        close(a, b)
+    same_gradients(decoder, torch.cat([head, decoder(x[:, 3:], state)[0]], 1), decoder(x)[0])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+@every_mechanism
 def test_padding_does_not_change_logits_or_gradients(mechanism: Any, side: Any) -> None:
     decoder, lengths = model(mechanism), [4, 1, 6]
     layout = Layout.padded(lengths, 7, side=side)
@@ -92,18 +99,14 @@ def test_padding_does_not_change_logits_or_gradients(mechanism: Any, side: Any) 
     alone = [decoder(x[i, layout.valid[i]][None]) for i in range(3)]
     later = [decoder(more[i : i + 1], alone[i][1])[0] for i in range(3)]
     close(after, torch.cat(later))
-    pieces = torch.cat([y[0] for y, _ in alone])
-    close(logits[layout.valid], pieces)
-    weight, leaves = torch.randn_like(pieces), [*decoder.parameters()]
-    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (logits[layout.valid], pieces)), strict=True):
-        close(a, b)
+    same_gradients(decoder, logits[layout.valid], torch.cat([y[0] for y, _ in alone]))
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+@every_mechanism
 def test_packed_documents_are_independent(mechanism: Any) -> None:
     decoder, x = model(mechanism), tokens(1, 12)
     packed, state = decoder(x, layout=Layout.packed([0, 5, 6, 12]))
-    close(packed, torch.cat([decoder(chunk)[0] for chunk in x.split([5, 1, 6], 1)], 1))
+    same_gradients(decoder, packed, torch.cat([decoder(chunk)[0] for chunk in x.split([5, 1, 6], 1)], 1))
     assert state.length.tolist() == [5, 1, 6]
     starts = torch.zeros(2, 6, dtype=torch.bool)
     starts[0, 5] = starts[1, 0] = True

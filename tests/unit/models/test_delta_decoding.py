@@ -1,4 +1,4 @@
-"""A language model of memories: decoding is training's computation, a token at a time."""
+"""Decoders with delta-rule memories: decoding equals training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tokens(b: int, t: int, seed: int = 0) -> Tensor:
 
 
 def trained(mechanism: Any) -> Decoder:
-    """A few steps away from its start, which adds nothing, by the form that any device has."""
+    """A decoder after a few training steps: blocks are zero at initialisation."""
     torch.manual_seed(0)
     model = Decoder(config(mechanism))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

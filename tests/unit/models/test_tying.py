@@ -1,4 +1,4 @@
-"""Layers that share the network of their coupling: one tensor, trained by all, saved once."""
+"""Coupling networks that all layers share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qkflow.training.tensors import load_model_tensors, load_tensors, model_tens
 
 
 def model(mechanism: Any) -> Decoder:
-    """Away from its start, where many parameters are zero."""
+    """A decoder with perturbed parameters, many of which are initialised to zero."""
     shape = DecoderConfig(width=16, layers=4, heads=4, hidden=24, vocabulary=13, mechanism=mechanism)
     decoder = Decoder(shape).double()
     with torch.no_grad():

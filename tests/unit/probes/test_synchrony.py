@@ -43,7 +43,7 @@ SPECS = (
 
 
 def layer(spec: str, *, step: float = 0.3) -> SynchronyMechanism:
-    decoder = mechanism(spec)(72, 4, 0, 1).double()  # of which it takes half
+    decoder = mechanism(spec)(72, 4, 0, 1).double()  # uses half of the heads
     assert isinstance(decoder, SynchronyMechanism)
     for name, parameter in decoder.named_parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -147,8 +147,8 @@ def test_diagnostics_are_plain_data_and_phases_need_the_torus() -> None:
 def test_phase_figure_shows_the_most_and_least_ordered_coordinate() -> None:
     decoder = layer("kuramoto")
     theta = stream(decoder, t=8).unflatten(-1, (2, 36))
-    theta[:, :, 1, 5] = 0.7  # all in one phase
-    theta[0, :, 1, 9] = torch.arange(8) * math.pi / 4  # all around
+    theta[:, :, 1, 5] = 0.7  # equal phases
+    theta[0, :, 1, 9] = torch.arange(8) * math.pi / 4  # evenly spaced phases
     wheels = diagnostics(decoder, theta.flatten(2))[-1]
     assert wheels.series[1] == "head 2, coordinate 6"
     assert wheels.values[1] == (0.7,) * 8
@@ -169,7 +169,7 @@ def model(mechanism: str = "kuramoto", *, layers: int = 2, dropout: float = 0.0)
     torch.manual_seed(0)
     shape = DecoderConfig(width=36, layers=layers, heads=4, hidden=24, mechanism=mechanism, dropout=dropout)
     decoder = Decoder(shape).double()
-    for block in decoder.blocks:  # feed-forward networks begin at zero: let every layer matter
+    for block in decoder.blocks:  # zero at initialisation
         torch.nn.init.normal_(block.feed_forward.output.weight, std=0.3)  # pyright: ignore
     return decoder
 
@@ -322,7 +322,7 @@ def test_probe_command_prints_phases(
     assert str(text) in source
     assert str(run / "probe.html") in page
     assert max(map(len, shown)) <= 80
-    phased = shown[shown.index("") + 1 :]  # behind what is said of every model's attention
+    phased = shown[shown.index("") + 1 :]  # after the attention table
     assert main(["probe", str(run), "--file", str(text), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["coupling"], record["stability"]) == (None, None)
