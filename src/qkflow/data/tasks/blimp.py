@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from io import BufferedIOBase
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -57,15 +57,10 @@ def _open_sets(path: Path) -> Iterator[Iterator[TextFile]]:
 
     try:
         with reading.reading_errors(str(path)), tarfile.open(path) as archive:
-
-            def open_member(name: str) -> BufferedIOBase:
-                if (member := archive.extractfile(name)) is None:
-                    raise UsageError(f"{path}:{name} is a folder or a link, not a .jsonl file: expected {EXPECTED}")
-                return cast(BufferedIOBase, member)
-
-            names = sorted(name for name in archive.getnames() if _is_agreement_set(name))
+            members = (member.name for member in archive if member.isfile() and _is_agreement_set(member.name))
             yield (
-                TextFile(label=name, name=f"{path}:{name}", open=lambda name=name: open_member(name)) for name in names
+                TextFile(label=name, name=f"{path}:{name}", open=partial(cast(Any, archive.extractfile), name))
+                for name in sorted(members)
             )
     except tarfile.TarError as error:
         raise UsageError(f"{path} is damaged or not an archive: expected {EXPECTED}") from error

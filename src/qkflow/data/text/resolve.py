@@ -205,14 +205,11 @@ def _builtin_from_hub(name: str, folders: list[Path]) -> Source:
         if n_bytes != HUB_BYTES[name]:
             raise UsageError(f"the dataset {name} has {n_bytes} bytes, expected {HUB_BYTES[name]}: {hint}")
 
-    def one_text() -> Iterator[Document]:
-        return text_document(name, b"", checked_blocks())
-
     is_wikitext = name == "wikitext-103"
     return Source(
         name=name,
         identity="wikitext" if is_wikitext else f"text {name}",
-        documents=wikitext if is_wikitext else one_text,
+        documents=wikitext if is_wikitext else lambda: text_document(name, b"", checked_blocks()),
         files=lambda: _dataset_files(dataset),
         has_exact_cuts=not is_wikitext,
     )
