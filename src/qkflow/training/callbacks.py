@@ -104,26 +104,24 @@ class Callbacks(Callback):
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = tuple(callbacks)
 
-    def on_start(self, run: Run) -> None:  # noqa: D102
+    def _call(self, event: str, argument: Any) -> None:
         for callback in self.callbacks:
-            callback.on_start(run)
+            getattr(callback, event)(argument)
+
+    def on_start(self, run: Run) -> None:  # noqa: D102
+        self._call("on_start", run)
 
     def on_step(self, record: Mapping[str, Any]) -> None:  # noqa: D102
-        for callback in self.callbacks:
-            callback.on_step(record)
+        self._call("on_step", record)
 
     def on_evaluate(self, record: Mapping[str, Any]) -> None:  # noqa: D102
-        for callback in self.callbacks:
-            callback.on_evaluate(record)
+        self._call("on_evaluate", record)
 
     def on_checkpoint(self, path: Path) -> None:  # noqa: D102
-        for callback in self.callbacks:
-            callback.on_checkpoint(path)
+        self._call("on_checkpoint", path)
 
     def on_notice(self, text: str) -> None:  # noqa: D102
-        for callback in self.callbacks:
-            callback.on_notice(text)
+        self._call("on_notice", text)
 
     def on_end(self, result: Result) -> None:  # noqa: D102
-        for callback in self.callbacks:
-            callback.on_end(result)
+        self._call("on_end", result)
