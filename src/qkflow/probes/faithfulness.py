@@ -85,13 +85,21 @@ class Faithfulness:
 
     @property
     def comprehensiveness(self) -> Values:
-        """Comprehensiveness of the attention ranking, which must be among the evaluated ones."""
-        return self.rankings["attention"].comprehensiveness
+        """Comprehensiveness of the attention ranking."""
+        return self._by_attention.comprehensiveness
 
     @property
     def sufficiency(self) -> Values:
-        """Sufficiency of the attention ranking, which must be among the evaluated ones."""
-        return self.rankings["attention"].sufficiency
+        """Sufficiency of the attention ranking."""
+        return self._by_attention.sufficiency
+
+    @property
+    def _by_attention(self) -> DeletionScores:
+        if "attention" not in self.rankings:
+            raise UsageError(
+                f"attention was not ranked (only {', '.join(self.rankings) or 'nothing'}): pass rankings=['attention']"
+            )
+        return self.rankings["attention"]
 
 
 def evaluate_faithfulness(
@@ -124,6 +132,8 @@ def evaluate_faithfulness(
             raise unknown("ranking", ranking, get_args(Ranking))
     if not fractions or any(not 0 < x <= 1 for x in (fraction, *fractions)):
         raise UsageError(f"fractions must be above 0 and at most 1, at least one of them, got {fraction}, {fractions}")
+    if batch < 1 or seed < 0:
+        raise UsageError(f"batch must be at least 1 and seed at least 0, got {batch} and {seed}")
     result, saliency = _read_whole_texts(reader, instances, pooling, batch, gradient="gradient" in rankings)
     scores: dict[Ranking, Sequence[Ragged]] = {"attention": result.attention, "gradient": saliency}
     if "random" in rankings:

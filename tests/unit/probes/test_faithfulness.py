@@ -260,6 +260,8 @@ def test_mass_is_that_of_the_chosen_pooling() -> None:
         assert_allclose(scores.mass, on_it)
         assert_allclose(scores.effective, np.exp(scores.entropy))
     assert len({tuple(scores.mass) for scores in result.values()}) == 3
+    with pytest.raises(UsageError, match="attention was not ranked"):
+        _ = result["max"].comprehensiveness
 
 
 def test_batches_are_split_to_bound_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +289,8 @@ def test_batches_are_split_to_bound_memory(monkeypatch: pytest.MonkeyPatch) -> N
         ({"fraction": 0.0}, "above 0 and at most 1"),
         ({"fractions": ()}, "at least one of them"),
         ({"fractions": (0.5, 1.1)}, "above 0 and at most 1"),
+        ({"batch": 0}, "batch must be at least 1"),
+        ({"seed": -1}, "seed at least 0"),
         ({"instances": [text(1, label=2)]}, "labels must be from 0 to 1, the answers of the model, got 2 to 2"),
     ],
 )
