@@ -22,7 +22,7 @@ from qkflow.data import CorpusConfig, open_corpus
 from qkflow.models import DecoderConfig
 from qkflow.training import TrainConfig, train
 
-OUT = Path(__file__).parent.parent / "tests" / "unit" / "study" / "calibration.npz"
+OUT = Path(__file__).parent.parent / "tests" / "unit" / "experiment" / "stats" / "calibration.npz"
 MODEL = DecoderConfig(width=64, layers=2, heads=4, hidden=132)
 
 

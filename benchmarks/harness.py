@@ -1,11 +1,10 @@
-"""What a study costs beyond its training: its runs through the harness, against the same runs in the bare loop.
+"""The overhead of an experiment: its runs through `run_experiment`, against the same runs in the bare training loop.
 
 python benchmarks/harness.py [--quick] [--json FILE]
 
-Both train the same configs one at a time in fresh processes that have imported everything: a study by `run_experiment`
-on a design that is written, the bare loop as calls of `train` on an engine. They take turns. The time of the training
-itself wavers more on a shared machine than the harness takes; so what is spent outside of steps and evaluations, which
-the metrics record, is told as well: the harness can only add to that.
+Both train the same configs one at a time in fresh processes that have imported everything: `run_experiment` on a
+written design, and calls of `train` on an executor. They take turns. On a shared machine training time varies more than
+the overhead, so the time outside of steps and evaluations, which the metrics record, is reported as well.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ Outside = dict[str, list[float]]
 
 
 def bare(run: tuple[TrainConfig, str]) -> None:
-    """The training loop and nothing around it."""
+    """Only the training loop."""
     train(*run)
 
 
 def in_a_study(design: Design, folder: Path) -> None:
-    """Through the harness."""
+    """With `run_experiment`."""
     write_design(folder, design)
     run_experiment(None, folder)
 
 
 def in_the_bare_loop(design: Design, folder: Path) -> None:
-    """Without it."""
-    todo = [(job.config, str(folder / job.folder)) for job in planned_runs(design)]
+    """With `train` alone."""
+    todo = [(run.config, str(folder / run.folder)) for run in planned_runs(design)]
     with LocalExecutor() as executor:
         for done in executor.run(bare, todo, workers=design.jobs, resources=Resources()):
             if done is not None and done.crash is not None:
@@ -53,15 +52,15 @@ def in_the_bare_loop(design: Design, folder: Path) -> None:
 
 
 def timed(name: str, make: Callable[[Design, Path], None], design: Design, place: Path, outside: Outside) -> None:
-    """Make the runs anew, and note what went on outside of steps and evaluations."""
+    """Train all runs, and record the time outside of steps and evaluations."""
     folder = place / name
     shutil.rmtree(folder, ignore_errors=True)
     began = time.perf_counter()
     make(design, folder)
     took = time.perf_counter() - began
-    records = [read_metrics(folder / job.folder / "metrics.jsonl") for job in planned_runs(design)]
-    training = sum(run[-1]["seconds"] for run in records)
-    evaluating = sum(record.get("evaluation_seconds", 0.0) for run in records for record in run)
+    records = [read_metrics(folder / run.folder / "metrics.jsonl") for run in planned_runs(design)]
+    training = sum(lines[-1]["seconds"] for lines in records)
+    evaluating = sum(record.get("evaluation_seconds", 0.0) for lines in records for record in lines)
     outside.setdefault(name, []).append(took - training - evaluating)
 
 
@@ -81,13 +80,13 @@ if __name__ == "__main__":
         made = make_design(spec, LocalExecutor(), notice=print)
         made = replace(made, base=replace(made.base, final_tokens=made.base.evaluate_tokens))
         brief = replace(made, arms=tuple(replace(arm, steps=20) for arm in made.arms))
-        in_the_bare_loop(brief, Path(place) / "warm")  # the server of processes starts once
+        in_the_bare_loop(brief, Path(place) / "warm")  # starts the fork server
         makers = {"a study": in_a_study, "the bare loop": in_the_bare_loop}
         work = {name: lambda n=name, m=make: timed(n, m, made, Path(place), outside) for name, make in makers.items()}
         times = race(work, rounds=2 if args.quick else 6, warm=0)
-    tokens = sum(job.steps for job in planned_runs(made)) * made.base.batch * made.base.context
+    tokens = sum(run.steps for run in planned_runs(made)) * made.base.batch * made.base.context
     report(rows(f"{len(planned_runs(made))} runs", times, amount=tokens, unit="tokens/s"), args.json)
     study, loop = (statistics.median(outside[name]) for name in makers)
-    round_steps = statistics.median(times["the bare loop"])
+    bare_seconds = statistics.median(times["the bare loop"])
     print(f"\noutside of steps and evaluations: {study:.2f} s in a study, {loop:.2f} s in the bare loop;", end=" ")
-    print(f"the harness adds {(study - loop) / round_steps:.1%} to {round_steps:.0f} s")
+    print(f"the harness adds {(study - loop) / bare_seconds:.1%} to {bare_seconds:.0f} s")

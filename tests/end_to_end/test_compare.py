@@ -37,7 +37,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return error
 
 
-def test_a_study_ends_with_a_verdict_a_page_and_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_writes_verdicts_a_report_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert qkflow("compare", "text.txt", "--arms", "standard,differential", "--seeds", "2", *TINY, "--out", "s") == 0
     told = capsys.readouterr().out
     results = json.loads(Path("s/results.json").read_text())
@@ -77,7 +77,7 @@ def test_a_study_ends_with_a_verdict_a_page_and_the_numbers(capsys: pytest.Captu
     assert "already has 2 seeds" in refused(capsys, "compare", "--extend", "s", "--seeds", "2", "--out", "same")
 
 
-def test_a_task_ends_with_accuracies_and_one_seed_gives_no_interval_and_says_so(
+def test_a_recall_study_reports_accuracies_and_one_seed_has_no_interval(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     task = "mqar:pairs=1+2,length=16,keys=4,values=4,train=400,validation=20,each=5"
@@ -103,7 +103,7 @@ def test_a_task_ends_with_accuracies_and_one_seed_gives_no_interval_and_says_so(
     assert 'id="recall"' in Path("s/report.html").read_text()
 
 
-def test_a_wrong_arm_comes_with_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_arm_suggests_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
     error = refused(capsys, "compare", "text.txt", "--arms", "standard,diferential")
     assert "differential" in error
     assert not list(Path("runs").glob("*"))
@@ -123,12 +123,12 @@ def test_a_wrong_arm_comes_with_the_nearest_name(capsys: pytest.CaptureFixture[s
         (("--resume", "nowhere"), "nowhere"),
     ],
 )
-def test_what_cannot_be_used_is_said(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], told: str) -> None:
+def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], told: str) -> None:
     corpus = () if flags[0] in ("--extend", "--resume") else ("text.txt",)
     assert told in refused(capsys, "compare", *corpus, *flags)
 
 
-def test_resume_takes_no_other_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_refuses_other_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert "leave out --seeds" in refused(capsys, "compare", "--resume", "s", "--seeds", "3")
 
 
@@ -138,13 +138,13 @@ def test_a_missing_corpus_and_an_empty_one_are_named(capsys: pytest.CaptureFixtu
     assert "empty.txt" in refused(capsys, "compare", "empty.txt")
 
 
-def test_a_corpus_too_small_for_the_budget_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_corpus_too_small_for_the_budget_suggests_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     error = refused(capsys, "compare", "text.txt", "--arms", "standard,differential", "--budget", "30h")
     assert "--budget" in error
     assert "--passes" in error
 
 
-def test_ray_that_is_not_installed_says_how_to_get_it(
+def test_a_missing_ray_explains_how_to_install_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
@@ -153,13 +153,13 @@ def test_ray_that_is_not_installed_says_how_to_get_it(
     )
 
 
-def test_report_refuses_what_is_no_study(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_refuses_other_folders(capsys: pytest.CaptureFixture[str]) -> None:
     Path("other").mkdir()
     assert "design.json" in refused(capsys, "report", "other")
     assert "nowhere" in refused(capsys, "report", "nowhere")
 
 
-def test_reproduce_prints_published_beside_measured(
+def test_reproduce_prints_published_and_measured_results(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tiny(_: Recipe, __: str, corpus: CorpusConfig) -> ExperimentSpec:
@@ -176,7 +176,7 @@ def test_reproduce_prints_published_beside_measured(
     assert "arxiv.org" in told
 
 
-def test_reproduce_lists_its_recipes_and_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reproduce_lists_its_recipes_and_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert qkflow("reproduce") == 0
     assert "differential" in capsys.readouterr().out
     assert "differential" in refused(capsys, "reproduce", "diferential")

@@ -68,7 +68,7 @@ class Saboteur(Observer):
         self.notices.append(text)
 
 
-def test_a_worker_killed_and_a_node_removed_change_no_number(studies: Any, tmp_path: Path, cluster: Any) -> None:
+def test_a_killed_worker_and_a_removed_node_change_no_result(studies: Any, tmp_path: Path, cluster: Any) -> None:
     design = studies.design(steps=400, checkpoint_every=50)
     study = tmp_path / "study"
     write_design(study, design)
@@ -84,7 +84,7 @@ def test_a_worker_killed_and_a_node_removed_change_no_number(studies: Any, tmp_p
     assert studies.left_behind(study) == studies.undisturbed(design)
 
 
-def test_a_study_asked_to_stop_lets_its_runs_write_checkpoints(studies: Any, tmp_path: Path, cluster: Any) -> None:
+def test_a_stopped_study_writes_checkpoints(studies: Any, tmp_path: Path, cluster: Any) -> None:
     study = tmp_path / "study"
     write_design(study, studies.design(steps=10**6, checkpoint_every=10**6))
 

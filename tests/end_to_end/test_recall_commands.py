@@ -41,7 +41,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return error
 
 
-def test_training_on_pairs_tells_accuracy_and_eval_tells_it_by_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_prints_accuracy_and_eval_prints_it_by_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     shown = qkflow(capsys, "train", PAIRS, "--config", "tiny.json", "--out", "run").splitlines()
     assert sum("bits per answer token  accuracy" in line for line in shown) == 3
     assert shown[-1].startswith("held-out accuracy: ")
@@ -67,7 +67,7 @@ def test_training_on_pairs_tells_accuracy_and_eval_tells_it_by_pairs(capsys: pyt
     assert "--context 16" in refused(capsys, "train", PAIRS, "--context", "32", "--steps", "2")
 
 
-def test_eval_tells_needles_by_length_and_depth(capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_prints_needle_accuracy_by_length_and_depth(capsys: pytest.CaptureFixture[str]) -> None:
     qkflow(capsys, "train", NEEDLE, "--config", "tiny.json", "--out", "run")
     told = qkflow(capsys, "eval", "run").splitlines()
     assert told[1].split() == ["depth", "64", "96"]

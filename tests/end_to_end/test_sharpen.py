@@ -34,7 +34,7 @@ def left(study: Path) -> dict[str, bytes]:
     return {str(path.relative_to(study)): path.read_bytes() for path in study.rglob("*") if path.is_file()}
 
 
-def test_one_command_answers_and_the_same_again_makes_nothing_new(
+def test_one_command_runs_the_study_and_a_second_run_changes_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = [*SMALL, "--seeds", "2", "--jobs", "2", "--out", "study"]
@@ -77,7 +77,7 @@ def posts(folder: Path) -> None:
     )
 
 
-def test_no_word_of_a_task_that_may_not_be_shown_leaves_the_process(
+def test_no_text_of_a_task_that_may_not_be_quoted_is_written(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     posts(Path("posts"))
@@ -114,7 +114,7 @@ def test_no_word_of_a_task_that_may_not_be_shown_leaves_the_process(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_mistakes_are_told_on_one_line_and_leave_nothing_behind(
+def test_usage_errors_are_one_line_and_leave_no_files(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], says: str
 ) -> None:
     Path("empty.jsonl").touch()
@@ -126,7 +126,7 @@ def test_mistakes_are_told_on_one_line_and_leave_nothing_behind(
 
 
 @pytest.mark.parametrize(("flags", "says"), [(["--task", "agrement"], "agreement"), (["--form", "FAF"], "FAFO")])
-def test_a_name_that_is_not_known_is_answered_with_those_that_are(
+def test_an_unknown_name_lists_the_known_ones(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], says: str
 ) -> None:
     with pytest.raises(SystemExit) as left_with:
@@ -135,7 +135,7 @@ def test_a_name_that_is_not_known_is_answered_with_those_that_are(
     assert says in capsys.readouterr().err
 
 
-def test_the_help_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_lists_the_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as left_with:
         sharpen(monkeypatch, "--help")
     assert left_with.value.code == 0
@@ -145,7 +145,7 @@ def test_the_help_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypa
         assert flag in told
 
 
-def test_ctrl_c_leaves_130_and_says_how_to_go_on(
+def test_ctrl_c_exits_with_130_and_prints_the_resume_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signals = iter([signal.SIGINT])  # a second one would end this process at once

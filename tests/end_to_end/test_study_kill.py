@@ -63,7 +63,7 @@ def freed(study: Path) -> None:
 
 
 @pytest.mark.parametrize("group", [False, True], ids=["the process alone", "its group"])
-def test_a_study_killed_at_random_instants_ends_with_the_same_bits(
+def test_a_study_killed_at_random_times_resumes_bit_for_bit(
     studies: Any, tmp_path: Path, design: Design, group: bool
 ) -> None:
     whole = studies.undisturbed(design)
@@ -87,7 +87,7 @@ def test_a_study_killed_at_random_instants_ends_with_the_same_bits(
     assert sum(read_status(folder).attempts for folder in folders) > len(folders)
 
 
-def test_a_run_whose_process_is_killed_is_gone_on_with(studies: Any, tmp_path: Path) -> None:
+def test_a_run_whose_process_is_killed_is_resumed(studies: Any, tmp_path: Path) -> None:
     study, design = tmp_path / "study", studies.design(steps=400, checkpoint_every=50)
     write_design(study, design)
     process = Process(study)
@@ -125,7 +125,7 @@ def test_no_run_outlives_its_study(endless: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
-def test_a_study_asked_to_stop_lets_its_runs_write_checkpoints(endless: Path, kind: signal.Signals) -> None:
+def test_a_stopped_study_writes_checkpoints(endless: Path, kind: signal.Signals) -> None:
     process = Process(endless)
     assert process.said == "running"
     os.killpg(process.process.pid, kind)  # as a terminal does

@@ -31,7 +31,7 @@ def verdicts(factory: Any, *laws: str) -> dict[str, tuple[str, str]]:
     return {verdict.law: (verdict.outcome, verdict.detail) for verdict in check(factory, only=laws)}
 
 
-def test_laws_about_what_a_mechanism_lacks_are_absent_and_the_others_hold() -> None:
+def test_laws_on_missing_methods_are_absent_and_the_others_hold() -> None:
     found = verdicts(OnlyForward, *(law for law in LAWS if law != "compilation"))
     missing = {law: answer for law, answer in found.items() if answer[0] == "skipped"}
     assert missing == {
@@ -42,7 +42,7 @@ def test_laws_about_what_a_mechanism_lacks_are_absent_and_the_others_hold() -> N
     assert {answer for law, answer in found.items() if law not in missing} == {("passed", "")}
 
 
-def test_circuits_are_judged_by_their_names_alone_where_there_is_no_map() -> None:
+def test_circuits_without_a_map_are_checked_by_name() -> None:
     class Named(OnlyForward):
         def circuits(self) -> Circuits:
             return Circuits(qk=("inner.query.weight",), ov=("inner.values.weight",))
@@ -52,7 +52,7 @@ def test_circuits_are_judged_by_their_names_alone_where_there_is_no_map() -> Non
     }
 
 
-def test_an_exception_of_the_mechanism_breaks_the_law_and_is_quoted() -> None:
+def test_an_exception_of_the_mechanism_breaks_the_law() -> None:
     class Fails(OnlyForward):
         def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
             if state is not None:
@@ -67,7 +67,7 @@ def test_an_exception_of_the_mechanism_breaks_the_law_and_is_quoted() -> None:
     assert "no such thing" in detail
 
 
-def test_an_exception_without_a_word_is_still_named() -> None:
+def test_an_exception_without_a_message_is_named() -> None:
     class Silent(OnlyForward):
         def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
             raise NotImplementedError
@@ -83,7 +83,7 @@ def test_a_factory_that_fails_breaks_every_law_and_raises_nothing() -> None:
     assert set(found.values()) == {("failed", "UsageError: not today")}
 
 
-def test_an_answer_of_another_form_is_told_what_the_contract_is() -> None:
+def test_an_output_of_the_wrong_form_is_explained() -> None:
     class OneTensor(OnlyForward):
         def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Any:
             return super().forward(x, state, layout)[0]
@@ -99,7 +99,7 @@ def test_an_answer_of_another_form_is_told_what_the_contract_is() -> None:
     }
 
 
-def test_not_a_number_breaks_a_law_too() -> None:
+def test_nan_breaks_a_law() -> None:
     class Poisoned(OnlyForward):
         def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
             y, after = super().forward(x, state, layout)
@@ -110,18 +110,18 @@ def test_not_a_number_breaks_a_law_too() -> None:
     assert "nan" in detail
 
 
-def test_checking_leaves_the_global_stream_of_randomness_alone() -> None:
+def test_check_does_not_change_the_global_random_state() -> None:
     before = torch.random.get_rng_state()
     check(StandardAttention, only=["causality", "state_dict", "padding"])
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_an_unknown_law_is_answered_with_the_nearest() -> None:
+def test_an_unknown_law_suggests_the_nearest_name() -> None:
     with pytest.raises(UsageError, match=r"unknown law 'causalty': did you mean 'causality'\?"):
         check(StandardAttention, only=["causalty"])
 
 
-def test_every_law_states_itself_in_a_sentence() -> None:
+def test_every_law_has_a_one_sentence_docstring() -> None:
     for name, law in LAWS.items():
         assert law.__name__ == name
         assert (law.__doc__ or "").splitlines()[0].endswith(".")

@@ -55,7 +55,7 @@ def facts(result: RationaleSummary) -> list[tuple[str, str]]:
         ("test instances", counts),
         ("layers pooled by", result.pooling),
         ("tau", f"{result.tau:g}"),
-        ("deleted words", format_percent(result.part, 0)),
+        ("deleted words", format_percent(result.fraction, 0)),
     ]
 
 
@@ -74,7 +74,7 @@ def sections(result: RationaleSummary) -> list[Section]:
 
 def task_section(result: RationaleSummary) -> Section:
     """Hash, deletions, skipped instances and notes of the task."""
-    deleted = f"the {format_percent(result.part, 0)} of the words with the most attention, at least one"
+    deleted = f"the {format_percent(result.fraction, 0)} of the words with the most attention, at least one"
     items = [
         ("hash", f"`{result.digest}`", ""),
         ("deleted for faithfulness", "", deleted),
@@ -89,8 +89,8 @@ def _metric_section(result: RationaleSummary) -> Section:
         "The difference is to the first arm. “better” and “worse” mean that the p value of this metric is below"
         f" {100 * (1 - result.level):.3g}% after Holm's correction over the arms; otherwise the study is undecided."
     )
-    meanings = [(arm.name, "", arm.told) for arm in result.arms]
-    meanings += [(_title(one), "", f"{one.told} {_BETTER[one.better]}".strip()) for one in result.metrics]
+    meanings = [(arm.name, "", arm.description) for arm in result.arms]
+    meanings += [(_title(one), "", f"{one.description} {_BETTER[one.better]}".strip()) for one in result.metrics]
     blocks = [metric_table(result), change_table(result), Note(text=text), Definitions(items=meanings)]
     return Section(name="arms", title="Metrics of each arm", nav="Metrics", blocks=blocks)
 

@@ -1,9 +1,10 @@
-"""A small corpus with a cache of its own, requests for tiny studies, and an engine that makes runs in this process."""
+"""A small corpus, specs of tiny studies, an executor that runs in this process, and finished studies."""
 
 from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,7 @@ from qkflow.data import CorpusConfig
 from qkflow.experiment.design import Design, PlannedRun
 from qkflow.experiment.executors.base import CallResult, Resources, describe_error
 from qkflow.experiment.progress import Observer, Progress
+from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.mechanisms import registry
 from qkflow.models import DecoderConfig
@@ -24,7 +26,7 @@ TINY = DecoderConfig(width=16, layers=1, heads=2, hidden=32)
 
 
 class Inline:
-    """An engine without processes: calls happen one after the other, here."""
+    """An executor without processes: it makes one call after the other."""
 
     lock_timeout = 0.0
 
@@ -63,7 +65,7 @@ class Inline:
 
 
 class Watcher(Observer):
-    """Keeps everything it is told."""
+    """Keeps all notifications."""
 
     def __init__(self) -> None:
         self.notices: list[str] = []
@@ -86,7 +88,7 @@ class Watcher(Observer):
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eighty short documents in one file, which is soon opened."""
+    """Eighty short documents in one file."""
     file = tmp_path_factory.mktemp("study") / "texts.jsonl"
     generator = random.Random(0)
     words = ["".join(generator.choices("abcdefgh", k=generator.randint(2, 6))) for _ in range(50)]
@@ -107,7 +109,7 @@ def _alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def ask(texts: Path) -> Callable[..., ExperimentSpec]:
-    """Makes a request for a study of two arms, two seeds and twenty steps; what is not said is small."""
+    """Makes the spec of a study with two arms, two seeds and twenty steps."""
 
     def make(**changes: Any) -> ExperimentSpec:
         small: dict[str, Any] = {
@@ -134,3 +136,18 @@ def inline() -> type[Inline]:
 @pytest.fixture
 def watcher() -> Watcher:
     return Watcher()
+
+
+@pytest.fixture
+def finish_study(
+    ask: Callable[..., ExperimentSpec], inline: type[Inline], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """Copies a finished study of one or two seeds, which is trained once, to a path."""
+
+    def finish(path: Path, *, seeds: int = 2) -> Path:
+        source = tmp_path_factory.getbasetemp() / f"finished-study-{seeds}"
+        if not source.exists():
+            run_experiment(ask(seeds=seeds), source, executor=inline())
+        return Path(shutil.copytree(source, path))
+
+    return finish

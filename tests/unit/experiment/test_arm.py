@@ -44,13 +44,13 @@ def test_an_arm_is_a_mechanism_and_a_ratio(name: str, spec: str, ratio: RatioSch
         ("standard:r=2,r=3", "gives r twice"),
     ],
 )
-def test_an_arm_with_a_ratio_that_is_none_is_refused_in_one_line(name: str, says: str) -> None:
+def test_an_invalid_ratio_is_refused_on_one_line(name: str, says: str) -> None:
     with pytest.raises(UsageError, match=says) as caught:
         parse_arm(name)
     assert "\n" not in str(caught.value)
 
 
-def test_arms_that_differ_in_their_ratio_are_two_and_those_that_do_not_are_one() -> None:
+def test_arms_with_equal_ratios_are_duplicates() -> None:
     refuse_duplicate_arms(["standard", "standard:r=20", "standard:growth=20", "standard:r=20,growth=40"])
     for twin in ("standard:r=1", "standard:r=1,growth=1"):
         with pytest.raises(UsageError, match=f"'standard' and '{twin}' are the same"):
@@ -68,7 +68,7 @@ def designed(spec: ExperimentSpec, executor: Any) -> Design:
     return make_design(spec, executor, notice=lambda text: None, command=("qkflow", "compare"))
 
 
-def test_every_run_of_an_arm_has_its_ratio_tuning_too(ask: Ask, inline: Any) -> None:
+def test_every_run_of_an_arm_including_tuning_has_its_ratio(ask: Ask, inline: Any) -> None:
     arms = ("standard", "standard:r=20", "differential:r=5,growth=40")
     design = designed(ask(arms=arms, learning_rates=(1e-3, 3e-3)), inline())
     ratios = {"standard": (1.0, None), "standard:r=20": (20.0, None), "differential:r=5,growth=40": (5.0, 40.0)}
@@ -81,7 +81,7 @@ def test_every_run_of_an_arm_has_its_ratio_tuning_too(ask: Ask, inline: Any) -> 
     assert [arm.folder for arm in design.arms] == ["standard", "standard_r=20", "differential_r=5,growth=40"]
 
 
-def test_a_design_from_before_there_were_ratios_is_read(ask: Ask, inline: Any, tmp_path: Path) -> None:
+def test_a_design_without_ratios_is_read(ask: Ask, inline: Any, tmp_path: Path) -> None:
     design = designed(ask(), inline())
     write_design(tmp_path, design)
     file = tmp_path / "design.json"

@@ -120,7 +120,7 @@ def test_more_time_buys_more(open_ask: Ask, corpus: Corpus) -> None:
     assert ranks[-1] == 0
 
 
-def test_every_run_gets_ten_tokens_a_parameter_unless_nothing_smaller_is_left(open_ask: Ask, corpus: Corpus) -> None:
+def test_every_run_gets_ten_tokens_per_parameter_unless_the_size_is_the_smallest(open_ask: Ask, corpus: Corpus) -> None:
     for budget in (60.0, 600.0, 3600.0):
         choice = Machine(slower=3.0).choose_budget(open_ask(budget=budget, match="seconds"), corpus)
         shortest = min(choice.steps) * choice.arms.step_tokens
@@ -131,7 +131,7 @@ def test_every_run_gets_ten_tokens_a_parameter_unless_nothing_smaller_is_left(op
     assert any("training tokens per parameter" in note for note in poor.notices)
 
 
-def test_the_size_that_is_taken_was_measured_itself(open_ask: Ask, corpus: Corpus) -> None:
+def test_the_chosen_size_was_measured(open_ask: Ask, corpus: Corpus) -> None:
     machine = Machine()
     choice = machine.choose_budget(open_ask(budget=1e6), corpus)
     assert choice.arms.size == "5m"
@@ -139,7 +139,7 @@ def test_the_size_that_is_taken_was_measured_itself(open_ask: Ask, corpus: Corpu
     assert choice.speeds == Machine().measure(choice.arms, 1.0)
 
 
-def test_a_size_that_turns_out_slower_than_predicted_is_left(open_ask: Ask, corpus: Corpus) -> None:
+def test_a_size_that_is_slower_than_predicted_is_rejected(open_ask: Ask, corpus: Corpus) -> None:
     class Slow(Machine):
         def measure(self, made: SizedArms, seconds: float) -> tuple[Speed, ...]:
             found = super().measure(made, seconds)
@@ -150,7 +150,7 @@ def test_a_size_that_turns_out_slower_than_predicted_is_left(open_ask: Ask, corp
     assert machine.measured == ["100k", "5m", "1m", "500k"]
 
 
-def test_the_choice_is_said_in_a_line(open_ask: Ask, corpus: Corpus) -> None:
+def test_the_choice_is_announced_on_one_line(open_ask: Ask, corpus: Corpus) -> None:
     machine = Machine()
     choice = machine.choose_budget(open_ask(budget=180.0, learning_rates=(1e-3, 3e-3)), corpus, jobs=3)
     line = next(note for note in machine.notices if note.startswith("budget"))
@@ -164,7 +164,7 @@ def test_the_choice_is_said_in_a_line(open_ask: Ask, corpus: Corpus) -> None:
 
 @pytest.mark.parametrize("fixed", [{"size": "1m"}, {"seeds": 7}, {"size": "500k", "seeds": 1}, {"tokens": 10**6}])
 @pytest.mark.parametrize("budget", [1.0, 100.0, 1e6])
-def test_what_is_fixed_stays_whatever_the_budget(
+def test_fixed_options_do_not_depend_on_the_budget(
     open_ask: Ask, corpus: Corpus, fixed: dict[str, Any], budget: float
 ) -> None:
     choice = Machine().choose_budget(open_ask(budget=budget, **fixed), corpus)
@@ -174,13 +174,13 @@ def test_what_is_fixed_stays_whatever_the_budget(
         assert abs(choice.steps[0] * choice.arms.step_tokens / 10**6 - 1) < 0.1
 
 
-def test_a_budget_that_what_is_fixed_exceeds_is_told(open_ask: Ask, corpus: Corpus) -> None:
+def test_exceeding_the_budget_is_announced(open_ask: Ask, corpus: Corpus) -> None:
     machine = Machine()
     machine.choose_budget(open_ask(budget=10.0, size="5m", seeds=10, tokens=10**8), corpus)
     assert any("more than the budget" in note for note in machine.notices)
 
 
-def test_with_tokens_and_no_budget_nothing_is_measured(open_ask: Ask, corpus: Corpus) -> None:
+def test_tokens_without_a_budget_need_no_measurement(open_ask: Ask, corpus: Corpus) -> None:
     machine = Machine()
     sizes = [machine.choose_budget(open_ask(tokens=tokens), corpus).arms.size for tokens in (10**5, 6 * 10**6, 10**8)]
     assert sizes == ["100k", "500k", "5m"]
@@ -191,14 +191,14 @@ def test_with_tokens_and_no_budget_nothing_is_measured(open_ask: Ask, corpus: Co
     assert timed.speeds is not None
 
 
-def test_arms_that_share_seconds_make_steps_in_proportion(open_ask: Ask, corpus: Corpus) -> None:
+def test_matching_seconds_gives_steps_in_proportion(open_ask: Ask, corpus: Corpus) -> None:
     choice = Machine(slower=2.0).choose_budget(open_ask(budget=3600.0, match="seconds"), corpus)
     assert choice.speeds is not None
     spent = [steps * speed.step for steps, speed in zip(choice.steps, choice.speeds, strict=True)]
     assert abs(spent[1] / spent[0] - 1) < 0.02
 
 
-def test_a_text_too_small_for_the_budget_is_refused_with_advice_that_works(open_ask: Ask, corpus: Corpus) -> None:
+def test_a_corpus_too_small_for_the_budget_is_refused_with_working_advice(open_ask: Ask, corpus: Corpus) -> None:
     small = {"size": "100k", "seeds": 2, "context": 16, "batch": 4, "passes": 4.0}
     with pytest.raises(UsageError, match="allows more than 4 passes") as caught:
         Machine(per_flop=1e-9).choose_budget(open_ask(budget=3600.0, **small), corpus)
@@ -214,21 +214,21 @@ def test_a_text_too_small_for_the_budget_is_refused_with_advice_that_works(open_
     Machine(per_flop=1e-9).choose_budget(open_ask(budget=3600.0, **{**small, "passes": float(passes[1])}), corpus)
 
 
-def test_the_usual_budget_is_shortened_to_what_the_text_allows(open_ask: Ask, corpus: Corpus) -> None:
+def test_the_default_budget_is_shortened_to_what_the_corpus_allows(open_ask: Ask, corpus: Corpus) -> None:
     machine = Machine()
     choice = machine.choose_budget(open_ask(context=16, batch=4, passes=4.0), corpus)
     assert max(choice.steps) * choice.arms.step_tokens <= 4 * len(corpus.train.tokens)
     assert any("shortened" in note for note in machine.notices)
 
 
-def test_no_arm_reads_the_text_too_often_where_arms_differ_in_tokens(open_ask: Ask, corpus: Corpus) -> None:
+def test_no_arm_exceeds_the_passes_if_arms_differ_in_tokens(open_ask: Ask, corpus: Corpus) -> None:
     machine = Machine(slower=0.25)
     choice = machine.choose_budget(open_ask(context=16, batch=4, passes=4.0, match="seconds"), corpus)
     assert choice.steps[1] > 3 * choice.steps[0]
     assert max(choice.steps) * choice.arms.step_tokens <= 4 * len(corpus.train.tokens)
 
 
-def test_more_tokens_than_the_text_allows_are_refused(open_ask: Ask, corpus: Corpus) -> None:
+def test_too_many_tokens_for_the_corpus_are_refused(open_ask: Ask, corpus: Corpus) -> None:
     """Also where it is not the baseline that would read the most."""
     small = {"size": "100k", "context": 16, "batch": 4, "passes": 4.0}
     for part, match, fits in ((1.05, "tokens", False), (0.97, "tokens", True), (0.97, "seconds", False)):
@@ -240,12 +240,12 @@ def test_more_tokens_than_the_text_allows_are_refused(open_ask: Ask, corpus: Cor
             Machine(slower=0.5).choose_budget(spec, corpus)
 
 
-def test_a_text_too_small_for_the_shortest_run_is_refused(open_ask: Ask, corpus: Corpus) -> None:
+def test_a_corpus_too_small_for_the_shortest_run_is_refused(open_ask: Ask, corpus: Corpus) -> None:
     with pytest.raises(UsageError, match=r"the shortest runs need [\d,]+ for 4 passes: use more text"):
         Machine().choose_budget(open_ask(passes=4.0, batch=64), corpus)
 
 
-def test_a_text_without_two_held_out_documents_is_refused(
+def test_a_corpus_without_two_held_out_documents_is_refused(
     ask: Ask, inline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = open_corpus(ask().data)
@@ -255,7 +255,7 @@ def test_a_text_without_two_held_out_documents_is_refused(
         planning.make_design(ask(), inline(), notice=lambda text: None)
 
 
-def test_a_text_without_enough_windows_for_a_batch_is_refused_before_any_run(ask: Ask, inline: Any) -> None:
+def test_a_corpus_without_enough_windows_for_a_batch_is_refused_before_any_run(ask: Ask, inline: Any) -> None:
     executor = inline()
     for changes in ({"tokens": 20 * 64 * 64}, {"tokens": None, "budget": 60.0}):
         with pytest.raises(UsageError, match=r"2000 is too large for the corpus"):
@@ -263,7 +263,7 @@ def test_a_text_without_enough_windows_for_a_batch_is_refused_before_any_run(ask
     assert not executor.calls
 
 
-def test_sizes_are_predicted_by_their_flops(ask: Ask) -> None:
+def test_speeds_are_predicted_from_flops(ask: Ask) -> None:
     small, large = (match_arms(ask(model=None, context=None, batch=None), name, 257) for name in ("100k", "1m"))
     guess = predict_speeds(Machine().measure(small, 1.0), small, large)
     truth = Machine().measure(large, 1.0)
@@ -273,7 +273,7 @@ def test_sizes_are_predicted_by_their_flops(ask: Ask) -> None:
 
 @given(durations=st.lists(st.floats(0.1, 10), min_size=1, max_size=6), slots=st.integers(1, 4))
 @settings(deadline=None, max_examples=25)
-def test_runs_are_packed_no_worse_than_list_scheduling_promises(durations: list[float], slots: int) -> None:
+def test_makespan_is_within_the_bound_of_list_scheduling(durations: list[float], slots: int) -> None:
     found = makespan(durations, slots)
     best = min(
         max(sum(d for d, s in zip(durations, places, strict=True) if s == slot) for slot in range(slots))
@@ -290,7 +290,7 @@ def held_out(tokens: int, documents: int = 100) -> Split:
 
 @given(tokens=st.integers(1, 10**9), there=st.integers(100, 10**6), documents=st.integers(2, 100))
 @settings(deadline=None, max_examples=25)
-def test_evaluations_cost_a_small_part_of_a_run(tokens: int, there: int, documents: int) -> None:
+def test_evaluations_cost_a_small_fraction_of_a_run(tokens: int, there: int, documents: int) -> None:
     during, final = evaluation_tokens(tokens, held_out(there, documents))
     assert 20 * during / 3 <= max(0.061 * tokens, 20 * 8192 / 3)
     assert 1 <= during <= there
@@ -299,7 +299,7 @@ def test_evaluations_cost_a_small_part_of_a_run(tokens: int, there: int, documen
         assert 8192 <= final < there
 
 
-def test_the_last_evaluation_has_room_for_two_documents_of_any_length(
+def test_the_last_evaluation_covers_two_documents_of_any_length(
     ask: Ask, inline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = open_corpus(ask().data)
@@ -315,7 +315,7 @@ def test_the_last_evaluation_has_room_for_two_documents_of_any_length(
         assert len({window.document for window in windows(split, context=16, limit=limit)}) > 1
 
 
-def test_tuning_is_part_of_the_time(ask: Ask) -> None:
+def test_tuning_counts_towards_the_time(ask: Ask) -> None:
     made = match_arms(ask(model=None, context=None, batch=None), "100k", 257)
     speeds = Machine().measure(made, 1.0)
     plain, tuned = (
@@ -334,7 +334,7 @@ def test_tuning_is_part_of_the_time(ask: Ask) -> None:
     assert tuning_steps(4000) == 1000
 
 
-def test_the_answers_of_a_task_are_part_of_the_time(ask: Ask) -> None:
+def test_answering_recall_questions_counts_towards_the_time(ask: Ask) -> None:
     made = match_arms(ask(model=None, context=None, batch=None), "100k", 257)
     speeds = Machine().measure(made, 1.0)
     plain, asked = (
@@ -354,20 +354,20 @@ def test_the_answers_of_a_task_are_part_of_the_time(ask: Ask) -> None:
     assert asked.seconds(400) - plain.seconds(400) == pytest.approx(answering)
 
 
-def test_a_task_with_one_held_out_instance_says_what_to_ask_of_it() -> None:
+def test_a_recall_task_with_one_held_out_instance_is_refused_with_advice() -> None:
     task = CorpusConfig(source="mqar:pairs=2,length=16,keys=4,values=4,train=8,validation=1,each=2")
     with pytest.raises(UsageError, match=r"at least 2 are needed: set validation=N"):
         planning._refuse_small_corpus(open_corpus(task))
 
 
-def test_a_task_too_small_for_the_budget_says_what_to_ask_of_it(ask: Ask) -> None:
+def test_a_recall_task_too_small_for_the_budget_is_refused_with_advice(ask: Ask) -> None:
     task = CorpusConfig(source="mqar:pairs=2,length=16,keys=4,values=4,train=64,validation=8,each=2")
     asked = ask(data=task, model=None, size="100k", context=None, batch=None, tokens=None, budget=600.0)
     with pytest.raises(UsageError, match=r"more instances \(train=N\)"):
         Machine().choose_budget(asked, open_corpus(task))
 
 
-def test_the_options_are_what_the_request_leaves_open(ask: Ask, open_ask: Ask) -> None:
+def test_size_options_respect_fixed_fields(ask: Ask, open_ask: Ask) -> None:
     assert size_options(open_ask()) == PREFERENCES
     assert size_options(open_ask(seeds=4)) == (("5m", 4), ("1m", 4), ("500k", 4), ("100k", 4))
     assert size_options(ask(seeds=None)) == (("own", 10), ("own", 5), ("own", 3), ("own", 2))

@@ -44,7 +44,7 @@ def test_a_repetitive_text_compresses_further_and_grows_less_than_a_random_one(t
     assert figure(random_words, "document similarity") < 0.3
 
 
-def test_vocabulary_growth_finds_the_exponent_of_a_text_made_to_have_it() -> None:
+def test_vocabulary_growth_recovers_a_known_exponent() -> None:
     exponent, text, seen = 0.6, [], 0
     for position in range(1, 50_001):
         new = int(position**exponent) > seen
@@ -53,7 +53,7 @@ def test_vocabulary_growth_finds_the_exponent_of_a_text_made_to_have_it() -> Non
     assert vocabulary_growth(text) == pytest.approx(exponent, abs=0.02)
 
 
-def test_too_little_text_has_no_figures_rather_than_wrong_ones() -> None:
+def test_too_little_text_has_no_statistics() -> None:
     assert vocabulary_growth([b"a"] * 99) is None
     assert similarity([b"one document"]) is None
     assert similarity([b"words", b" \n ", b"!?"]) is None
@@ -75,7 +75,7 @@ def test_excerpts_are_held_out_tokens_inside_one_document() -> None:
         assert tokens == list(range(tokens[0], tokens[0] + len(tokens)))
 
 
-def test_a_task_is_described_by_its_instances_its_words_and_chance() -> None:
+def test_a_recall_task_is_described_by_instances_vocabulary_and_chance() -> None:
     corpus = open_corpus(CorpusConfig(source="mqar:pairs=2+4,length=24,keys=8,values=8,train=300,validation=30,each=5"))
     found = {note["name"]: note["value"] for note in notes(corpus)}
     assert found["instances"] == "300 for training, 30 held out, 10 for testing"
@@ -87,7 +87,7 @@ def test_a_task_is_described_by_its_instances_its_words_and_chance() -> None:
     assert "compressibility" not in found
 
 
-def test_excerpts_of_a_task_end_with_the_question_and_hold_its_needle() -> None:
+def test_excerpts_of_a_recall_task_contain_question_and_needle() -> None:
     corpus = open_corpus(CorpusConfig(source="s-niah-1:length=96,lengths=96,train=50,validation=20,each=2"))
     ends = {int(end) for _, end in corpus.validation.documents}
     for tokens in excerpts(corpus.validation):
@@ -98,7 +98,7 @@ def test_excerpts_of_a_task_end_with_the_question_and_hold_its_needle() -> None:
         assert any(corpus.validation.tokens[end - EXCERPT : end].tolist() == tokens for end in ends)
 
 
-def test_the_description_is_plain_data_and_the_same_every_time(tmp_path: Path) -> None:
+def test_the_description_is_json_and_deterministic(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path / "text", [words(seed, 200, 50) for seed in range(30)])
     found = describe_corpus(corpus)
     assert found == describe_corpus(corpus)

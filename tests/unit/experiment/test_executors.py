@@ -95,7 +95,7 @@ def work(function: Callable[[Any], Any], *arguments: Any, workers: int = 2) -> l
     return sorted(found, key=lambda done: done.index)
 
 
-def test_every_argument_is_answered_from_a_process_of_its_own(called: Any) -> None:
+def test_every_call_runs_in_its_own_process(called: Any) -> None:
     assert [done.value for done in work(called.double, 1, 2, 3)] == [2, 4, 6]
     processes = [done.value for done in work(called.process, 0, 1, 2, workers=1)]
     assert len({pid for pid, _ in processes}) == 3
@@ -103,7 +103,7 @@ def test_every_argument_is_answered_from_a_process_of_its_own(called: Any) -> No
     assert all(pid == session for pid, session in processes)  # a terminal's Ctrl-C goes to the parent alone
 
 
-def test_a_call_that_fails_or_dies_says_why_and_stops_no_other(called: Any) -> None:
+def test_a_failing_call_reports_the_reason_and_does_not_affect_others(called: Any) -> None:
     assert work(called.fail, "too\nbad")[0].crash == "RuntimeError: too bad"
     assert work(called.leave, 3)[0].crash == "its process exited with code 3"
     killed, terminated = work(called.die, signal.SIGKILL, signal.SIGTERM)
@@ -118,7 +118,7 @@ def test_calls_see_the_environment_of_their_caller(called: Any, monkeypatch: pyt
     assert work(called.variable, "QKFLOW_DATA", "OMP_NUM_THREADS")[0].value == "there"
 
 
-def test_stopping_sends_a_signal_and_begins_nothing_more(called: Any, tmp_path: Path) -> None:
+def test_stop_signals_running_calls_and_starts_no_others(called: Any, tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in "abc"]
     found = []
     with LocalExecutor() as executor:
@@ -130,7 +130,7 @@ def test_stopping_sends_a_signal_and_begins_nothing_more(called: Any, tmp_path: 
     assert not Path(files[2]).exists()
 
 
-def test_leaving_the_engine_ends_its_processes(called: Any, tmp_path: Path) -> None:
+def test_leaving_the_executor_ends_its_processes(called: Any, tmp_path: Path) -> None:
     with LocalExecutor() as executor:
         calls = executor.run(called.wait_for_term, [str(tmp_path / "a")], workers=1, resources=NEED)
         assert next(calls) is None
@@ -141,26 +141,26 @@ def test_leaving_the_engine_ends_its_processes(called: Any, tmp_path: Path) -> N
         os.kill(number, 0)
 
 
-def test_an_unknown_engine_is_answered_with_the_known_ones() -> None:
+def test_an_unknown_executor_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match="unknown executor 'locale': did you mean 'local'"):
         make_executor("locale")
     with pytest.raises(UsageError, match="use --executor ray"):
         make_executor("local", address="10.0.0.1:6379")
 
 
-def test_ray_that_is_absent_is_answered_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_explains_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=r"pip install 'qkflow\[ray\]'"), make_executor("ray"):
         pass
 
 
-def test_engines_keep_the_protocol(inline: Any) -> None:
+def test_executors_implement_the_protocol(inline: Any) -> None:
     assert isinstance(LocalExecutor(), Executor)
     assert isinstance(inline(), Executor)
 
 
 @pytest.mark.usefixtures("plugin")
-def test_an_arm_that_breaks_is_on_record_and_the_others_finish(
+def test_an_arm_that_crashes_is_recorded_and_the_others_finish(
     ask: Callable[..., ExperimentSpec], watcher: Any, tmp_path: Path
 ) -> None:
     study = tmp_path / "study"
@@ -177,7 +177,7 @@ def test_an_arm_that_breaks_is_on_record_and_the_others_finish(
 
 
 @pytest.mark.usefixtures("plugin")
-def test_an_arm_that_cannot_be_measured_does_not_stop_the_planning(ask: Callable[..., ExperimentSpec]) -> None:
+def test_an_arm_that_cannot_be_measured_does_not_prevent_the_design(ask: Callable[..., ExperimentSpec]) -> None:
     notices: list[str] = []
     spec = ask(arms=("broken", "standard"), tokens=None, budget=60.0, passes=1000.0)
     with LocalExecutor() as executor:

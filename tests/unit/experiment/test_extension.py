@@ -23,10 +23,9 @@ Ask = Callable[..., ExperimentSpec]
 
 
 @pytest.fixture
-def old(ask: Ask, inline: Any, tmp_path: Path) -> Path:
+def old(finish_study: Callable[..., Path], tmp_path: Path) -> Path:
     """A finished study of one seed."""
-    run_experiment(ask(seeds=1), tmp_path / "old", executor=inline())
-    return tmp_path / "old"
+    return finish_study(tmp_path / "old", seeds=1)
 
 
 def weights(study: Path) -> dict[str, bytes]:
@@ -36,7 +35,7 @@ def weights(study: Path) -> dict[str, bytes]:
     }
 
 
-def test_an_extension_keeps_the_old_runs_and_makes_only_the_new(
+def test_an_extension_keeps_the_old_runs_and_trains_only_new_seeds(
     ask: Ask, inline: Any, tmp_path: Path, old: Path
 ) -> None:
     executor = inline()
@@ -65,18 +64,18 @@ def test_an_extension_can_be_extended(inline: Any, tmp_path: Path, old: Path) ->
 
 
 @pytest.mark.parametrize("seeds", [0, 1])
-def test_no_more_seeds_are_no_extension(inline: Any, tmp_path: Path, old: Path, seeds: int) -> None:
+def test_an_extension_needs_more_seeds(inline: Any, tmp_path: Path, old: Path, seeds: int) -> None:
     with pytest.raises(UsageError, match="seeds"):
         run_experiment(extend(old, seeds=seeds), tmp_path / "new", executor=inline())
     assert not (tmp_path / "new").exists()
 
 
-def test_another_question_is_no_extension(inline: Any, tmp_path: Path, old: Path) -> None:
+def test_an_extension_with_another_spec_is_refused(inline: Any, tmp_path: Path, old: Path) -> None:
     with pytest.raises(UsageError, match="changes only the number of seeds"):
         run_experiment(replace(extend(old, seeds=2), margin=0.01), tmp_path / "new", executor=inline())
 
 
-def test_a_study_that_is_not_finished_is_not_extended(inline: Any, tmp_path: Path, old: Path) -> None:
+def test_an_unfinished_study_cannot_be_extended(inline: Any, tmp_path: Path, old: Path) -> None:
     (old / "runs" / "differential" / "seed-0" / "weights.safetensors").unlink()
     with pytest.raises(UsageError, match=r"\(differential seed 0 is missing\): run `qkflow compare --resume"):
         run_experiment(extend(old, seeds=2), tmp_path / "new", executor=inline())
@@ -102,7 +101,7 @@ def test_a_run_that_failed_for_good_stays_so_in_the_extension(
     assert watcher.failures == [("differential seed 0", "too fast")]
 
 
-def test_runs_of_a_study_that_is_gone_are_made_again_to_the_same_bits(
+def test_runs_of_a_missing_parent_are_trained_again_to_the_same_bits(
     inline: Any, watcher: Any, tmp_path: Path, old: Path
 ) -> None:
     run_experiment(extend(old, seeds=2), tmp_path / "new", executor=inline())

@@ -33,7 +33,7 @@ def write(study: Path, job: PlannedRun, step: int) -> None:
         file.write(json.dumps({"kind": "train", "step": step}) + "\n")
 
 
-def test_the_last_whole_line_tells_the_step(tmp_path: Path) -> None:
+def test_the_last_whole_line_gives_the_step(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     assert last_step(tmp_path) == (0, 0)
     lines = "".join(json.dumps({"step": step, "more": "x" * 50}) + "\n" for step in range(1000))
@@ -45,7 +45,7 @@ def test_the_last_whole_line_tells_the_step(tmp_path: Path) -> None:
     assert last_step(tmp_path)[1] == 0
 
 
-def test_speed_and_time_left_follow_from_what_was_done_in_this_session(design: Design, tmp_path: Path) -> None:
+def test_speed_and_time_left_are_those_of_this_session(design: Design, tmp_path: Path) -> None:
     clock, made = Clock(), planned_runs(design)
     write(tmp_path, made[0], 50)  # from an earlier session
     meter = ProgressMeter(tmp_path, design, made, clock)
@@ -64,7 +64,7 @@ def test_speed_and_time_left_follow_from_what_was_done_in_this_session(design: D
     assert seen.seconds_left == pytest.approx(80, rel=0.15)  # a slot makes two steps a second; 30 + 100 | 80 + 100 left
 
 
-def test_finished_runs_count_whole_and_failed_ones_not_at_all(design: Design, tmp_path: Path) -> None:
+def test_finished_runs_count_fully_and_failed_runs_not_at_all(design: Design, tmp_path: Path) -> None:
     clock, made = Clock(), planned_runs(design)
     meter = ProgressMeter(tmp_path, design, made, clock)
     clock.now = 10.0
@@ -77,7 +77,7 @@ def test_finished_runs_count_whole_and_failed_ones_not_at_all(design: Design, tm
     assert seen.running == ()
 
 
-def test_what_was_finished_before_says_nothing_about_speed(design: Design, tmp_path: Path) -> None:
+def test_runs_finished_before_do_not_count_towards_speed(design: Design, tmp_path: Path) -> None:
     clock, made = Clock(), planned_runs(design)
     meter = ProgressMeter(tmp_path, design, made, clock)
     for job in made[:2]:
@@ -90,7 +90,7 @@ def test_what_was_finished_before_says_nothing_about_speed(design: Design, tmp_p
     assert meter.read().seconds_left == pytest.approx(20, rel=0.15)
 
 
-def test_a_run_that_went_back_to_its_checkpoint_does_not_count_twice(design: Design, tmp_path: Path) -> None:
+def test_a_run_resumed_from_a_checkpoint_is_not_counted_twice(design: Design, tmp_path: Path) -> None:
     clock, made = Clock(), planned_runs(design)
     write(tmp_path, made[0], 60)
     meter = ProgressMeter(tmp_path, design, made, clock)

@@ -90,8 +90,8 @@ def test_a_study_is_a_folder_of_finished_runs_and_its_design(
     assert not watcher.failures
 
 
-def test_arms_of_one_seed_see_the_same_batches(ask: Ask, inline: Any, tmp_path: Path) -> None:
-    run_experiment(ask(), tmp_path / "study", executor=inline())
+def test_arms_of_one_seed_see_the_same_batches(inline: Any, finish_study: Any, tmp_path: Path) -> None:
+    finish_study(tmp_path / "study")
 
     def batches(arm: str, seed: int) -> list[str]:
         records = read_metrics(tmp_path / "study" / "runs" / arm / f"seed-{seed}" / "metrics.jsonl")
@@ -101,9 +101,9 @@ def test_arms_of_one_seed_see_the_same_batches(ask: Ask, inline: Any, tmp_path: 
     assert batches("standard", 0) == batches("differential", 0) != batches("standard", 1)
 
 
-def test_a_finished_study_is_left_as_it_is(ask: Ask, inline: Any, tmp_path: Path) -> None:
+def test_a_finished_study_is_not_changed(ask: Ask, inline: Any, finish_study: Any, tmp_path: Path) -> None:
     study = tmp_path / "study"
-    run_experiment(ask(), study, executor=inline())
+    finish_study(study)
     before = {path: path.stat().st_mtime_ns for path in study.rglob("*") if path.is_file() and path.name != "lock"}
     for spec in (None, ask()):
         again = inline()
@@ -112,7 +112,7 @@ def test_a_finished_study_is_left_as_it_is(ask: Ask, inline: Any, tmp_path: Path
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
-def test_another_request_for_the_same_folder_is_refused_with_what_differs(
+def test_another_spec_for_the_same_folder_is_refused_with_the_differences(
     ask: Ask, inline: Any, tmp_path: Path
 ) -> None:
     run_experiment(ask(seeds=1), tmp_path / "study", executor=inline())
@@ -124,7 +124,7 @@ def test_another_request_for_the_same_folder_is_refused_with_what_differs(
     ]
 
 
-def test_folders_that_are_no_study_are_refused_and_left_alone(ask: Ask, inline: Any, tmp_path: Path) -> None:
+def test_other_folders_are_refused_and_not_changed(ask: Ask, inline: Any, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("mine")
@@ -138,13 +138,13 @@ def test_folders_that_are_no_study_are_refused_and_left_alone(ask: Ask, inline: 
     assert [path.name for path in other.iterdir()] == ["thesis.tex"]
 
 
-def test_a_study_that_cannot_be_planned_leaves_nothing(ask: Ask, inline: Any, tmp_path: Path) -> None:
+def test_a_failed_design_leaves_no_folder(ask: Ask, inline: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="did you mean 'differential'"):
         run_experiment(ask(arms=("standard", "diferential")), tmp_path / "study", executor=inline())
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_kill_during_planning_left_is_no_obstacle(ask: Ask, inline: Any, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_design_are_removed(ask: Ask, inline: Any, tmp_path: Path) -> None:
     study = tmp_path / "study"
     study.mkdir()
     for name in ("lock", ".design.json.123.tmp"):
@@ -154,13 +154,13 @@ def test_what_a_kill_during_planning_left_is_no_obstacle(ask: Ask, inline: Any, 
     assert not list(study.glob(".*.tmp"))
 
 
-def test_a_study_that_another_process_runs_is_refused(ask: Ask, inline: Any, tmp_path: Path) -> None:
+def test_a_study_locked_by_another_process_is_refused(ask: Ask, inline: Any, tmp_path: Path) -> None:
     with locked(tmp_path / "study" / "lock"), pytest.raises(BusyError, match="in use by another process"):
         run_experiment(ask(), tmp_path / "study", executor=inline())
     assert (tmp_path / "study" / "lock").exists()  # it is the other's
 
 
-def test_a_text_that_has_changed_is_refused(ask: Ask, inline: Any, tmp_path: Path, texts: Path) -> None:
+def test_a_changed_corpus_is_refused(ask: Ask, inline: Any, tmp_path: Path, texts: Path) -> None:
     copy = tmp_path / "texts.jsonl"
     shutil.copy(texts, copy)
     spec = ask(data=CorpusConfig(source=str(copy)), seeds=1)
@@ -192,7 +192,7 @@ def test_a_run_that_crashes_is_tried_three_times_and_does_not_stop_the_others(
     assert read_status(study / "runs" / "differential" / "seed-0").failed is None
 
 
-def test_a_run_that_crashes_once_is_made_in_the_same_session(
+def test_a_run_that_crashes_once_is_retried_in_the_same_session(
     ask: Ask, inline: Any, watcher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch, OSError(5, "the network went away"), where="standard/seed-1", times=1)
@@ -215,7 +215,7 @@ def test_a_run_that_diverges_is_tried_once_and_never_again(
     assert len(watcher.failures) == 4  # told again
 
 
-def test_a_full_disk_stops_the_study_with_what_to_do(
+def test_a_full_disk_stops_the_study_with_advice(
     ask: Ask, inline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = tmp_path / "study"
@@ -233,9 +233,11 @@ def test_a_full_disk_stops_the_study_with_what_to_do(
     assert len(losses(study)) == 4
 
 
-def test_a_study_asked_to_stop_says_how_to_go_on_and_goes_on(ask: Ask, inline: Any, tmp_path: Path) -> None:
+def test_a_stopped_study_prints_the_resume_command_and_resumes(
+    ask: Ask, inline: Any, finish_study: Any, tmp_path: Path
+) -> None:
     study, executor = tmp_path / "a study", inline()
-    run_experiment(ask(), tmp_path / "round_steps", executor=inline())
+    finish_study(tmp_path / "whole")
     executor.before = lambda order: os.kill(os.getpid(), signal.SIGTERM) if len(executor.calls) == 2 else None
     with pytest.raises(
         Interrupted, match=r"stopped with \d of 4 runs finished: resume with `qkflow compare --resume '"
@@ -244,12 +246,10 @@ def test_a_study_asked_to_stop_says_how_to_go_on_and_goes_on(ask: Ask, inline: A
     assert caught.value.signal == signal.SIGTERM
     assert len(losses(study)) < 4
     run_experiment(None, study, executor=inline())
-    assert losses(study) == losses(tmp_path / "round_steps")
+    assert losses(study) == losses(tmp_path / "whole")
 
 
-def test_every_arm_takes_the_rate_that_came_out_best_in_its_own_tuning(
-    ask: Ask, inline: Any, watcher: Any, tmp_path: Path
-) -> None:
+def test_every_arm_uses_its_best_learning_rate(ask: Ask, inline: Any, watcher: Any, tmp_path: Path) -> None:
     study = tmp_path / "study"
     spec = ask(learning_rates=(1e-5, 1e-2, 1e-4), seeds=1, tokens=80 * 64)
     run_experiment(spec, study, executor=inline(), observer=watcher)
@@ -269,7 +269,7 @@ def test_every_arm_takes_the_rate_that_came_out_best_in_its_own_tuning(
     assert not again.calls
 
 
-def test_rates_that_fail_are_passed_over_and_an_arm_without_any_is_reported(
+def test_failed_rates_are_skipped_and_an_arm_without_any_is_reported(
     ask: Ask, inline: Any, watcher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = tmp_path / "study"
@@ -294,11 +294,11 @@ def test_rates_that_fail_are_passed_over_and_an_arm_without_any_is_reported(
     assert not again.calls
 
 
-def test_a_run_folder_of_another_config_is_refused_and_the_others_are_made(
-    ask: Ask, inline: Any, watcher: Any, tmp_path: Path
+def test_a_run_folder_of_another_config_is_refused_and_the_others_finish(
+    inline: Any, finish_study: Any, watcher: Any, tmp_path: Path
 ) -> None:
     study = tmp_path / "study"
-    run_experiment(ask(), study, executor=inline())
+    finish_study(study)
     folder = study / "runs" / "standard" / "seed-0"
     (folder / "weights.safetensors").unlink()
     shutil.rmtree(study / "runs" / "differential" / "seed-1")
@@ -310,9 +310,9 @@ def test_a_run_folder_of_another_config_is_refused_and_the_others_are_made(
     assert len(losses(study)) == 3
 
 
-def test_a_run_whose_weights_were_damaged_is_made_again(ask: Ask, inline: Any, tmp_path: Path) -> None:
+def test_a_run_with_damaged_weights_is_trained_again(inline: Any, finish_study: Any, tmp_path: Path) -> None:
     study = tmp_path / "study"
-    run_experiment(ask(), study, executor=inline())
+    finish_study(study)
     weights = study / "runs" / "standard" / "seed-0" / "weights.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
@@ -320,15 +320,15 @@ def test_a_run_whose_weights_were_damaged_is_made_again(ask: Ask, inline: Any, t
     assert weights.read_bytes() == content
 
 
-def test_all_arms_score_the_same_documents(ask: Ask, inline: Any, tmp_path: Path) -> None:
+def test_all_arms_score_the_same_documents(inline: Any, finish_study: Any, tmp_path: Path) -> None:
     study = tmp_path / "study"
-    run_experiment(ask(), study, executor=inline())
+    finish_study(study)
     found = [np.load(study / job.folder / "documents.npy") for job in planned_runs(read_design(study))]
     assert len(found[0]) >= 2
     assert all((one["bytes"] == found[0]["bytes"]).all() for one in found)
 
 
-def test_a_run_is_given_up_when_its_lock_stays_held(ask: Ask, inline: Any, watcher: Any, tmp_path: Path) -> None:
+def test_a_run_fails_if_its_lock_stays_held(ask: Ask, inline: Any, watcher: Any, tmp_path: Path) -> None:
     study = tmp_path / "study"
     with locked(study / "runs" / "standard" / "seed-0" / "lock"):
         (study / "design.json").write_text("{}")  # not to be taken for a foreign folder

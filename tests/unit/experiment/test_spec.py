@@ -37,22 +37,22 @@ Ask = Callable[..., ExperimentSpec]
         ({"learning_rates": (1e-3, -1.0)}, "a learning rate must be a finite number above 0, got -1"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(ask: Ask, changes: dict[str, Any], says: str) -> None:
+def test_invalid_specs_are_refused_on_one_line(ask: Ask, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says) as caught:
         ask(**changes)
     assert "\n" not in str(caught.value)
 
 
-def test_a_request_comes_back_from_json_as_it_was(ask: Ask) -> None:
+def test_a_spec_survives_json(ask: Ask) -> None:
     for spec in (ask(), ask(model=None, size="1m", learning_rates=(1e-3, 3e-3), budget=90.0, extends="there")):
         assert from_dict(ExperimentSpec, json.loads(json.dumps(to_dict(spec)))) == spec
 
 
-def test_equal_requests_do_not_differ(ask: Ask) -> None:
+def test_equal_specs_do_not_differ(ask: Ask) -> None:
     assert spec_differences(ask(), ask()) == ()
 
 
-def test_every_field_that_differs_is_a_line(ask: Ask) -> None:
+def test_every_different_field_is_listed(ask: Ask) -> None:
     other = ask(
         arms=("standard", "standard:window=8"),
         data=CorpusConfig(source="mine.txt", tokens="bpe"),

@@ -53,7 +53,7 @@ def documents(study: Path, arm: str, seed: int) -> np.ndarray:
     return np.load(study / "runs" / arm / f"seed-{seed}" / "documents.npy")
 
 
-def test_the_difference_is_that_of_the_documents_files(study: Path) -> None:
+def test_the_difference_is_that_of_documents_npy(study: Path) -> None:
     found = read_result(study)
     difference = found.comparisons[0].difference
     assert difference is not None
@@ -72,7 +72,7 @@ def test_the_difference_is_that_of_the_documents_files(study: Path) -> None:
     assert found.margin == pytest.approx(0.005 * sum(found.arms[0].bits_per_byte) / 2)
 
 
-def test_every_arm_comes_with_its_cost_its_curves_and_its_tuning(study: Path) -> None:
+def test_every_arm_has_cost_curves_and_tuning(study: Path) -> None:
     found = read_result(study)
     assert (found.finished, found.runs) == (8, 8)
     for arm in found.arms:
@@ -90,13 +90,13 @@ def test_every_arm_comes_with_its_cost_its_curves_and_its_tuning(study: Path) ->
     assert found.environment["threads"] >= 1
 
 
-def test_a_summary_survives_the_way_through_its_file(study: Path, tmp_path: Path) -> None:
+def test_a_result_survives_json(study: Path, tmp_path: Path) -> None:
     found = read_result(study)
     record = json.loads(export_json(found, tmp_path / "results.json").read_text())
     assert record == json.loads(json.dumps(to_dict(found)))
 
 
-def test_a_run_that_failed_leaves_the_pairs_of_the_others(study: Path) -> None:
+def test_a_failed_run_does_not_affect_other_pairs(study: Path) -> None:
     lost = study / "runs" / "differential" / "seed-1"
     shutil.rmtree(lost)
     lost.mkdir()
@@ -118,7 +118,7 @@ def test_an_arm_without_any_run_is_undecided_and_not_an_error(study: Path) -> No
     assert found.arms[1].mean is None
 
 
-def test_a_study_without_any_run_is_summarised_too(study: Path) -> None:
+def test_a_study_without_runs_has_a_result(study: Path) -> None:
     shutil.rmtree(study / "runs")
     shutil.rmtree(study / "tuning")
     (study / "corpus.json").unlink()
@@ -142,14 +142,14 @@ def test_runs_from_different_machines_are_remarked_on(study: Path) -> None:
     assert any("different machines" in remark for remark in read_result(study).remarks)
 
 
-def test_maps_are_drawn_from_the_first_finished_run_of_each_arm(study: Path) -> None:
+def test_example_runs_are_the_first_finished_ones(study: Path) -> None:
     (study / "runs" / "standard" / "seed-0" / "weights.safetensors").unlink()
     folders = example_runs(study)
     assert folders["standard"].name == "seed-1"
     assert folders["differential"].name == "seed-0"
 
 
-def test_runs_too_short_to_match_what_they_should_are_remarked_on(study: Path) -> None:
+def test_short_runs_that_do_not_match_are_remarked_on(study: Path) -> None:
     path = study / "design.json"
     design = json.loads(path.read_text())
     design["spec"]["match"] = "flops"

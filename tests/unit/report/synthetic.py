@@ -135,8 +135,10 @@ def task(
 ) -> ExperimentResult:
     """A study on a task: later arms remember less, and all less of more."""
     summary = replace(study(arms, seeds=seeds, **options), corpus=name, unit="answer token", notes=())
-    told = [replace(item, sentence=item.sentence.replace("per byte", "per answer token")) for item in summary.verdicts]
-    summary = replace(summary, verdicts=tuple(told))
+    description = [
+        replace(item, sentence=item.sentence.replace("per byte", "per answer token")) for item in summary.verdicts
+    ]
+    summary = replace(summary, verdicts=tuple(description))
     grid, generator = GRIDS[name], np.random.default_rng(3)
     harder = np.array([_hardness(cell) for cell in grid.cells])
 
@@ -249,8 +251,8 @@ def _verdict(item: Comparison, baseline: str, margin: float) -> Verdict:
     if found is None or found.low is None or found.high is None:
         why = "no seed has both runs" if found is None else "one seed gives no interval"
         return Verdict(arm=item.arm, kind="undecided", sentence=f"{item.arm} against {baseline}: {why}.", advice=advice)
-    told = f"96 % interval {found.low:+.3f} to {found.high:+.3f}; {found.seeds} seeds"
-    ends = f"{abs(found.mean):.3f} bits per byte ({told})"
+    description = f"96 % interval {found.low:+.3f} to {found.high:+.3f}; {found.seeds} seeds"
+    ends = f"{abs(found.mean):.3f} bits per byte ({description})"
     if -margin < found.low and found.high < margin:
         sentence = f"{item.arm} is equivalent to {baseline} within the margin: {ends}."
         return Verdict(arm=item.arm, kind="equivalent", sentence=sentence, advice=None)
@@ -308,19 +310,25 @@ def unpack(head: Mapping[str, Any], n_tokens: int) -> np.ndarray:
 RATIONALE_ARMS = ("r = 1", "r = 5", "r = 20", "r = 1 to 40")
 METRICS = (
     RationaleMetric(
-        name="performance", title="accuracy", unit="percent", better="higher", told="The part answered rightly."
-    ),
-    RationaleMetric(name="mass", title="mass", unit="percent", better="higher", told="Attention on the rationale."),
-    RationaleMetric(
-        name="confident", title="AC(0.5)", unit="percent", better="higher", told="Instances with a mass of 0.5."
+        name="performance", title="accuracy", unit="percent", better="higher", description="The part answered rightly."
     ),
     RationaleMetric(
-        name="comprehensiveness", title="comprehensiveness", unit="", better="higher", told="Lost without them."
+        name="mass", title="mass", unit="percent", better="higher", description="Attention on the rationale."
     ),
-    RationaleMetric(name="sufficiency", title="sufficiency", unit="", better="lower", told="Lost with them alone."),
-    RationaleMetric(name="random", title="random words", unit="", better="neither", told="The floor."),
-    RationaleMetric(name="gradient", title="gradient's words", unit="", better="neither", told="A yardstick."),
-    RationaleMetric(name="effective", title="effective tokens", unit="tokens", better="neither", told="exp(entropy)."),
+    RationaleMetric(
+        name="confident", title="AC(0.5)", unit="percent", better="higher", description="Instances with a mass of 0.5."
+    ),
+    RationaleMetric(
+        name="comprehensiveness", title="comprehensiveness", unit="", better="higher", description="Lost without them."
+    ),
+    RationaleMetric(
+        name="sufficiency", title="sufficiency", unit="", better="lower", description="Lost with them alone."
+    ),
+    RationaleMetric(name="random", title="random words", unit="", better="neither", description="The floor."),
+    RationaleMetric(name="gradient", title="gradient's words", unit="", better="neither", description="A yardstick."),
+    RationaleMetric(
+        name="effective", title="effective tokens", unit="tokens", better="neither", description="exp(entropy)."
+    ),
 )
 START: dict[MetricName, float] = {
     "performance": 0.924,
@@ -368,7 +376,7 @@ def rationale_study(
         tau=0.5,
         level=0.95,
         pooling="average",
-        part=0.05,
+        fraction=0.05,
         equal_loss=0.05 if seeds else None,
         examples=tuple(_example(n, arms, words) for n in range(examples)),
         published=(("slow QK", 92.43, 41.67, 0.24), ("fast QK", 93.41, 76.85, 0.3)),
@@ -395,7 +403,7 @@ def _rationale_arm(index: int, name: str, seeds: int) -> RationaleArm:
     curve = [(float(tau), float(1 / (1 + math.exp(12 * (tau - 0.42 - 0.12 * index))))) for tau in taus] if seeds else []
     return RationaleArm(
         name=name,
-        told="only the queries and keys learn at this speed" if index else "everything learns at one speed",
+        description="only the queries and keys learn at this speed" if index else "everything learns at one speed",
         lr=0.01 if seeds else None,
         tried={0.001: 0.21, 0.01: 0.05, 0.1: None},
         seeds=tuple(range(seeds)),

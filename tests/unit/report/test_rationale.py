@@ -60,7 +60,7 @@ def test_the_page_contains_the_numbers_of_the_result(synthetic: ModuleType, read
     result = synthetic.rationale_study()
     text = read(result).text
     for arm in result.arms:
-        assert arm.told in text
+        assert arm.description in text
         for metric in result.metrics:
             values, scale = arm.readings[metric.name], 100 if metric.unit == "percent" else 1
             digits = 3 if metric.unit == "" else 2
@@ -101,8 +101,10 @@ def test_untrusted_text_stays_text(synthetic: ModuleType, read: Read) -> None:
     page = read(
         replace(
             result,
-            arms=tuple(replace(arm, told=bad[0], by_kind={bad[1]: {"mass": 0.2}}, failures=bad) for arm in result.arms),
-            metrics=tuple(replace(metric, title=bad[0], told=bad[2]) for metric in result.metrics),
+            arms=tuple(
+                replace(arm, description=bad[0], by_kind={bad[1]: {"mass": 0.2}}, failures=bad) for arm in result.arms
+            ),
+            metrics=tuple(replace(metric, title=bad[0], description=bad[2]) for metric in result.metrics),
             task=bad[1],
             answer=bad[0],
             notes=bad,

@@ -48,7 +48,7 @@ class RationaleMetric:
     unit: Literal["percent", "", "tokens"]
     """Percent: the number is a fraction, shown times a hundred."""
     better: Literal["higher", "lower", "neither"]
-    told: str
+    description: str
     """What it is, in one sentence."""
 
 
@@ -96,12 +96,12 @@ class RationaleArm:
 
     name: str
     """The label, such as `r = 20`."""
-    told: str
+    description: str
     """What learns how fast."""
     lr: float | None
     """The learning rate that tuning chose; None if every trial failed."""
     tried: Mapping[float, float | None]
-    """Validation loss of each learning rate tried; None if that run failed."""
+    """Validation loss of each learning rate tried, in nats; None if that run failed."""
     seeds: tuple[int, ...]
     """Seeds of finished runs."""
     readings: Mapping[MetricName, MetricSummary]
@@ -153,7 +153,7 @@ class RationaleSummary:
     tau: float
     level: float
     pooling: str
-    part: float
+    fraction: float
     """The fraction of tokens deleted for comprehensiveness."""
     equal_loss: float | None
     """A validation loss, in nats, that every finished run has reached; None if there is none."""
@@ -224,9 +224,9 @@ def read_rationale(
     arms = tuple(
         RationaleArm(
             name=label,
-            told=_describe_arm(name),
+            description=_describe_arm(name),
             lr=rates.get(name),
-            tried=tuning[name],
+            tried={rate: None if bits is None else bits * math.log(2) for rate, bits in tuning[name].items()},
             seeds=tuple(measured[label]),
             readings={metric.name: _summarise(metric, measured[label].values()) for metric in metrics},
             curve=_confidence_curve([run.values["mass"] for run in measured[label].values()]),
@@ -255,7 +255,7 @@ def read_rationale(
         tau=spec.tau,
         level=LEVEL,
         pooling=spec.pooling,
-        part=spec.fraction,
+        fraction=spec.fraction,
         equal_loss=equal,
         examples=_examples(task["examples"], design.seeds, measured),
         published=preset_for(data).published,
@@ -308,7 +308,7 @@ def metrics_of(kind: str, tau: float) -> tuple[RationaleMetric, ...]:
         ),
     ]
     return tuple(
-        RationaleMetric(name=name, title=title, unit=unit, better=better, told=description)  # pyright: ignore[reportArgumentType]
+        RationaleMetric(name=name, title=title, unit=unit, better=better, description=description)  # pyright: ignore[reportArgumentType]
         for name, title, unit, better, description in columns
     )
 

@@ -62,7 +62,7 @@ def test_mean_difference_by_hand() -> None:
     assert got.p == pytest.approx(1 - t / math.sqrt(2 + t * t))  # Student's t with two degrees of freedom
 
 
-def test_seeds_that_agree_by_luck_leave_an_interval_of_some_width() -> None:
+def test_seeds_that_agree_by_chance_have_an_interval() -> None:
     ours, theirs = np.zeros((2, 60)), np.zeros((2, 60))
     ours[0, 3] = ours[1, 7] = 1.0  # each seed gains one answer, not the same one
     got = mean_difference(ours, theirs, level=0.95)
@@ -72,7 +72,7 @@ def test_seeds_that_agree_by_luck_leave_an_interval_of_some_width() -> None:
     assert got.p > 0.1
 
 
-def test_differences_that_never_vary_are_certain_and_no_difference_is_none() -> None:
+def test_constant_differences_have_an_interval_of_width_zero() -> None:
     one, zero = np.ones((3, 9)), np.zeros((3, 9))
     assert mean_difference(one, zero, level=0.95) == (1.0, 1.0, 1.0, 0.0)
     assert mean_difference(one, one, level=0.95) == (0.0, 0.0, 0.0, 1.0)
@@ -84,11 +84,11 @@ def test_two_seeds_of_a_baseline_that_is_not_positive_are_compared(sign: float) 
     assert mean_difference(ours, np.full((2, 8), sign), level=0.95).p is not None
 
 
-def test_one_seed_has_a_difference_and_nothing_more() -> None:
+def test_one_seed_has_only_a_mean() -> None:
     assert mean_difference(np.array([[1.0, 0.5]]), np.array([[0.0, 0.0]]), level=0.95) == (0.75, None, None, None)
 
 
-def test_changes_are_paired_by_seed_and_by_the_instances_that_have_the_number() -> None:
+def test_changes_are_paired_by_seed_and_instance() -> None:
     nan = math.nan
     baseline = {0: {"mass": np.array([0.1, 0.2, nan])}, 1: {"mass": np.array([0.3, 0.1, nan])}, 2: {}}
     arm = {1: {"mass": np.array([0.5, nan, nan])}, 0: {"mass": np.array([0.4, 0.9, nan])}}
@@ -132,7 +132,7 @@ def test_p_values_are_corrected_over_arms_within_a_metric() -> None:
         ([path()], None),
     ],
 )
-def test_the_equal_loss_is_the_lowest_that_every_path_comes_down_to(paths: list[Any], level: float | None) -> None:
+def test_equal_loss_is_the_lowest_that_every_path_reaches(paths: list[Any], level: float | None) -> None:
     assert equal_loss(paths) == level
 
 
@@ -148,7 +148,7 @@ def test_the_equal_loss_is_the_lowest_that_every_path_comes_down_to(paths: list[
         (path((1.0, 0.0), (0.0, 0.8)), 1e-6, 0.4),
     ],
 )
-def test_the_mass_at_a_loss_is_where_the_path_first_comes_down_to_it(looks: Any, loss: float, mass: float) -> None:
+def test_mass_at_a_loss_is_that_where_the_path_first_reaches_it(looks: Any, loss: float, mass: float) -> None:
     assert mass_at(looks, loss) == pytest.approx(mass)
 
 
@@ -159,7 +159,7 @@ def test_a_loss_that_is_never_reached_has_no_mass() -> None:
 def arm(name: str) -> RationaleArm:
     return RationaleArm(
         name=name,
-        told="",
+        description="",
         lr=0.1,
         tried={},
         seeds=(0,),
@@ -198,16 +198,16 @@ def change(metric: Any, mean: float, p: float | None) -> MetricChange:
         ([], "r = 20 has no finished pair of runs"),
     ],
 )
-def test_the_answer_says_what_was_found(found: list[MetricChange], says: str) -> None:
-    told = answer("signs", [arm("r = 1"), arm("r = 20")], found, 0.95)
-    assert told.startswith("On signs, compared with r = 1: ")
-    assert says in told
+def test_the_answer_states_the_changes(found: list[MetricChange], says: str) -> None:
+    description = answer("signs", [arm("r = 1"), arm("r = 20")], found, 0.95)
+    assert description.startswith("On signs, compared with r = 1: ")
+    assert says in description
 
 
-def test_one_seed_is_no_ground_for_a_claim() -> None:
-    told = answer(
+def test_one_seed_gives_no_claim() -> None:
+    description = answer(
         "signs", [arm("r = 1"), arm("r = 20")], [change("mass", 0.4, None), change("performance", 0.1, None)], 0.95
     )
-    assert "one seed" in told
-    assert "higher" not in told
-    assert "better" not in told
+    assert "one seed" in description
+    assert "higher" not in description
+    assert "better" not in description

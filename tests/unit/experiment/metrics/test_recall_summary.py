@@ -37,7 +37,7 @@ def answered(seed: int, *right: int, questions: int = 10) -> RunAnswers:
     return RunAnswers(seed=seed, tallies=tuple(Tally(instances=questions, questions=questions, right=n) for n in right))
 
 
-def test_a_cell_counts_alike_in_every_mean_however_many_questions_it_has() -> None:
+def test_every_cell_has_the_same_weight() -> None:
     run = RunAnswers(
         seed=0,
         tallies=(
@@ -54,7 +54,7 @@ def test_a_cell_counts_alike_in_every_mean_however_many_questions_it_has() -> No
     assert found.overall.accuracy.mean == pytest.approx(0.475)
 
 
-def test_differences_are_those_of_the_seeds_that_both_arms_have() -> None:
+def test_differences_use_seeds_of_both_arms() -> None:
     found = recall(
         NEEDLES,
         {
@@ -76,7 +76,7 @@ def test_differences_are_those_of_the_seeds_that_both_arms_have() -> None:
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=25)
-def test_the_interval_is_students_and_never_leaves_what_an_accuracy_can_be(values: list[float]) -> None:
+def test_the_interval_is_students_clipped_to_valid_accuracies(values: list[float]) -> None:
     found = seed_mean(dict(enumerate(values)), least=0.0)
     assert found.mean == pytest.approx(statistics.fmean(values))
     if len(values) == 1:
@@ -89,7 +89,7 @@ def test_the_interval_is_students_and_never_leaves_what_an_accuracy_can_be(value
     assert (found.half or 0) * 2 == pytest.approx(high - low, abs=1e-9)
 
 
-def test_an_arm_without_a_run_or_without_a_pair_is_there_and_says_nothing() -> None:
+def test_an_arm_without_a_run_or_a_pair_has_no_accuracy_or_difference() -> None:
     found = recall(NEEDLES, {"standard": [], "qdelta": [answered(0, 1, 2, 3, 4)], "deltanet": []})
     assert [one.arm for one in found.arms] == ["standard", "qdelta", "deltanet"]
     assert [one.overall.accuracy is None for one in found.arms] == [True, False, True]
@@ -124,7 +124,7 @@ def folders(place: Path, records: dict[str, dict[int, dict[str, Any] | str | Non
     return found
 
 
-def test_the_files_of_runs_are_put_together_and_missing_ones_left_out(tmp_path: Path) -> None:
+def test_recall_files_are_combined_and_missing_ones_left_out(tmp_path: Path) -> None:
     found = read_recall_summary(
         folders(
             tmp_path,
@@ -150,7 +150,7 @@ def test_runs_that_answered_other_questions_are_not_compared(tmp_path: Path) -> 
         read_recall_summary(other)
 
 
-def test_a_file_that_is_cut_short_is_left_out(tmp_path: Path) -> None:
+def test_a_truncated_file_is_left_out(tmp_path: Path) -> None:
     round_steps = json.dumps(record((1, 2)))
     found = read_recall_summary(folders(tmp_path, {"standard": {0: round_steps, 1: round_steps[:-9]}}))
     assert found is not None
@@ -158,7 +158,7 @@ def test_a_file_that_is_cut_short_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("axis", ["depth", "width"])
-def test_a_grid_without_its_axis_is_said_in_one_line(tmp_path: Path, axis: str) -> None:
+def test_a_grid_without_its_axis_is_refused_on_one_line(tmp_path: Path, axis: str) -> None:
     task = {"spec": "mqar", "chance": 0.1, "axes": [axis]}
     with pytest.raises(UsageError, match=r"recall\.json") as raised:
         read_recall_summary(folders(tmp_path, {"standard": {0: {**record((1, 2)), "task": task}}}))

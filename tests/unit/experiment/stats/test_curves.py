@@ -26,7 +26,7 @@ def curve(
     return Curve(seed=seed, tokens=tokens, seconds=tuple(t * pace for t in tokens), bits_per_byte=tuple(losses))
 
 
-def test_an_arm_that_needs_half_the_tokens_reads_one_half() -> None:
+def test_an_arm_that_needs_half_the_tokens_has_ratio_one_half() -> None:
     read = cost_ratio([curve(ahead=2)], [curve()])
     assert read.tokens == pytest.approx(0.5)
     assert read.seconds == pytest.approx(0.5)
@@ -34,20 +34,20 @@ def test_an_arm_that_needs_half_the_tokens_reads_one_half() -> None:
     assert (read.tokens_low, read.tokens_high, read.seconds_low, read.seconds_high) == (None,) * 4
 
 
-def test_an_arm_that_is_behind_reads_how_far_along_the_baselines_own_curve() -> None:
+def test_an_arm_that_is_behind_is_compared_at_its_own_loss() -> None:
     read = cost_ratio([curve(ahead=0.4)], [curve()])
     assert read.tokens == pytest.approx(2.5)
     assert (read.reached, read.seeds) == (0, 1)
 
 
-def test_seconds_are_read_by_each_runs_own_clock() -> None:
+def test_seconds_are_those_of_each_run() -> None:
     """The same tokens at 2.4 times the cost, and level in seconds if 2.4 times ahead in tokens."""
     read = cost_ratio([curve(ahead=2.4, pace=2.4e-3)], [curve()])
     assert read.tokens == pytest.approx(1 / 2.4)
     assert read.seconds == pytest.approx(1.0)
 
 
-def test_the_decay_is_never_read() -> None:
+def test_the_decay_is_not_used() -> None:
     one, two = curve(), curve()
     late = tuple(loss - 1 if t > 16000 else loss for t, loss in zip(two.tokens, two.bits_per_byte, strict=True))
     lucky = Curve(seed=0, tokens=two.tokens, seconds=two.seconds, bits_per_byte=late)
@@ -55,7 +55,7 @@ def test_the_decay_is_never_read() -> None:
     assert cost_ratio([lucky], [one], 1.0).tokens < 1
 
 
-def test_the_plateau_ends_with_an_evaluation_that_falls_on_its_end() -> None:
+def test_an_evaluation_at_the_end_of_the_plateau_is_used() -> None:
     """An arm that is below the baseline's end from its first evaluation on reads that evaluation over the end."""
     without = tuple(t for t in TOKENS if t != 16000)
     for tokens, end in ((TOKENS, 16000), (without, 15000)):
@@ -71,7 +71,7 @@ def test_one_lucky_evaluation_does_not_count_as_reaching() -> None:
     assert cost_ratio([dipped], [smooth]).tokens > 0.95
 
 
-def test_smoothing_does_not_bend_a_curve_that_is_bent_already() -> None:
+def test_smoothing_keeps_a_curved_loss() -> None:
     def bent(ahead: float) -> Curve:
         losses = tuple(2 + 100 / math.sqrt(ahead * max(t, 100)) for t in TOKENS)
         return replace(curve(), bits_per_byte=losses)
@@ -93,7 +93,7 @@ def test_swapping_the_arms_inverts_the_ratio(seed: int, ahead: float, noise: flo
 
 @given(seed=st.integers(0, 1000), noise=st.sampled_from([0.0, 0.02, 0.5]))
 @settings(deadline=None, max_examples=25)
-def test_a_curve_against_itself_reads_one(seed: int, noise: float) -> None:
+def test_a_curve_against_itself_has_ratio_one(seed: int, noise: float) -> None:
     read = cost_ratio([curve(seed, noise=noise)], [curve(seed, noise=noise)])
     assert (read.tokens, read.seconds, read.reached) == (1, 1, 1)
 
@@ -106,7 +106,7 @@ def test_the_interval_is_students_over_seeds_on_logarithms() -> None:
     assert (read.tokens_low, read.tokens_high) == pytest.approx((math.exp(want.low), math.exp(want.high)))
 
 
-def test_noise_in_the_evaluations_leaves_the_reading_about_right() -> None:
+def test_the_ratio_is_robust_to_noise_in_the_evaluations() -> None:
     arms = [curve(s, ahead=2, noise=0.02) for s in range(20)]
     others = [replace(curve(s + 500, noise=0.02), seed=s) for s in range(20)]
     read = cost_ratio(arms, others)
@@ -114,7 +114,7 @@ def test_noise_in_the_evaluations_leaves_the_reading_about_right() -> None:
     assert read.tokens == pytest.approx(0.5, rel=0.06)
 
 
-def test_only_seeds_with_two_readable_curves_are_read() -> None:
+def test_only_seeds_with_two_usable_curves_count() -> None:
     short = Curve(seed=1, tokens=(0, 1000), seconds=(0.0, 1.0), bits_per_byte=(8.0, 3.0))
     empty = Curve(seed=2, tokens=(), seconds=(), bits_per_byte=())
     read = cost_ratio([curve(0, ahead=2), short, empty, curve(3)], [curve(0), curve(1), curve(2)])
@@ -123,7 +123,7 @@ def test_only_seeds_with_two_readable_curves_are_read() -> None:
     assert cost_ratio([], []) is None
 
 
-def test_arms_of_different_lengths_are_read_each_on_its_own_plateau() -> None:
+def test_arms_of_different_lengths_use_their_own_plateaus() -> None:
     longer = tuple(2 * t for t in TOKENS)
     assert cost_ratio([curve(tokens=longer)], [curve()]).tokens == pytest.approx(1)
     assert cost_ratio([curve(tokens=longer, ahead=0.5)], [curve()]).tokens == pytest.approx(2)

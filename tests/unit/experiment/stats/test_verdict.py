@@ -31,7 +31,7 @@ NONE = (0.001, -0.001, 0.0005, -0.0015, 0.002)
 WIDE = (0.05, -0.04, 0.06, -0.01, 0.03)
 
 
-def test_a_clear_difference_is_worse_or_better_and_says_by_how_much() -> None:
+def test_a_clear_difference_is_better_or_worse_with_its_size() -> None:
     worse, better = verdicts(up=made(*CLEAR), down=made(*(-x for x in CLEAR)))
     assert (worse.kind, better.kind) == ("worse", "better")
     assert worse.sentence == (
@@ -55,7 +55,7 @@ def test_a_difference_within_the_margin_is_equivalent() -> None:
     assert found.advice is None
 
 
-def test_a_difference_that_is_real_and_within_the_margin_is_worse_and_said_to_be_small() -> None:
+def test_a_significant_difference_within_the_margin_is_called_small() -> None:
     (found,) = verdicts(arm=made(*(x / 10 for x in CLEAR)))
     assert found.kind == "worse"
     assert (
@@ -63,7 +63,7 @@ def test_a_difference_that_is_real_and_within_the_margin_is_worse_and_said_to_be
     )
 
 
-def test_a_difference_that_could_be_either_is_undecided_and_says_what_it_takes() -> None:
+def test_an_uncertain_difference_is_undecided_with_advice() -> None:
     (found,) = verdicts(arm=made(*WIDE))
     assert found.kind == "undecided"
     assert found.sentence == (
@@ -79,7 +79,7 @@ def test_a_difference_that_could_be_either_is_undecided_and_says_what_it_takes()
     assert "a new design, with an error rate of 0.01" in found.advice
 
 
-def test_within_the_margin_the_advice_is_what_tells_the_margin_from_nothing() -> None:
+def test_within_the_margin_the_advice_is_about_the_margin() -> None:
     (found,) = verdicts(arm=made(0.02, -0.02, 0.012, -0.01, 0.001))
     assert found.kind == "undecided"
     assert "distinguish a difference of 0.010 bits per byte (the margin) from none" in found.advice
@@ -92,7 +92,7 @@ def test_within_the_margin_the_advice_is_what_tells_the_margin_from_nothing() ->
     assert (farthest < 0.01).mean() == pytest.approx(0.8, abs=0.05)
 
 
-def test_two_seeds_take_their_spread_from_calibration_and_say_so() -> None:
+def test_advice_for_two_seeds_uses_the_calibrated_spread() -> None:
     (found,) = verdicts(arm=made(0.02, 0.05))
     assert found.kind == "undecided"
     assert "based on a calibrated spread" in found.advice
@@ -105,12 +105,12 @@ def test_more_arms_need_more_seeds() -> None:
     assert needed[1] > needed[0]
 
 
-def test_the_interval_that_just_fits_the_margin_is_just_equivalent() -> None:
+def test_an_interval_that_just_fits_the_margin_is_equivalent() -> None:
     found = made(*NONE)
     assert equivalence(found, max(-found.low, found.high)) == pytest.approx(0.05)
 
 
-def test_documents_that_disagree_need_more_text_and_not_more_seeds() -> None:
+def test_document_variance_calls_for_more_documents() -> None:
     (found,) = verdicts(arm=made(0.003, 0.004, 0.002, pull=0.1))
     assert found.kind == "undecided"
     assert "No number of seeds" in found.advice
@@ -126,7 +126,7 @@ def test_beyond_a_thousand_seeds_no_number_is_given() -> None:
     )
 
 
-def test_very_many_seeds_are_called_many() -> None:
+def test_advice_of_many_seeds_suggests_alternatives() -> None:
     (found,) = verdicts(arm=made(0.02, -0.01, 0.03, 0.0, 0.02))
     assert "may be cheaper" not in found.advice
     (found,) = verdicts(arm=made(0.05, -0.045, 0.06, -0.07, 0.001))
@@ -143,7 +143,7 @@ def test_one_seed_has_no_interval_and_no_verdict() -> None:
     assert "at least 3 seeds" in found.advice
 
 
-def test_an_arm_without_a_pair_says_so_and_counts_among_the_arms() -> None:
+def test_an_arm_without_a_pair_is_undecided_and_counts_for_holm() -> None:
     lost, arm = verdicts(lost=None, arm=made(0.011, 0.029, 0.0145))
     assert lost.kind == "undecided"
     assert "no seed has finished runs of both" in lost.sentence
@@ -158,22 +158,22 @@ def test_missing_seeds_are_named() -> None:
         assert f"Only {len(pairs)} of 7 seeds have finished runs of both arms" in found.sentence
 
 
-def test_large_differences_are_told_in_plain_percent() -> None:
+def test_large_differences_are_whole_percentages() -> None:
     assert "152% of standard's loss" in verdicts(arm=made(*(100 * x - 0.06 for x in CLEAR)))[0].sentence
 
 
-def test_a_single_document_says_nothing_of_others() -> None:
+def test_a_single_document_is_remarked_on() -> None:
     (found,) = verdicts(arm=made(*CLEAR, documents=1))
     assert "only one held-out document" in found.sentence
 
 
-def test_runs_that_are_the_same_to_the_last_bit_are_equivalent() -> None:
+def test_identical_runs_are_equivalent() -> None:
     (found,) = verdicts(arm=made(0.0, 0.0, 0.0))
     assert found.kind == "equivalent"
     assert found.sentence == "arm is equivalent to standard: every pair of runs has the same loss (3 seeds)."
 
 
-def test_holms_correction_over_arms_decides_and_is_named_where_it_alone_does() -> None:
+def test_a_verdict_changed_by_holms_correction_says_so() -> None:
     edge = made(0.010, 0.030, 0.022, 0.005, 0.019)
     assert 0.0125 < edge.p < 0.05
     assert verdicts(arm=edge)[0].kind == "worse"
@@ -199,7 +199,7 @@ def test_equivalence_is_corrected_over_arms_too() -> None:
     alpha=st.sampled_from([0.05, 0.04, 0.008]),
 )
 @settings(deadline=None, max_examples=25)
-def test_a_single_arms_verdict_is_what_its_interval_shows(values: list[float], pull: float, alpha: float) -> None:
+def test_the_verdict_of_a_single_arm_agrees_with_its_interval(values: list[float], pull: float, alpha: float) -> None:
     found = made(*values, alpha=alpha, pull=pull)
     (verdict,) = verdicts(alpha=alpha, arm=found)
     if found.high < -1e-12:
@@ -214,7 +214,7 @@ def test_a_single_arms_verdict_is_what_its_interval_shows(values: list[float], p
 
 @given(shift=st.lists(st.floats(-0.04, 0.04), min_size=1, max_size=5), seed=st.integers(0, 10**6))
 @settings(deadline=None, max_examples=25)
-def test_an_arm_is_told_apart_exactly_where_holms_p_is_below_alpha(shift: list[float], seed: int) -> None:
+def test_an_arm_differs_if_and_only_if_holms_p_is_below_alpha(shift: list[float], seed: int) -> None:
     rng = np.random.default_rng(seed)
     arms = {f"arm{i}": made(*(mean + 0.01 * rng.standard_normal(4))) for i, mean in enumerate(shift)}
     kinds = [verdict.kind for verdict in verdicts(**arms)]
@@ -222,12 +222,12 @@ def test_an_arm_is_told_apart_exactly_where_holms_p_is_below_alpha(shift: list[f
     assert [kind in ("better", "worse") for kind in kinds] == [p < 0.05 for p in adjusted]
 
 
-def test_the_margin_is_half_a_percent_of_the_baselines_loss_unless_said() -> None:
+def test_the_default_margin_is_half_a_percent_of_the_baselines_loss() -> None:
     (found,) = judge({"arm": made(*NONE)}, baseline="standard", loss=3.0, alpha=0.05, seeds=5)
     assert "within the margin of 0.015 bits per byte (0.5% of standard's loss)" in found.sentence
 
 
-def test_two_seeds_of_a_task_rest_on_their_own_spread_since_calibration_was_on_text() -> None:
+def test_two_seeds_on_a_task_use_their_own_spread() -> None:
     bits = np.array([[1.0] * 4, [-0.4] * 4]) * math.log(2)
     found = difference(bits, np.zeros_like(bits), np.ones(4), calibrated=False)
     assert found.smallest_rests_on == "its own spread"
@@ -236,7 +236,7 @@ def test_two_seeds_of_a_task_rest_on_their_own_spread_since_calibration_was_on_t
     assert "based on the spread over its seeds" in (verdict.advice or "")
 
 
-def test_a_task_is_judged_in_bits_per_answer_token() -> None:
+def test_verdicts_on_a_task_are_in_bits_per_answer_token() -> None:
     arms = {"clear": made(*CLEAR), "same": made(*NONE), "wide": made(*WIDE), "alone": made(0.03)}
     found = judge(arms, baseline="standard", loss=2.0, alpha=0.05, seeds=5, margin=0.01, unit="answer token")
     for verdict in found:
@@ -244,22 +244,22 @@ def test_a_task_is_judged_in_bits_per_answer_token() -> None:
         assert "byte" not in verdict.sentence + (verdict.advice or "")
 
 
-def test_the_interval_is_named_by_its_own_level() -> None:
+def test_the_sentence_states_the_level() -> None:
     assert "(96% interval" in verdicts(alpha=0.04, arm=made(*CLEAR, alpha=0.04))[0].sentence
     assert "(99.2% interval" in verdicts(alpha=0.008, arm=made(*CLEAR, alpha=0.008))[0].sentence
 
 
-def test_a_difference_made_at_another_level_is_refused() -> None:
+def test_a_difference_at_another_level_is_refused() -> None:
     with pytest.raises(ValueError, match=r"level 0.95 cannot be judged at alpha 0.04"):
         verdicts(alpha=0.04, arm=made(*CLEAR))
 
 
-def test_a_margin_of_nothing_is_refused() -> None:
+def test_a_zero_margin_is_refused() -> None:
     with pytest.raises(ValueError, match="above 0 bits per byte, got 0"):
         verdicts(arm=made(*NONE), margin=0.0)
 
 
-def test_looks_share_out_the_error_rate_and_never_use_it_up() -> None:
+def test_looks_never_spend_the_whole_error_rate() -> None:
     chosen_rates = [look_rate(0.05, look) for look in range(1, 30)]
     assert chosen_rates[:3] == pytest.approx([0.04, 0.008, 0.0016])
     assert sum(chosen_rates) == pytest.approx(0.05)

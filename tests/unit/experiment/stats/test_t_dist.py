@@ -34,7 +34,7 @@ def test_with_a_known_spread_the_power_is_that_of_the_noncentral_t(seeds: int, e
 
 
 @pytest.mark.parametrize(("seeds", "by_document"), [(2, 2.0), (3, 2.0), (5, 1.0), (10, 4.0)])
-def test_with_documents_that_differ_the_power_is_what_studies_on_paper_find(seeds: int, by_document: float) -> None:
+def test_power_with_document_variance_matches_simulated_studies(seeds: int, by_document: float) -> None:
     rng = np.random.default_rng(0)
     bits = rng.standard_normal((4000, seeds, 1)) + by_document * rng.standard_normal((4000, 1, 100))
     effect = smallest_effect(spread=1.0, seeds=seeds, alpha=0.05, documents=by_document / 10)
@@ -49,20 +49,20 @@ def test_with_documents_that_differ_the_power_is_what_studies_on_paper_find(seed
     alpha=st.sampled_from([0.05, 0.04, 0.008, 0.001]),
 )
 @settings(deadline=None, max_examples=25)
-def test_the_smallest_effect_is_found_four_times_in_five(seeds: int, spread: float, part: float, alpha: float) -> None:
+def test_the_smallest_effect_has_power_0_8(seeds: int, spread: float, part: float, alpha: float) -> None:
     known = {"spread": spread, "seeds": seeds, "alpha": alpha, "documents": part * spread}
     assert power(smallest_effect(**known), **known) == pytest.approx(0.8, abs=1e-5)
 
 
 @given(effect=st.floats(0.2, 5), alpha=st.sampled_from([0.05, 0.008]), chance=st.sampled_from([0.8, 0.9]))
 @settings(deadline=None, max_examples=25)
-def test_the_seeds_needed_are_enough_and_no_fewer_are(effect: float, alpha: float, chance: float) -> None:
+def test_seeds_needed_is_the_smallest_sufficient_number(effect: float, alpha: float, chance: float) -> None:
     needed = seeds_needed(effect, spread=1.0, alpha=alpha, chance=chance)
     assert power(effect, spread=1.0, seeds=needed, alpha=alpha) >= chance
     assert needed == 2 or power(effect, spread=1.0, seeds=needed - 1, alpha=alpha) < chance
 
 
-def test_no_number_of_seeds_removes_what_documents_add() -> None:
+def test_no_number_of_seeds_removes_document_variance() -> None:
     assert seeds_needed(1.0, spread=1.0, alpha=0.05, documents=0.5) is None
     assert seeds_needed(1.0, spread=1.0, alpha=0.05, documents=0.2) > seeds_needed(1.0, spread=1.0, alpha=0.05)
     assert seeds_needed(50.0, spread=1.0, alpha=0.05) == 2
@@ -78,7 +78,7 @@ def on_paper(seeds: int, effect: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("seeds", [3, 5, 10])
 @pytest.mark.parametrize("truth", [0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95])
-def test_the_power_announced_is_on_average_what_is_found(seeds: int, truth: float) -> None:
+def test_observed_power_is_calibrated_on_average(seeds: int, truth: float) -> None:
     """Equation (2), over studies whose true power is known."""
     effects = np.linspace(0, 8, 100)
     effect = float(np.interp(truth, [power(e, spread=1.0, seeds=seeds, alpha=0.05) for e in effects], effects))
@@ -87,7 +87,7 @@ def test_the_power_announced_is_on_average_what_is_found(seeds: int, truth: floa
     assert np.mean(announced) == pytest.approx(truth, abs=0.07)
 
 
-def test_an_estimated_spread_in_place_of_the_known_one_would_promise_too_much() -> None:
+def test_power_from_an_estimated_spread_is_too_optimistic() -> None:
     effect = smallest_effect(spread=1.0, seeds=3, alpha=0.05) / 1.59  # found in half of the studies
     assert power(effect, spread=1.0, seeds=3, alpha=0.05) == pytest.approx(0.5, abs=0.02)
     _, spreads = on_paper(3)
@@ -95,7 +95,7 @@ def test_an_estimated_spread_in_place_of_the_known_one_would_promise_too_much() 
 
 
 @pytest.mark.parametrize("seeds", [3, 5, 10])
-def test_a_study_finds_the_smallest_effect_it_announces_four_times_in_five(seeds: int) -> None:
+def test_a_study_detects_its_smallest_effect_with_power_0_8(seeds: int) -> None:
     means, spreads = on_paper(seeds)
     errors = spreads / math.sqrt(seeds)
     smallest = np.array([observed_smallest((error, seeds - 1), alpha=0.04) for error in errors[:4000]])
@@ -103,21 +103,21 @@ def test_a_study_finds_the_smallest_effect_it_announces_four_times_in_five(seeds
     assert found.mean() == pytest.approx(0.8, abs=0.02)
 
 
-def test_of_two_yardsticks_the_worse_one_speaks() -> None:
+def test_the_larger_of_two_standard_errors_counts() -> None:
     sharp, blunt = (0.01, 4), (0.02, 9)
     assert observed_power(0.05, sharp, blunt, alpha=0.05) == observed_power(0.05, blunt, alpha=0.05)
     assert observed_smallest(sharp, blunt, alpha=0.05) == observed_smallest(blunt, alpha=0.05)
     assert observed_power(observed_smallest(blunt, alpha=0.05), blunt, alpha=0.05) == pytest.approx(0.8)
 
 
-def test_the_t_distribution_is_scipys() -> None:
+def test_the_t_distribution_equals_scipys() -> None:
     assert float(quantile(0.98, 2.5)) == pytest.approx(stats.t.ppf(0.98, 2.5))
     assert float(tail(3.0, (2.0, 7))) == pytest.approx(stats.t.sf(1.5, 7))
     assert float(half_width(0.9, (2.0, math.inf))) == pytest.approx(2 * stats.norm.ppf(0.95))
     assert [float(tail(x, (0.0, 3))) for x in (-1.0, 0.0, 1.0)] == [1, 0.5, 0]
 
 
-def test_a_sum_of_two_errors_has_welchs_degrees_of_freedom() -> None:
+def test_a_sum_of_two_variances_has_welchs_degrees_of_freedom() -> None:
     one, two = np.array([1.0, 2.0, 4.0, 4.5]), np.array([3.0, 3.5, 9.0, 1.0, 0.0, 2.0])
     error, freedom = combined(one.var(ddof=1) / 4, 3, two.var(ddof=1) / 6, 5)
     want = stats.ttest_ind(one, two, equal_var=False)
@@ -126,7 +126,7 @@ def test_a_sum_of_two_errors_has_welchs_degrees_of_freedom() -> None:
     assert combined(0.0, 3, 0.0, 5) == (0, 3)
 
 
-def test_what_has_no_power_is_refused() -> None:
+def test_invalid_arguments_of_power_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 2 seeds, got 1"):
         power(1.0, spread=1.0, seeds=1, alpha=0.05)
     with pytest.raises(ValueError, match="a spread or documents above 0"):

@@ -90,7 +90,7 @@ def test_the_record_holds_enough_runs() -> None:
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-def test_standard_is_told_from_standard_no_more_often_than_the_error_rate_allows(seeds: int) -> None:
+def test_standard_differs_from_standard_no_more_often_than_the_error_rate(seeds: int) -> None:
     studies = draw(np.random.default_rng(0), seeds)
     said = np.array(kinds(studies))
     claimed = (said == "better") | (said == "worse")
@@ -99,7 +99,7 @@ def test_standard_is_told_from_standard_no_more_often_than_the_error_rate_allows
     assert claimed.mean() < 0.07  # and the rate itself is near 5 %: a bound alone could hide behind its width
 
 
-def test_two_arms_at_once_have_one_error_rate_between_them() -> None:
+def test_two_arms_share_one_error_rate() -> None:
     rng = np.random.default_rng(4)
     false = 0
     for _ in range(STUDIES):
@@ -112,12 +112,12 @@ def test_two_arms_at_once_have_one_error_rate_between_them() -> None:
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5])
-def test_a_percentile_bootstrap_over_seeds_is_told_apart_far_too_often(seeds: int) -> None:
+def test_a_percentile_bootstrap_over_seeds_has_too_many_false_positives(seeds: int) -> None:
     """Why it is not used."""
     assert lower_bound(naive, seeds, times=100) > ALPHA
 
 
-def test_the_spread_that_two_seeds_announce_with_is_the_recorded_one() -> None:
+def test_the_calibrated_spread_is_that_of_the_record() -> None:
     paired_variance = 2 * LOSSES.var(axis=1, ddof=1).mean()
     assert pytest.approx(math.sqrt(paired_variance) / LOSSES.mean(), abs=5e-5) == RELATIVE_SPREAD
 
@@ -146,7 +146,7 @@ def announced(studies: Studies, effect: float) -> float:
 
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("truth", [0.3, 0.5, 0.8, 0.9])
-def test_a_planted_effect_is_found_at_the_power_that_the_studies_announce(seeds: int, truth: float) -> None:
+def test_a_planted_effect_is_detected_with_the_stated_power(seeds: int, truth: float) -> None:
     known = {"spread": RELATIVE_SPREAD * float(LOSSES.mean()), "seeds": seeds, "alpha": ALPHA}
     effects = np.linspace(0, 0.4, 200)
     effect = float(np.interp(truth, [power(e, **known) for e in effects], effects))
@@ -158,7 +158,7 @@ def test_a_planted_effect_is_found_at_the_power_that_the_studies_announce(seeds:
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-def test_the_smallest_effect_that_a_study_names_is_found_four_times_in_five(seeds: int) -> None:
+def test_the_stated_smallest_effect_is_detected_with_power_0_8(seeds: int) -> None:
     studies = draw(np.random.default_rng(2), seeds)
     rate = []
     for arm, baseline in zip(*studies, strict=True):
@@ -169,7 +169,7 @@ def test_the_smallest_effect_that_a_study_names_is_found_four_times_in_five(seed
 
 
 @pytest.mark.parametrize("seeds", [3, 5, 10])
-def test_standard_does_not_spread_unlike_standard_more_often_than_the_error_rate_allows(seeds: int) -> None:
+def test_spreads_of_standard_and_standard_differ_no_more_often_than_the_error_rate(seeds: int) -> None:
     def unlike(studies: Studies) -> np.ndarray:
         losses = [nats.sum(-1) / math.log(2) / BYTES.sum() for nats in studies]
         return np.array([spread_ratio(list(x), list(y)).p < ALPHA for x, y in zip(*losses, strict=True)])

@@ -46,7 +46,7 @@ def numbers(found: object) -> list[float]:
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5, 10])
-def test_with_one_document_it_is_the_paired_t_test(seeds: int) -> None:
+def test_one_document_gives_the_paired_t_test(seeds: int) -> None:
     arm, baseline, sizes = study(seeds, 1, seed=seeds)
     found = difference(arm, baseline, sizes, level=0.9)
     bits = [(nats / LN2 / sizes).ravel() for nats in (arm, baseline)]
@@ -77,7 +77,7 @@ def test_documents_of_equal_size_add_the_component_of_a_two_way_analysis_of_vari
 
 @given(sizes=st.lists(st.integers(1, 1000), min_size=2, max_size=9))
 @settings(deadline=None, max_examples=25)
-def test_the_documents_count_as_their_matrix_says(sizes: list[int]) -> None:
+def test_the_document_factor_equals_its_matrix_form(sizes: list[int]) -> None:
     w = np.array(sizes) / sum(sizes)
     pull = np.diag(w) @ (np.eye(len(w)) - np.outer(np.ones(len(w)), w))
     gram = pull @ pull.T
@@ -101,14 +101,14 @@ def simulated(seeds: int, *, by_seed: float, by_document: float, rest: float, se
     ("by_seed", "by_document", "rest"),
     [(1, 0, 0), (1, 0, 5), (1, 5, 0), (1, 5, 5), (1, 15, 0), (0.01, 5, 5)],
 )
-def test_wherever_the_variation_comes_from_the_interval_errs_no_more_than_it_says(
+def test_the_interval_keeps_its_level_for_every_source_of_variance(
     seeds: int, by_seed: float, by_document: float, rest: float
 ) -> None:
     bits, sizes = simulated(seeds, by_seed=by_seed, by_document=by_document, rest=rest)
     assert (paired(bits, np.zeros_like(bits), sizes).p() < 0.05).mean() < 0.062
 
 
-def test_seeds_alone_err_where_documents_differ_and_satterthwaite_alone_with_two_seeds() -> None:
+def test_each_of_the_two_intervals_alone_errs_too_often() -> None:
     bits, sizes = simulated(5, by_seed=1, by_document=15, rest=0)
     found = paired(bits, np.zeros_like(bits), sizes)
     assert (np.abs(found.mean) > half_width(0.95, found.std_errs[0])).mean() > 0.4
@@ -131,7 +131,7 @@ def test_the_interval_is_never_narrower_than_the_paired_t_over_seeds(case: tuple
 
 @given(case=cases, level=st.sampled_from([0.9, 0.95, 0.96, 0.992]))
 @settings(deadline=None, max_examples=25)
-def test_the_p_value_is_below_alpha_exactly_where_the_interval_leaves_out_zero(
+def test_the_p_value_is_below_alpha_if_and_only_if_the_interval_excludes_zero(
     case: tuple[int, int, int], level: float
 ) -> None:
     found = difference(*study(case[0], case[1], seed=case[2], shift=0.03), level=level)
@@ -143,7 +143,7 @@ def test_the_p_value_is_below_alpha_exactly_where_the_interval_leaves_out_zero(
 
 @given(case=cases)
 @settings(deadline=None, max_examples=25)
-def test_swapping_the_arms_turns_the_sign_and_nothing_else(case: tuple[int, int, int]) -> None:
+def test_swapping_the_arms_only_changes_the_sign(case: tuple[int, int, int]) -> None:
     arm, baseline, sizes = study(case[0], case[1], seed=case[2])
     one = difference(arm, baseline, sizes, prior_spread=0.01)
     two = difference(baseline, arm, sizes, prior_spread=0.01)
@@ -153,7 +153,7 @@ def test_swapping_the_arms_turns_the_sign_and_nothing_else(case: tuple[int, int,
 
 @given(case=cases, factor=st.floats(0.01, 100))
 @settings(deadline=None, max_examples=25)
-def test_losses_in_another_unit_give_the_same_answer_in_that_unit(case: tuple[int, int, int], factor: float) -> None:
+def test_scaling_the_losses_scales_the_difference(case: tuple[int, int, int], factor: float) -> None:
     arm, baseline, sizes = study(case[0], case[1], seed=case[2])
     one, two = difference(arm, baseline, sizes), difference(factor * arm, factor * baseline, sizes)
     for name in ("mean", "spread", "error", "low", "high", "smallest"):
@@ -166,7 +166,7 @@ def test_losses_in_another_unit_give_the_same_answer_in_that_unit(case: tuple[in
 
 @given(case=cases, data=st.data())
 @settings(deadline=None, max_examples=25)
-def test_neither_the_order_of_seeds_nor_of_documents_matters(case: tuple[int, int, int], data: st.DataObject) -> None:
+def test_the_order_of_seeds_and_documents_does_not_matter(case: tuple[int, int, int], data: st.DataObject) -> None:
     arm, baseline, sizes = study(case[0], case[1], seed=case[2])
     rows = np.array(data.draw(st.permutations(range(case[0]))))
     columns = np.array(data.draw(st.permutations(range(case[1]))))
@@ -176,7 +176,7 @@ def test_neither_the_order_of_seeds_nor_of_documents_matters(case: tuple[int, in
 
 @given(case=cases)
 @settings(deadline=None, max_examples=25)
-def test_what_both_arms_share_on_a_document_changes_nothing(case: tuple[int, int, int]) -> None:
+def test_a_loss_common_to_both_arms_changes_nothing(case: tuple[int, int, int]) -> None:
     arm, baseline, sizes = study(case[0], case[1], seed=case[2])
     shared = np.random.default_rng(case[2]).uniform(0, 100, (case[0], case[1]))
     one = difference(arm, baseline, sizes, prior_spread=0.01)
@@ -202,14 +202,14 @@ def test_one_seed_has_a_difference_and_no_interval() -> None:
         one_sided_p(found, 0.0)
 
 
-def test_identical_runs_differ_by_nothing_at_all() -> None:
+def test_identical_runs_have_no_difference() -> None:
     arm, _, sizes = study(6, 4)
     found = difference(arm, arm.copy(), sizes)
     assert (found.mean, found.spread, found.error, found.low, found.high) == (0, 0, 0, 0, 0)
     assert (found.p, found.p_signs, found.smallest) == (1, 1, 0)
 
 
-def test_a_difference_without_spread_leaves_only_the_documents_to_doubt() -> None:
+def test_a_difference_without_spread_has_only_document_error() -> None:
     nats, sizes = np.full((3, 2), 8.0), np.array([4, 4])
     sure = difference(nats - 2, nats, sizes)
     assert (sure.p, sure.high - sure.low) == pytest.approx((0, 0), abs=1e-12)
@@ -219,7 +219,7 @@ def test_a_difference_without_spread_leaves_only_the_documents_to_doubt() -> Non
     assert mixed.error == pytest.approx(1 / 4 / LN2)  # the standard error of 1/4 and 3/4 nats a byte
 
 
-def test_two_seeds_announce_what_calibration_says_and_more_seeds_their_own() -> None:
+def test_two_seeds_use_the_calibrated_spread_and_more_seeds_their_own() -> None:
     two, five = difference(*study(2, 4)), difference(*study(5, 4))
     assert (two.smallest_rests_on, five.smallest_rests_on) == ("calibration", "its own spread")
     wider = difference(*study(2, 1), prior_spread=0.02).smallest / difference(*study(2, 1), prior_spread=0.01).smallest
@@ -227,14 +227,14 @@ def test_two_seeds_announce_what_calibration_says_and_more_seeds_their_own() -> 
     assert difference(*study(5, 4), prior_spread=9.0).smallest == five.smallest
 
 
-def test_documents_that_disagree_make_the_smallest_effect_of_two_seeds_larger() -> None:
+def test_document_variance_increases_the_smallest_effect_of_two_seeds() -> None:
     nats, pulls, sizes = np.zeros((2, 4)), np.array([1.0, -1.0, 2.0, -2.0]), np.ones(4)
     alike = difference(nats, nats, sizes, prior_spread=0.01)
     apart = difference(nats + pulls, nats, sizes, prior_spread=0.01)
     assert apart.smallest > 1.5 * alike.smallest
 
 
-def test_more_arms_make_the_smallest_effect_larger_and_leave_the_interval_alone() -> None:
+def test_more_arms_increase_the_smallest_effect_and_not_the_interval() -> None:
     one, seven = difference(*study(5, 4)), difference(*study(5, 4), comparisons=7)
     assert (one.low, one.high, one.p) == (seven.low, seven.high, seven.p)
     assert seven.smallest > 1.2 * one.smallest
@@ -249,7 +249,7 @@ def test_more_arms_make_the_smallest_effect_larger_and_leave_the_interval_alone(
         (np.ones((2, 3)), np.ones((2, 3)), np.zeros(3), "bytes"),
     ],
 )
-def test_what_cannot_be_paired_is_refused(arm: np.ndarray, baseline: np.ndarray, sizes: np.ndarray, said: str) -> None:
+def test_unpaired_arrays_are_refused(arm: np.ndarray, baseline: np.ndarray, sizes: np.ndarray, said: str) -> None:
     with pytest.raises(Exception, match=f"{said}|Type-check"):
         difference(arm, baseline, sizes)
 
@@ -285,7 +285,7 @@ def test_sign_flips_drawn_at_random_agree_with_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("seeds", "level", "given"), [(5, 0.95, False), (6, 0.95, True), (6, 0.98, False), (7, 0.98, True)]
 )
-def test_sign_flips_are_given_only_where_they_can_reach_the_level(seeds: int, level: float, given: bool) -> None:
+def test_sign_flips_are_omitted_if_they_cannot_reach_the_level(seeds: int, level: float, given: bool) -> None:
     assert (difference(*study(seeds, 3), level=level).p_signs is not None) == given
 
 
@@ -321,7 +321,7 @@ def pitman_morgan(arm: np.ndarray, baseline: np.ndarray) -> float:
 
 @given(case=pairs)
 @settings(deadline=None, max_examples=25)
-def test_spreads_are_tested_by_correlating_sums_with_differences_and_by_the_pulls_of_pairs(
+def test_the_spread_test_combines_pitman_morgan_and_a_heavy_tailed_test(
     case: tuple[int, int],
 ) -> None:
     arm, baseline = two_arms(*case)
@@ -336,7 +336,7 @@ def test_spreads_are_tested_by_correlating_sums_with_differences_and_by_the_pull
 
 @given(case=pairs, level=st.sampled_from([0.9, 0.95]))
 @settings(deadline=None, max_examples=25)
-def test_the_interval_of_a_ratio_holds_what_the_test_does_not_reject(case: tuple[int, int], level: float) -> None:
+def test_the_interval_of_a_spread_ratio_inverts_its_test(case: tuple[int, int], level: float) -> None:
     arm, baseline = two_arms(*case)
     found = spread_ratio(list(arm), list(baseline), level=level)
     for end in (found.low, found.high):
@@ -348,14 +348,14 @@ def test_the_interval_of_a_ratio_holds_what_the_test_does_not_reject(case: tuple
 
 @pytest.mark.parametrize("seeds", [3, 5, 10])
 @pytest.mark.parametrize("law", ["normal", "gamma"])
-def test_arms_that_spread_alike_are_rarely_called_unlike(seeds: int, law: str) -> None:
+def test_equal_spreads_are_rarely_called_different(seeds: int, law: str) -> None:
     rng = np.random.default_rng(0)
     draw = rng.standard_normal if law == "normal" else lambda size: rng.gamma(8.0, size=size)
     ps = [spread_ratio(list(draw(seeds)), list(draw(seeds))).p for _ in range(1000)]
     assert np.mean(np.array(ps) < 0.05) < 0.07
 
 
-def test_too_few_seeds_or_no_variation_leave_the_spread_open() -> None:
+def test_too_few_seeds_or_no_variance_give_no_interval() -> None:
     assert spread_ratio([1.0], [2.0]) is None
     assert spread_ratio([1.0, 2.0], [3.0, 3.0]) is None
     two = spread_ratio([1.0, 3.0], [1.0, 2.0])
