@@ -26,9 +26,17 @@ from qkflow.config import from_dict, to_dict
 from qkflow.data import Corpus, Split, open_corpus, windows
 from qkflow.data.tasks import TaskConfig, open_task
 from qkflow.errors import UsageError
-from qkflow.experiment.budget import choose_budget, evaluation_tokens, measure_speeds, tuning_steps
+from qkflow.experiment.budget import (
+    DECAY,
+    EVALUATIONS,
+    TUNING_EVALUATIONS,
+    SizedArms,
+    choose_budget,
+    evaluation_tokens,
+    measure_speeds,
+    tuning_steps,
+)
 from qkflow.experiment.executors.base import Executor
-from qkflow.experiment.matching import DECAY, EVALUATIONS, TUNING_EVALUATIONS, SizedArms
 from qkflow.experiment.spec import Device, ExperimentSpec, parse_arm, refuse_duplicate_arms
 from qkflow.experiment.stats.verdict import look_rate
 from qkflow.io import write_json

@@ -15,6 +15,7 @@ import numpy as np
 
 from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError
+from qkflow.experiment.budget import DECAY, EVALUATIONS
 from qkflow.experiment.design import (
     ArmDesign,
     Design,
@@ -24,7 +25,6 @@ from qkflow.experiment.design import (
     read_design,
     tuning_losses,
 )
-from qkflow.experiment.matching import DECAY, EVALUATIONS
 from qkflow.experiment.metrics.rationale import RationaleSummary, read_rationale
 from qkflow.experiment.metrics.recall import RecallSummary, read_recall_summary
 from qkflow.experiment.run_status import read_status

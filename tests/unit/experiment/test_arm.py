@@ -11,8 +11,8 @@ import pytest
 
 from qkflow.circuits import RatioSchedule
 from qkflow.errors import UsageError
+from qkflow.experiment.budget import match_arms, refuse_duplicate_arms
 from qkflow.experiment.design import Design, make_design, planned_runs, read_design, write_design
-from qkflow.experiment.matching import match_arms, refuse_duplicate_arms
 from qkflow.experiment.spec import ExperimentSpec, parse_arm
 
 Ask = Callable[..., ExperimentSpec]

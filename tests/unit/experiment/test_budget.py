@@ -21,15 +21,16 @@ from qkflow.experiment import design as planning
 from qkflow.experiment.budget import (
     PREFERENCES,
     BudgetChoice,
+    SizedArms,
     Workload,
     choose_budget,
     evaluation_tokens,
     makespan,
+    match_arms,
     predict_speeds,
     size_options,
     tuning_steps,
 )
-from qkflow.experiment.matching import SizedArms, match_arms
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.formatting import format_duration
 from qkflow.training.budget import Speed

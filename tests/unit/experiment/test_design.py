@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
+from qkflow.experiment.budget import match_arms, round_steps, steps_per_arm
 from qkflow.experiment.design import (
     Design,
     allocate_cores,
@@ -28,7 +29,6 @@ from qkflow.experiment.design import (
     read_design,
     write_design,
 )
-from qkflow.experiment.matching import match_arms, round_steps, steps_per_arm
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.mechanisms import StandardAttention, StandardConfig, register
 from qkflow.models import Decoder, DecoderConfig, parameters

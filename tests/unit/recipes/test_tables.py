@@ -11,7 +11,7 @@ import torch
 from qkflow.data import CorpusConfig, is_recall_task
 from qkflow.data.recall import parse_recall_spec
 from qkflow.errors import UsageError
-from qkflow.experiment.matching import match_arms
+from qkflow.experiment.budget import match_arms
 from qkflow.experiment.stats.verdict import Verdict
 from qkflow.models import SIZES, Decoder, parameters
 from qkflow.recipes import RECIPES, Claim, direction, recipe
