@@ -1,4 +1,4 @@
-"""A process that goes on with the study in a folder, to be killed at will. It says when runs are being made."""
+"""A process that resumes the study in a folder and prints when runs are in training. Tests kill it."""
 
 import sys
 

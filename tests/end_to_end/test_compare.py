@@ -1,4 +1,4 @@
-"""`qkflow compare`, `report` and `reproduce` as a user meets them."""
+"""`qkflow compare`, `report` and `reproduce` from the command line."""
 
 import csv
 import json

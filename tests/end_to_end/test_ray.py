@@ -1,4 +1,4 @@
-"""A study on a Ray cluster of two nodes, on this machine: workers and nodes may die, and nothing is lost."""
+"""A study on a local Ray cluster of two nodes: the results survive killed workers and removed nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks on the command line: trained on, measured, and refused where they do not fit."""
+"""Recall tasks on the command line."""
 
 import json
 from pathlib import Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -30,6 +31,12 @@ def sharpen(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     return main(["sharpen", *flags])
 
 
+def run_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *flags: str) -> str:
+    capsys.readouterr()
+    assert sharpen(monkeypatch, *flags) == 2
+    return capsys.readouterr().err
+
+
 def left(study: Path) -> dict[str, bytes]:
     return {str(path.relative_to(study)): path.read_bytes() for path in study.rglob("*") if path.is_file()}
 
@@ -53,6 +60,12 @@ def test_one_command_runs_the_study_and_a_second_run_changes_nothing(
     after = left(study)
     assert [name for name in before if after[name] != before[name] and name != "lock"] == []
     assert after.keys() == before.keys()
+    weights = study / "runs/standard_r=20/seed-1/weights.safetensors"
+    trained = weights.read_bytes()
+    shutil.rmtree(weights.parent)
+    assert main(["compare", "--resume", "study"]) == 0  # either command resumes any study
+    assert weights.read_bytes() == trained
+    assert "leave out --seeds" in run_fails(capsys, monkeypatch, "--resume", "study", "--seeds", "3")
 
 
 def posts(folder: Path) -> None:

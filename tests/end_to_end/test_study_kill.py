@@ -1,4 +1,4 @@
-"""A study that is killed at any instant, and gone on with, is the study that was never killed: bit for bit."""
+"""Studies resume bit-for-bit after SIGKILL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How laws judge what is not a whole mechanism: what it lacks, what it throws, what it answers."""
+"""Outcomes of laws for incomplete or failing mechanisms."""
 
 from __future__ import annotations
 

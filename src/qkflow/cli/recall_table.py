@@ -1,4 +1,4 @@
-"""A task's accuracy on the terminal: by number of pairs, or length against depth, in 80 columns."""
+"""Terminal tables of recall accuracy in 80 columns: by number of pairs, or by depth and length."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from rich.table import Table
 from qkflow.training import CellResult, together
 
 _ROWS = 21
-"""Depths under each other, at most: those of training instances lie anywhere, and are shown in bands."""
+"""Maximum number of depths; more are grouped into bands, since training instances have any depth."""
 _BAND = 10
-"""Percents of a band."""
+"""Width of a band, in percent."""
 _BLOCK = 6
-"""Lengths side by side: as many as have room with their intervals."""
+"""Lengths per table: as many as fit with their intervals."""
 
 
-def percent(part: float) -> str:
-    """A part as people read it, which is 0 or 100 only if it is.
+def percent(fraction: float) -> str:
+    """A fraction as a percentage, which is 0 or 100 only if the fraction is exactly 0 or 1.
 
     >>> percent(0.9812), percent(1.0), percent(0.9999), percent(1e-6)
     ('98.1 %', '100 %', '> 99.9 %', '< 0.1 %')
     """
-    if 0 < part < 0.0005:
+    if 0 < fraction < 0.0005:
         return "< 0.1 %"
-    if 0.9995 <= part < 1:
+    if 0.9995 <= fraction < 1:
         return "> 99.9 %"
-    return f"{part:.0%}".replace("%", " %") if part in (0, 1) else f"{100 * part:.1f} %"
+    return f"{fraction:.0%}".replace("%", " %") if fraction in (0, 1) else f"{100 * fraction:.1f} %"
 
 
 def tables(cells: Sequence[CellResult], axes: Sequence[str]) -> Iterator[Table]:
-    """The cells of a grid along the task's axes: a row a number of pairs, or a row a depth and a column a length."""
+    """Tables of a grid: one row per number of pairs, or one row per depth and one column per length."""
     if "depth" not in axes:
         yield _by_pairs(cells)
         return
     lengths = sorted({cell.length or 0 for cell in cells})
     for begin in range(0, len(lengths), _BLOCK):
-        yield _by_place(cells, lengths[begin : begin + _BLOCK])
+        yield _by_depth(cells, lengths[begin : begin + _BLOCK])
 
 
 def _by_pairs(cells: Sequence[CellResult]) -> Table:
@@ -49,8 +49,8 @@ def _by_pairs(cells: Sequence[CellResult]) -> Table:
     return table
 
 
-def _by_place(cells: Sequence[CellResult], lengths: Sequence[int]) -> Table:
-    """Accuracies in percent with their intervals; the last row has the mean over depths."""
+def _by_depth(cells: Sequence[CellResult], lengths: Sequence[int]) -> Table:
+    """Accuracies in percent with their intervals; the last row is the mean over depths."""
     table = Table(box=None, pad_edge=False)
     table.add_column("depth", justify="right", no_wrap=True)
     for length in lengths:
@@ -64,7 +64,7 @@ def _by_place(cells: Sequence[CellResult], lengths: Sequence[int]) -> Table:
 
 
 def _bands(depths: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
-    """Depths with their names, or where there are too many for a table, bands of them."""
+    """Labels and their depths: one depth each, or bands if there are too many."""
     if len(depths) <= _ROWS:
         return [(f"{depth} %", [depth]) for depth in depths]
     firsts = range(0, 100, _BAND)

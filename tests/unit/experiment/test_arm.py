@@ -1,4 +1,4 @@
-"""Arms that differ in how fast their queries and keys learn."""
+"""Arms with learning-rate ratios."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds become a size, seeds and steps; what the user has fixed stays."""
+"""Time budgets become a size, seeds and steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corpus notes: the figures move as the text does, and excerpts are held-out text."""
+"""Statistics and excerpts of corpora."""
 
 import random
 from pathlib import Path

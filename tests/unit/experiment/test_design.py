@@ -1,4 +1,4 @@
-"""Arms are matched, seeds are shared, and the design is on record."""
+"""Designs: matched arms, shared seeds, and the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls in processes of their own: what they return, how they die, and that they never outlive their parent."""
+"""Executors: results, crashes, stopping, and the lifetime of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More seeds for a study: a new design that names the old one, keeps its runs and shares its error rate."""
+"""Extending a study with more seeds."""
 
 from __future__ import annotations
 

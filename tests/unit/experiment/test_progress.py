@@ -1,4 +1,4 @@
-"""How far a study is, from the ends of its runs' metrics."""
+"""Progress of a study, read from metrics.jsonl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A study from its request to its last run, and back from every way to stop."""
+"""Running, stopping and resuming a study."""
 
 from __future__ import annotations
 

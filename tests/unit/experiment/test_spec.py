@@ -1,4 +1,4 @@
-"""What may be asked of a study."""
+"""Validation of experiment specs."""
 
 from __future__ import annotations
 

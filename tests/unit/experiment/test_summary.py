@@ -1,4 +1,4 @@
-"""A study's folder becomes its summary: pairs of finished runs, costs, remarks; what is missing is said."""
+"""The result of a study, read from its folder."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Reading learning curves against each other."""
+"""Cost ratios from learning curves."""
 
 from __future__ import annotations
 

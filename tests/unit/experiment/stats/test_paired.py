@@ -1,4 +1,4 @@
-"""Differences, p values and spreads: against scipy, by hand, and by the laws they obey."""
+"""Differences, p values and spread ratios: against scipy, by hand, and by their invariances."""
 
 from __future__ import annotations
 

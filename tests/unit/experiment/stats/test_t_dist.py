@@ -1,4 +1,4 @@
-"""What a study can see: against scipy's noncentral t, and against studies that are run on paper."""
+"""Student's t and power: against scipy's noncentral t and simulated studies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts: what is said of which differences, and in which words."""
+"""Verdicts and their sentences."""
 
 from __future__ import annotations
 
