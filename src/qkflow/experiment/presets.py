@@ -129,11 +129,9 @@ def sharpen_spec(
     refuse_duplicate_arms(arms)
     learning_rates = preset.rates if rates is None else tuple(rates)
     steps = preset.steps if steps is None else steps
-    base = task_defaults(
-        data=data,
-        model=model_for(data, open_task(data), mechanism=mechanism, form=form),
-        steps=steps,
-        lr=learning_rates[0],
+    model = model_for(data, open_task(data), mechanism=mechanism, form=form)
+    base = replace(
+        task_defaults(data=data, model=model, steps=steps, lr=learning_rates[0]),
         batch=preset.batch if batch is None else batch,
         optimizer=preset.optimizer,
         momentum=preset.momentum,

@@ -196,22 +196,24 @@ def read_result(study: Path | str) -> ExperimentResult:
     }
     rationale = None
     if design.spec.rationale is not None and "task" in corpus:
+        finished_runs = {
+            name: {run.run.seed: (run.folder, run.records) for run in arm_runs if run.result is not None}
+            for name, arm_runs in main.items()
+        }
+        failures = {
+            arm.name: tuple(
+                f"{run.folder.name}: {run.failed}" for run in runs if run.run.arm == arm.name and run.failed
+            )
+            for arm in design.arms
+        }
         rationale = read_rationale(
             design,
             design.spec.rationale,
             corpus["task"],
-            {
-                name: {run.run.seed: (run.folder, run.records) for run in arm_runs if run.result is not None}
-                for name, arm_runs in main.items()
-            },
+            finished_runs,
             rates=rates,
             tuning=tuning,
-            failures={
-                arm.name: tuple(
-                    f"{run.folder.name}: {run.failed}" for run in runs if run.run.arm == arm.name and run.failed
-                )
-                for arm in design.arms
-            },
+            failures=failures,
             environment=environment,
         )
     return ExperimentResult(

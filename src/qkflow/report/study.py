@@ -240,7 +240,7 @@ def _comparison_row(result: ExperimentResult, arm: ArmSummary, item: Comparison 
         mean / baseline if mean is not None and baseline else None,
         *attributes(difference, "level", "seeds", "documents", "spread", "error", "p"),
         None if item is None else item.p_holm,
-        *attributes(difference, "p_signs", "smallest", "smallest_rests_on", "by_seed"),
+        *attributes(difference, "p_signs", "smallest", "smallest_from", "by_seed"),
         *attributes(spread, "arm", "baseline", "ratio", "low", "high", "p"),
         *attributes(reach, "tokens", "tokens_low", "tokens_high", "seconds", "seconds_low", "seconds_high"),
         *attributes(reach, "reached", "seeds"),
@@ -248,7 +248,7 @@ def _comparison_row(result: ExperimentResult, arm: ArmSummary, item: Comparison 
 
 
 def _format_source(source: str | None) -> str:
-    return "the seeds of the arm" if source == "its own spread" else source or MISSING
+    return "the seeds of the arm" if source == "seeds" else source or MISSING
 
 
 def _format_reach(ratio: float | None, low: float | None, high: float | None) -> str:

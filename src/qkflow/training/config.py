@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from qkflow.circuits import RatioSchedule
 from qkflow.data import CorpusConfig
@@ -149,26 +149,29 @@ class TrainConfig:
         return self.steps * self.batch * self.context
 
 
-def task_defaults(*, data: TaskConfig, model: ModelConfig, steps: int, lr: float, **options: Any) -> TrainConfig:
+def task_defaults(*, data: TaskConfig, model: ModelConfig, steps: int, lr: float) -> TrainConfig:
     """A config for a task with rationales: a constant learning rate, no weight decay, no clipping, one CPU thread.
 
     >>> shape = ClassifierConfig(width=32, layers=1, heads=1, vocabulary=100, classes=2)
-    >>> config = task_defaults(data=TaskConfig(), model=shape, steps=100, lr=1e-3, qk_ratio=20.0)
-    >>> config.schedule, config.batch, config.qk_ratio
-    ('constant', 64, 20.0)
+    >>> config = task_defaults(data=TaskConfig(), model=shape, steps=100, lr=1e-3)
+    >>> config.schedule, config.batch
+    ('constant', 64)
     """
-    defaults: dict[str, Any] = {
-        "batch": 64,
-        "schedule": "constant",
-        "warmup": 0,
-        "betas": (0.9, 0.999),
-        "weight_decay": 0.0,
-        "clip": None,
-        "threads": 1,
-        "flush_denormals": True,
-        "device": "cpu",
-    }
-    return TrainConfig(data=data, model=model, steps=steps, lr=lr, **{**defaults, **options})
+    return TrainConfig(
+        data=data,
+        model=model,
+        steps=steps,
+        lr=lr,
+        batch=64,
+        schedule="constant",
+        warmup=0,
+        betas=(0.9, 0.999),
+        weight_decay=0.0,
+        clip=None,
+        threads=1,
+        flush_denormals=True,
+        device="cpu",
+    )
 
 
 def _require_at_least(name: str, value: int, least: int) -> None:

@@ -223,7 +223,7 @@ def _comparison(name: str, arm: dict[int, float], baseline: dict[int, float]) ->
         p=p,
         p_signs=p if n > 5 else None,
         smallest=None if error is None else 4 * error,
-        smallest_rests_on="its own spread" if n > 2 else "calibration",
+        smallest_from="seeds" if n > 2 else "calibration",
     )
     own, other = (statistics.stdev(x.values()) if len(x) > 2 else None for x in (arm, baseline))
     ratio = math.exp(mean * 8)

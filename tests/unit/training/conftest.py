@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ def task_config() -> Configure:
 
     def make(**changes: Any) -> TrainConfig:
         model = ClassifierConfig(width=8, layers=1, heads=2, vocabulary=len(TASK_WORDS), classes=2)
-        options = {"data": TaskConfig(), "model": model, "steps": 5, "lr": 0.05, "batch": 7, "log_every": 1}
-        return task_defaults(**{**options, **changes})
+        config = task_defaults(data=TaskConfig(), model=model, steps=5, lr=0.05)
+        return replace(config, **{"batch": 7, "log_every": 1, **changes})
 
     return make

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Float64, Real
@@ -98,8 +98,8 @@ class Difference:
     """P value of the sign-flip test, without a normal assumption; None where too few seeds can be significant."""
     smallest: float | None
     """The smallest true difference detected with a power of 0.8; None with one seed."""
-    smallest_rests_on: str
-    """The spread behind `smallest`: `its own spread` or `calibration`."""
+    smallest_from: Literal["seeds", "calibration"]
+    """Where the spread behind `smallest` comes from: the seeds of this study, or calibration on other runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ def difference(
         single = float((arm.astype(np.float64) - baseline).sum() / math.log(2) / sizes.sum())
         return Difference(
             seeds=1, documents=documents, by_seed=(single,), mean=single, spread=None, error=None, freedom=None,
-            level=level, low=None, high=None, p=None, p_signs=None, smallest=None, smallest_rests_on="calibration",
+            level=level, low=None, high=None, p=None, p_signs=None, smallest=None, smallest_from="calibration",
         )  # fmt: skip
     errors = paired(arm, baseline, sizes)
     mean = float(errors.mean)
@@ -182,7 +182,7 @@ def difference(
         p=float(errors.p()),
         p_signs=sign_flip(errors.by_seed) if 2.0 ** (1 - seeds) <= 1 - level else None,
         smallest=smallest,
-        smallest_rests_on="its own spread" if own_spread else "calibration",
+        smallest_from="seeds" if own_spread else "calibration",
     )
 
 

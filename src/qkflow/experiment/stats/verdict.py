@@ -202,7 +202,7 @@ class _Judge:
         rate = self.alpha * (1 - _SPENT)
         beyond_margin = abs(difference.mean) > self.margin
         effect, chance = (abs(difference.mean), 0.8) if beyond_margin else (self.margin, 0.9)
-        own_spread = difference.smallest_rests_on == "its own spread"
+        own_spread = difference.smallest_from == "seeds"
         spread = difference.spread if own_spread else RELATIVE_SPREAD * self.loss
         documents = math.sqrt(max(0.0, difference.error**2 - difference.spread**2 / difference.seeds))
         alpha = rate / self.arms

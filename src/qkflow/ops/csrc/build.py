@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -115,8 +115,8 @@ def call(name: str, signature: str, scalars: Sequence[Any], tensors: Sequence[Te
     """
     held = [x if x is None or x.is_contiguous() else x.contiguous() for x in tensors]  # keeps the copies alive
     pointers = [None if x is None else x.data_ptr() for x in held]
-    assert held[0] is not None
-    return _function(name, held[0].dtype, signature, len(pointers))(*scalars, *pointers)
+    dtype = cast(Tensor, held[0]).dtype  # the first tensor is never optional
+    return _function(name, dtype, signature, len(pointers))(*scalars, *pointers)
 
 
 _C_TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "d": ctypes.c_double, "p": ctypes.c_void_p}

@@ -221,7 +221,7 @@ def test_a_difference_without_spread_has_only_document_error() -> None:
 
 def test_two_seeds_use_the_calibrated_spread_and_more_seeds_their_own() -> None:
     two, five = difference(*study(2, 4)), difference(*study(5, 4))
-    assert (two.smallest_rests_on, five.smallest_rests_on) == ("calibration", "its own spread")
+    assert (two.smallest_from, five.smallest_from) == ("calibration", "seeds")
     wider = difference(*study(2, 1), prior_spread=0.02).smallest / difference(*study(2, 1), prior_spread=0.01).smallest
     assert wider == pytest.approx(2, rel=1e-4)
     assert difference(*study(5, 4), prior_spread=9.0).smallest == five.smallest

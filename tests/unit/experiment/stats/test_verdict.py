@@ -230,7 +230,7 @@ def test_the_default_margin_is_half_a_percent_of_the_baselines_loss() -> None:
 def test_two_seeds_on_a_task_use_their_own_spread() -> None:
     bits = np.array([[1.0] * 4, [-0.4] * 4]) * math.log(2)
     found = difference(bits, np.zeros_like(bits), np.ones(4), calibrated=False)
-    assert found.smallest_rests_on == "its own spread"
+    assert found.smallest_from == "seeds"
     assert (found.smallest or 0) > 5
     (verdict,) = judge({"arm": found}, baseline="standard", loss=2.0, alpha=0.05, seeds=2, unit="answer token")
     assert "based on the spread over its seeds" in (verdict.advice or "")
