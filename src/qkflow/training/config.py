@@ -39,8 +39,8 @@ class TrainConfig:
     accumulate: int = 1
     """Micro-batches per step, of equal size; their gradients are summed."""
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """AdamW, or stochastic gradient descent with momentum."""
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    """AdamW; Muon for the matrices in blocks and AdamW for the rest; or stochastic gradient descent with momentum."""
     lr: float = 3e-3
     """The peak learning rate."""
     schedule: Literal["cosine", "stable", "constant"] = "cosine"

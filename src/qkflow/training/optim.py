@@ -19,7 +19,7 @@ The learning rate of a step is `lr` times a multiplier:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from qkflow.errors import CheckpointError, UsageError
 from qkflow.mechanisms.base import ParamOptions
 from qkflow.models import Stack
 from qkflow.training.config import TrainConfig
+from qkflow.training.muon import Muon, hidden_matrices
 from qkflow.training.parallel import is_sharded, shard_like
 
 _FUSED_DEVICES = ("cpu", "cuda", "mps")
@@ -85,11 +86,12 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     [0.0]
     """
     circuits: dict[str, Circuit] = {} if config.ratio.is_identity else dict.fromkeys(_qk_parameters(model), "qk")
-    groups = param_groups(model, param_options(model, config), circuits, weight_decay=config.weight_decay)
+    muon = _muon_parameters(model) if config.optimizer == "muon" else set()
+    groups = param_groups(model, param_options(model, config), circuits, weight_decay=config.weight_decay, muon=muon)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(
+    return (Muon if config.optimizer == "muon" else torch.optim.AdamW)(
         groups,
         lr=config.lr,
         betas=config.betas,
@@ -101,26 +103,33 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
 
 
 def param_groups(
-    model: nn.Module, options: Mapping[str, ParamOptions], circuits: Mapping[str, Circuit], *, weight_decay: float
+    model: nn.Module,
+    options: Mapping[str, ParamOptions],
+    circuits: Mapping[str, Circuit],
+    *,
+    weight_decay: float,
+    muon: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Groups of parameters with the same rate, weight decay and circuit ("rest" unless given).
+
+    `muon` names the matrices that Muon orthogonalizes.
 
     >>> groups = param_groups(nn.Linear(2, 2), {"bias": ParamOptions(rate=3.0)}, {"weight": "qk"}, weight_decay=0.1)
     >>> [(group["rate"], group["weight_decay"], group["circuit"]) for group in groups]
     [(1.0, 0.1, 'qk'), (3.0, 0.0, 'rest')]
     """
-    groups: dict[tuple[float, float, Circuit, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, Circuit, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             own = options.get(name, ParamOptions())
             is_decayed = own.decay and parameter.ndim >= 2 and not name.endswith(_VECTORS)
             circuit = circuits.get(name, "rest")
             # An optimizer step takes whole or sharded parameters, not both.
-            key = (own.rate, weight_decay if is_decayed else 0.0, circuit, is_sharded(parameter))
+            key = (own.rate, weight_decay if is_decayed else 0.0, circuit, name in muon, is_sharded(parameter))
             groups.setdefault(key, []).append(parameter)
     return [
-        {"params": parameters, "rate": rate, "weight_decay": decay, "circuit": circuit}
-        for (rate, decay, circuit, _), parameters in groups.items()
+        {"params": parameters, "rate": rate, "weight_decay": decay, "circuit": circuit, "muon": is_muon}
+        for (rate, decay, circuit, is_muon, _), parameters in groups.items()
     ]
 
 
@@ -155,23 +164,35 @@ def _qk_parameters(model: nn.Module) -> set[str]:
     return {part.name for part in slices}
 
 
+def _muon_parameters(model: nn.Module) -> set[str]:
+    """The matrices that Muon orthogonalizes; raises if there are none, or they are sharded."""
+    if not isinstance(model, Stack):
+        raise UsageError(f"{type(model).__name__} has no blocks, whose matrices Muon needs: use adamw")
+    matrices = hidden_matrices(model.blocks)
+    if any(map(is_sharded, matrices)):
+        raise UsageError("Muon needs whole matrices, but fsdp shards them: use --parallel ddp, or --optimizer adamw")
+    return {name for name, parameter in model.named_parameters() if parameter in matrices}
+
+
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer state by name, such as `exp_avg.blocks.0.norm.weight`; empty before the first step."""
+    keys = _state_keys(optimizer)
     return {
         f"{key}.{name}": optimizer.state[parameter][key]
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
-        for key in _state_keys(optimizer)
+        for key in keys[parameter]
     }
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Restore the result of `optimizer_tensors`; names or shapes that do not match raise `CheckpointError`."""
+    keys = _state_keys(optimizer)
     expected = {
         f"{key}.{name}": (parameter, key)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
-        for key in _state_keys(optimizer)
+        for key in keys[parameter]
     }
     if tensors and set(tensors) != set(expected):
         stray = sorted(set(tensors) ^ set(expected))[0]
@@ -190,8 +211,13 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
         optimizer.state[parameter][key] = shard_like(tensor, parameter)
 
 
-def _state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """The names of an optimizer's state tensors per parameter; `step` is a scalar, the others have its shape."""
-    if isinstance(optimizer, torch.optim.SGD):
-        return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
-    return ("step", "exp_avg", "exp_avg_sq")
+def _state_keys(optimizer: torch.optim.Optimizer) -> dict[Tensor, tuple[str, ...]]:
+    """The names of each parameter's state tensors; `step` is a scalar, the others have the parameter's shape."""
+    keys: dict[Tensor, tuple[str, ...]] = {}
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.SGD):
+            names = ("momentum_buffer",) if group["momentum"] else ()
+        else:
+            names = ("momentum_buffer",) if group["muon"] else ("step", "exp_avg", "exp_avg_sq")
+        keys |= dict.fromkeys(group["params"], names)
+    return keys
