@@ -1,10 +1,10 @@
-"""Record the losses on which the statistics of studies are calibrated: small runs that differ in nothing but seeds.
+"""Record the losses that calibrate the statistics of studies: small runs that differ only in their seeds.
 
     python benchmarks/calibration.py            72 runs, about a quarter of an hour on two cores
     python benchmarks/calibration.py --quick    4 runs
 
-Every data seed is trained with several initialisations, so that two arms of a study that share the data but not the
-start can be drawn from them, with no true difference. Written: the loss of each held-out document of each run.
+Every data seed is trained with several initializations. Two runs with the same data seed and different initializations
+act as two equal arms of a study. The output file has the loss of each held-out document of each run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ OUT = Path(__file__).parent.parent / "tests" / "unit" / "experiment" / "stats" /
 MODEL = DecoderConfig(width=64, layers=2, heads=4, hidden=132)
 
 
-def config(data_seed: int, start: int, steps: int) -> TrainConfig:
-    """One run: a data seed, and a start that no other run has."""
+def config(data_seed: int, initialization: int, steps: int) -> TrainConfig:
+    """Return the config of one run; no two runs have the same initialization."""
     return TrainConfig(
         data=CorpusConfig(),
         model=MODEL,
@@ -35,7 +35,7 @@ def config(data_seed: int, start: int, steps: int) -> TrainConfig:
         context=128,
         batch=16,
         schedule="stable",
-        seed=1000 * (start + 1) + data_seed,
+        seed=1000 * (initialization + 1) + data_seed,
         data_seed=data_seed,
         evaluate_every=10**9,
         evaluate_tokens=4096,
@@ -44,47 +44,47 @@ def config(data_seed: int, start: int, steps: int) -> TrainConfig:
     )
 
 
-def losses(job: tuple[TrainConfig, str]) -> np.ndarray:
-    """Train one run and give its documents."""
+def document_losses(job: tuple[TrainConfig, str]) -> np.ndarray:
+    """Train one run and return the losses of its held-out documents."""
     run, folder = job
     return train(run, Path(folder) / f"{run.data_seed}-{run.seed}").documents
 
 
 def main() -> None:
-    """Train them all, two at a time, and write the record."""
+    """Train all runs and write their losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="4 short runs, and nothing is written")
+    parser.add_argument("--quick", action="store_true", help="4 short runs; writes no file")
     parser.add_argument("--data-seeds", type=int, default=24)
-    parser.add_argument("--starts", type=int, default=3, help="initialisations of each data seed")
+    parser.add_argument("--initializations", type=int, default=3, help="initializations per data seed")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=2, help="runs in parallel")
     parser.add_argument("--out", type=Path, default=OUT)
-    options = parser.parse_args()
-    seeds, starts, steps = (2, 2, 20) if options.quick else (options.data_seeds, options.starts, options.steps)
+    args = parser.parse_args()
+    seeds, initializations, steps = (2, 2, 20) if args.quick else (args.data_seeds, args.initializations, args.steps)
     corpus = open_corpus(CorpusConfig())
     with tempfile.TemporaryDirectory() as folder:
-        planned_runs = [(config(seed, start, steps), folder) for seed in range(seeds) for start in range(starts)]
-        found = []
-        with multiprocessing.get_context("forkserver").Pool(options.planned_runs) as pool:
-            for number, documents in enumerate(pool.imap(losses, planned_runs), 1):
-                found.append(documents)
+        jobs = [(config(seed, n, steps), folder) for seed in range(seeds) for n in range(initializations)]
+        losses = []
+        with multiprocessing.get_context("forkserver").Pool(args.jobs) as pool:
+            for number, documents in enumerate(pool.imap(document_losses, jobs), 1):
+                losses.append(documents)
                 bits = documents["nats"].sum() / np.log(2) / documents["bytes"].sum()
-                print(f"{number:3} of {len(planned_runs)}: {bits:.4f} bits per byte", flush=True)
-    nats = np.stack([documents["nats"] for documents in found]).reshape(seeds, starts, -1)
-    per_byte = nats.sum(2) / np.log(2) / found[0]["bytes"].sum()
-    print(f"mean {per_byte.mean():.4f}, spread over starts {per_byte.std(1, ddof=1).mean():.5f}")
-    print(f"spread over data seeds {per_byte.mean(1).std(ddof=1):.5f}")
-    if not options.quick:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
+                print(f"{number:3} of {len(jobs)}: {bits:.4f} bits per byte", flush=True)
+    nats = np.stack([documents["nats"] for documents in losses]).reshape(seeds, initializations, -1)
+    per_byte = nats.sum(2) / np.log(2) / losses[0]["bytes"].sum()
+    print(f"mean {per_byte.mean():.4f}, standard deviation over initializations {per_byte.std(1, ddof=1).mean():.5f}")
+    print(f"standard deviation over data seeds {per_byte.mean(1).std(ddof=1):.5f}")
+    if not args.quick:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         record = {
             "corpus": corpus.name,
             "digest": corpus.digest,
-            "config": {**to_dict(planned_runs[0][0]), "seed": "1000 (start + 1) + data_seed", "data_seed": "0 and up"},
+            "config": {**to_dict(jobs[0][0]), "seed": "1000 (initialization + 1) + data_seed", "data_seed": "0 and up"},
         }
         np.savez_compressed(
-            options.out, nats=nats.astype(np.float32), bytes=found[0]["bytes"], record=np.array(json.dumps(record))
+            args.out, nats=nats.astype(np.float32), bytes=losses[0]["bytes"], record=np.array(json.dumps(record))
         )
-        print(f"{options.out}: {options.out.stat().st_size:,} bytes")
+        print(f"{args.out}: {args.out.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ OpenWebText, forums and chats (NLTK's web text), newswire (Reuters), edited pros
 
 from __future__ import annotations
 
+import argparse
 import json
 import lzma
 import random
 import re
-import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,8 +71,12 @@ def passages(text: str, length: int = 40) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    kind, out, *sources = sys.argv[1:]
-    texts = medline([Path(source) for source in sources]) if kind == "medline" else web(Path(sources[0]))
-    with open(out, "w", encoding="utf-8") as file:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", choices=("medline", "web"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("sources", type=Path, nargs="+", help="files of medline, or the folder of web")
+    args = parser.parse_args()
+    texts = medline(args.sources) if args.corpus == "medline" else web(args.sources[0])
+    with open(args.out, "w", encoding="utf-8") as file:
         for text in texts:
             file.write(json.dumps({"text": text}) + "\n")

@@ -1,4 +1,4 @@
-"""Comprehensiveness, sufficiency and AOPC of many instances: batched, against one text at a time.
+"""Time comprehensiveness, sufficiency and AOPC of many instances: batched against one text at a time.
 
 python benchmarks/faithfulness.py [--quick] [--json FILE] [--threads N]
 
@@ -19,7 +19,7 @@ from qkflow.models import Classifier, ClassifierConfig
 from qkflow.probes.faithfulness import Faithfulness, Ranking, evaluate_faithfulness
 from qkflow.probes.readers import reader
 
-from side_by_side import Row, arguments, race, report, rows
+from timing import Comparison, compare_first, parse_arguments, print_comparisons, time_alternately
 
 RANKINGS: tuple[Ranking, ...] = ("attention", "gradient", "random")
 SHAPES = {  # name: (config, shortest and longest text, instances)
@@ -33,53 +33,56 @@ SHAPES = {  # name: (config, shortest and longest text, instances)
 }
 
 
-def texts(config: ClassifierConfig, lengths: tuple[int, int], n: int) -> list[Instance]:
-    """Random texts whose last token asks, and is kept."""
-    draw, made = random.Random(0), []
+def make_instances(config: ClassifierConfig, lengths: tuple[int, int], n: int) -> list[Instance]:
+    """Return random texts whose last token is never deleted."""
+    rng, instances = random.Random(0), []
     for _ in range(n):
-        t = draw.randint(*lengths)
-        tokens = tuple(draw.randrange(2, config.vocabulary) for _ in range(t))
-        made.append(
-            Instance(tokens=tokens, label=draw.randrange(config.classes), rationale=(t // 2,), protected=(t - 1,))
+        t = rng.randint(*lengths)
+        tokens = tuple(rng.randrange(2, config.vocabulary) for _ in range(t))
+        instances.append(
+            Instance(tokens=tokens, label=rng.randrange(config.classes), rationale=(t // 2,), protected=(t - 1,))
         )
-    return made
+    return instances
 
 
-def furthest(one: Faithfulness, other: Faithfulness) -> float:
-    """The largest difference between two looks, in any number."""
-    pairs = [(x, vars(other)[name]) for name, x in vars(one).items() if isinstance(x, np.ndarray)]
-    for ranking, found in one.rankings.items():
-        pairs += [(x, vars(other.rankings[ranking])[name]) for name, x in vars(found).items()]
+def largest_difference(a: Faithfulness, b: Faithfulness) -> float:
+    """Return the largest difference between two results, over all metrics."""
+    pairs = [(x, vars(b)[name]) for name, x in vars(a).items() if isinstance(x, np.ndarray)]
+    for ranking, scores in a.rankings.items():
+        pairs += [(x, vars(b.rankings[ranking])[name]) for name, x in vars(scores).items()]
     return max(float(np.abs(x.astype(np.float64) - y).max()) for x, y in pairs)
 
 
-def compare(name: str, rounds: int, share: float) -> list[Row]:
-    """One shape of model and text."""
+def compare(name: str, rounds: int, share: float) -> list[Comparison]:
+    """Compare the two ways for one shape of model and text."""
     config, lengths, n = SHAPES[name]
     torch.manual_seed(0)
-    read, many = reader(Classifier(config)), texts(config, lengths, max(2, int(share * n)))
-    found: dict[str, Faithfulness] = {}
+    read = reader(Classifier(config))
+    instances = make_instances(config, lengths, max(2, int(share * n)))
+    results: dict[str, Faithfulness] = {}
 
     def run(batch: int, key: str) -> None:
-        found[key] = evaluate_faithfulness(read, many, rankings=RANKINGS, batch=batch)
+        results[key] = evaluate_faithfulness(read, instances, rankings=RANKINGS, batch=batch)
 
-    times = race(
-        {"batched": lambda: run(256, "batched"), "one text at a time": lambda: run(1, "alone")}, rounds=rounds, warm=0
+    times = time_alternately(
+        {"batched": lambda: run(256, "batched"), "one text at a time": lambda: run(1, "single")},
+        rounds=rounds,
+        warmup=0,
     )
-    apart = furthest(found["batched"], found["alone"])
-    print(
-        f"{name}: {len(many)} texts of {lengths[0]} to {lengths[1]} tokens, no number differs by more than {apart:.1e}"
+    difference = largest_difference(results["batched"], results["single"])
+    print(f"{name}: {len(instances)} texts of {lengths[0]} to {lengths[1]} tokens, largest difference {difference:.1e}")
+    if not difference < 1e-4:
+        raise SystemExit(f"{name}: batched and one text at a time differ by {difference}")
+    return compare_first(
+        f"{name}, {lengths[0]} to {lengths[1]} tokens", times, amount=len(instances), unit="instances/s"
     )
-    if not apart < 1e-4:
-        raise SystemExit(f"{name}: batched and one text at a time differ by {apart}")
-    return rows(f"{name}, {lengths[0]} to {lengths[1]} tokens", times, amount=len(many), unit="instances/s")
 
 
 if __name__ == "__main__":
-    args = arguments(__doc__)
-    table: list[Row] = []
+    args = parse_arguments(__doc__)
+    table: list[Comparison] = []
     for shape in SHAPES if not args.quick else ("agreement", "posts"):
         table += compare(
             shape, rounds=2 if args.quick else 3 if shape == "passages" else 7, share=0.2 if args.quick else 1.0
         )
-    report(table, args.json)
+    print_comparisons(table, args.json)

@@ -34,12 +34,13 @@ import torch
 import torch.nn.functional as F
 from scipy import stats
 
-from flow_figure import draw, synthetic_flow
-from flow_stack import RATE, D, Stack, Texts, batches, check, data
 from qkflow.circuits import RatioSchedule
 from qkflow.data.tasks.synthetic import LABEL
 from qkflow.models.one_layer import Form
 from qkflow.theory.gradient_flow import alpha_at
+
+from flow_figure import draw, synthetic_flow
+from flow_stack import RATE, D, Stack, Texts, batches, check, data
 
 SEEDS = (1234, 1235, 1236, 1237, 1238)
 

@@ -1,21 +1,21 @@
-"""What it costs that tokens are phases: training steps, the attention core, memory along the length, and decoding.
+"""Measure the cost of Kuramoto attention: training steps, the attention core, memory by length, and decoding.
 
     python benchmarks/kuramoto.py [--quick] [--json FILE] [--threads N]
 
-float32, two threads unless told. A figure is how many times as long ours takes as its peer, 1.1 being 10 % more: the
-median of the rounds, with quartiles.
+float32, two threads by default. A value is our time divided by the peer's, so 1.1 is 10% more: the median over rounds,
+with quartiles.
 
-- Training: whole steps (clipping, and AdamW with rates of their own for phases) of models with as many parameters as
-  the standard one.
-- The core is all of the mechanism but what makes queries: angles to points, drift, delay, fused attention, tangent,
-  step. Its peer is torch's fused attention alone, causal, with queries, keys and values as wide as the points (twice
-  the width of a head) and laid out as it likes them. Backward goes to the angles and to what the mechanism learns, for
-  the peer to queries, keys and values. "with queries" adds the map that gates and shifts them, a matrix product, of
-  which softmax attention has four and its peer here none.
-- Memory is the peak of the process in forward and backward of one layer above what it has with the inputs in hand, in a
-  fresh process where freed memory goes back at once. It is to double with the length, and to stay below one matrix of
-  length by length.
-- Decoding: a token at a time, behind 512 others and those of the rounds before.
+- Training: a step with clipping and AdamW, with the learning rates of a phase stream, of models with as many parameters
+  as the standard one.
+- The core is the mechanism without its query map: angles to points, drift, delay, fused attention, tangent, step. The
+  peer is torch's fused causal attention alone, with queries, keys and values of the width of the points (twice the
+  width of a head), contiguous in its own layout. Backward goes to the angles and the parameters, for the peer to
+  queries, keys and values. "with queries" adds the map that gates and shifts the queries. It is one matrix product;
+  softmax attention has four, and the peer has none.
+- Memory is the peak of forward and backward of one layer in a fresh process, above the memory with the inputs loaded.
+  The allocator returns freed memory immediately. The target is to double with the length, and to stay below one matrix
+  of length x length.
+- Decoding: single-token steps after 512 tokens and those of the previous rounds.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from qkflow.models import DecoderState, matched, parameters
 from qkflow.training import TrainConfig
 from qkflow.training.optim import build_optimizer
 
-from side_by_side import Line, arguments, quartiles, race, tell
+from timing import Measurement, parse_arguments, print_measurements, quartiles, time_alternately
 
 ARMS = ("kuramoto", "kuramoto:frustrated=True")
 BATCH, CONTEXT = 32, 256
-GOAL = 1.15
-TWICE = 2.05
-"""Torch's fused attention works in larger blocks from length 768 on, which tells at 1,024 over 512."""
-Work = Callable[[], object]
+TARGET = 1.15
+MAX_GROWTH = 2.05
+"""Slightly above 2, because torch's fused attention uses larger blocks from length 768 on."""
+Function = Callable[[], object]
 
 
 class Shape(NamedTuple):
-    """Heads as those of a named size; as many tokens at every length."""
+    """The heads of a named size, and the same number of tokens at every length."""
 
     size: str
     length: int
@@ -62,12 +62,12 @@ class Shape(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Those that a phase model of this size has, half of standard attention's: its peer here has the same."""
+        """The heads of a phase model of this size, half of those of standard attention; the peer has the same."""
         return KuramotoConfig().heads_of(size(self.size).heads)
 
     @property
     def points(self) -> int:
-        """Numbers of a head's points."""
+        """Width of the points of a head."""
         return 2 * size(self.size).width // self.heads
 
     def __str__(self) -> str:
@@ -76,167 +76,171 @@ class Shape(NamedTuple):
         )
 
 
-def against(
-    where: str,
+def divide(
+    setting: str,
     pairs: Mapping[str, tuple[str, str]],
     times: Mapping[str, list[float]],
-    goal: float | None = None,
+    target: float | None = None,
     *,
     tokens: int | None = None,
-) -> list[Line]:
-    """Ours and its peer, round by round, for each pair of them; `tokens` in each call tell rates instead of times."""
-    first, middle, third = quartiles(times["control"])
-    found = []
-    for what, names in pairs.items():
+) -> list[Measurement]:
+    """Divide the times of the first name of each pair by those of the second; with `tokens` per call, show rates."""
+    control = relative_spread(times["control"])
+    table = []
+    for quantity, names in pairs.items():
         low, ratio, high = quartiles([a / b for a, b in zip(*(times[name] for name in names), strict=True)])
         ours, peer = (statistics.median(times[name]) for name in names)
-        told = (1e3 * ours, 1e3 * peer, "ms") if tokens is None else (tokens / ours, tokens / peer, "tokens/s")
-        found.append(Line(where, what, ratio, (low, high), goal, True, *told, control=(third - first) / middle))
-    return found
+        values = (1e3 * ours, 1e3 * peer, "ms") if tokens is None else (tokens / ours, tokens / peer, "tokens/s")
+        table.append(Measurement(setting, quantity, ratio, (low, high), target, True, *values, control=control))
+    return table
 
 
-def training(name: str, rounds: int) -> list[Line]:
-    target, tokens = parameters(size(name)), torch.randint(0, 256, (BATCH, CONTEXT + 1))
-    work: dict[str, Work] = {}
+def training(name: str, rounds: int) -> list[Measurement]:
+    n_parameters, tokens = parameters(size(name)), torch.randint(0, 256, (BATCH, CONTEXT + 1))
+    functions: dict[str, Function] = {}
     pairs = {}
     for spec in ("standard", *ARMS):
-        config = matched(size(name, mechanism=spec), target)
-        work[spec] = step(TrainConfig(data=CorpusConfig(), model=config, steps=1), tokens)
+        config = matched(size(name, mechanism=spec), n_parameters)
+        functions[spec] = training_step(TrainConfig(data=CorpusConfig(), model=config, steps=1), tokens)
         if spec != "standard":
-            pairs[f"{spec}, {parameters(config) / target - 1:+.2%} parameters"] = spec, "standard"
-    where = f"training at {name}: batch {BATCH}, length {CONTEXT}"
-    return against(where, pairs, race(work, rounds=rounds, warm=2), GOAL, tokens=BATCH * CONTEXT)
+            pairs[f"{spec}, {parameters(config) / n_parameters - 1:+.2%} parameters"] = spec, "standard"
+    setting = f"training at {name}: batch {BATCH}, length {CONTEXT}"
+    times = time_alternately(functions, rounds=rounds, warmup=2)
+    return divide(setting, pairs, times, TARGET, tokens=BATCH * CONTEXT)
 
 
-def step(config: TrainConfig, tokens: Tensor) -> Work:
-    """A whole training step: loss, gradients, clipping, AdamW."""
+def training_step(config: TrainConfig, tokens: Tensor) -> Function:
+    """Return a training step: loss, gradients, clipping, AdamW."""
     torch.manual_seed(0)
     model = Decoder(config.model)
-    optimiser = build_optimizer(model, config)
+    optimizer = build_optimizer(model, config)
 
-    def do() -> None:
+    def step() -> None:
         loss = F.cross_entropy(model(tokens[:, :-1])[0].flatten(0, 1), tokens[:, 1:].flatten())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
 
-    return do
+    return step
 
 
-def core(shape: Shape, rounds: int) -> list[Line]:
+def core(shape: Shape, rounds: int) -> list[Measurement]:
     torch.manual_seed(0)
     q, k, v = (torch.randn(shape.batch, shape.heads, shape.length, shape.points, requires_grad=True) for _ in range(3))
-    found = []
-    for name, make in PASSES.items():
-        work = {"fused": make(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v))}
+    table = []
+    for name, make_pass in PASSES.items():
+        functions = {"fused": make_pass(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v))}
         for spec in ARMS:
-            whole = make(*through(spec, shape.size, shape.batch, shape.length))
-            work |= {spec: without_queries(whole), f"{spec}, with queries": whole}
-        times = race(work, rounds=rounds, warm=2)
-        for what in [*work][1:]:
-            goal = None if what.endswith("with queries") else GOAL
-            found += against(str(shape), {f"{name}, {what}": (what, "fused")}, times, goal)
-    return found
+            with_queries = make_pass(*mechanism_call(spec, shape.size, shape.batch, shape.length))
+            functions |= {spec: without_queries(with_queries), f"{spec}, with queries": with_queries}
+        times = time_alternately(functions, rounds=rounds, warmup=2)
+        for arm in [*functions][1:]:
+            target = None if arm.endswith("with queries") else TARGET
+            table += divide(str(shape), {f"{name}, {arm}": (arm, "fused")}, times, target)
+    return table
 
 
-def through(spec: str, name: str, batch: int, length: int) -> tuple[Callable[[], Tensor], Sequence[Tensor]]:
-    """A call of the mechanism as it is at a named size, and all that its backward goes to."""
+def mechanism_call(spec: str, name: str, batch: int, length: int) -> tuple[Callable[[], Tensor], Sequence[Tensor]]:
+    """Return a call of the mechanism at a named size, and the tensors that need gradients."""
     shape = size(name)
     torch.manual_seed(0)
-    mixer = mechanism(spec)(shape.width, shape.heads, 0, shape.layers)
+    layer = mechanism(spec)(shape.width, shape.heads, 0, shape.layers)
     theta = torch.randn(batch, length, shape.width, requires_grad=True)
-    return lambda: mixer(theta)[0], (theta, *mixer.parameters())
+    return lambda: layer(theta)[0], (theta, *layer.parameters())
 
 
-def forward(call: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Work:
+def forward(call: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Function:
     return torch.no_grad()(call)
 
 
-def both(call: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Work:
-    go = torch.randn_like(call())
-    return lambda: torch.autograd.grad(call(), leaves, go, allow_unused=True)
+def forward_backward(call: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Function:
+    grad_output = torch.randn_like(call())
+    return lambda: torch.autograd.grad(call(), leaves, grad_output, allow_unused=True)
 
 
-PASSES = {"forward": forward, "forward+backward": both}
+PASSES = {"forward": forward, "forward+backward": forward_backward}
 
 
-def without_queries(work: Work) -> Work:
-    """With points for queries, as they are."""
+def without_queries(function: Function) -> Function:
+    """Return the function with the points themselves as queries."""
 
-    def do() -> None:
+    def call() -> None:
         with mock.patch.object(SynchronyMechanism, "_queries", lambda _, points: points):
-            work()
+            function()
 
-    return do
+    return call
 
 
-def memory(lengths: Sequence[int]) -> list[Line]:
-    """Peak of forward and backward above the inputs, of a layer as it is at 1m."""
+def memory(lengths: Sequence[int]) -> list[Measurement]:
+    """Measure the peak memory of forward and backward above the inputs, for a layer of size 1m."""
     if not Path("/proc/self/clear_refs").exists():
         return []
-    found, where = [], "peak memory of a layer at 1m: batch 2"
-    exact = mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536")  # what is freed leaves the process at once
+    table, setting = [], "peak memory of a layer at 1m: batch 2"
+    # The allocator returns freed blocks of this size to the system immediately.
+    environment = mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536")
     for spec in ARMS:
-        with exact, ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
-            peaks = fresh.submit(peak_bytes, spec, lengths, torch.get_num_threads()).result()
+        with environment, ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+            peaks = executor.submit(peak_bytes, spec, lengths, torch.get_num_threads()).result()
         for i, length in enumerate(lengths[1:], 1):
-            less, more = (peak / 1e6 for peak in peaks[i - 1 : i + 1])
-            what = f"{spec}, {length:,} over {lengths[i - 1]:,}"
-            found.append(Line(where, what, more / less, None, TWICE, True, more, less, "MB"))
-        most, square = peaks[-1] / 1e6, 4 * lengths[-1] ** 2 / 1e6
-        what = f"{spec}, over one matrix of {lengths[-1]:,} squared"
-        found.append(Line(where, what, most / square, None, 1, True, most, square, "MB"))
-    return found
+            short, long = (peak / 1e6 for peak in peaks[i - 1 : i + 1])
+            quantity = f"{spec}, {length:,} / {lengths[i - 1]:,}"
+            table.append(Measurement(setting, quantity, long / short, None, MAX_GROWTH, True, long, short, "MB"))
+        peak, matrix = peaks[-1] / 1e6, 4 * lengths[-1] ** 2 / 1e6
+        quantity = f"{spec}, {lengths[-1]:,} / one matrix of length x length"
+        table.append(Measurement(setting, quantity, peak / matrix, None, 1, True, peak, matrix, "MB"))
+    return table
 
 
 def peak_bytes(spec: str, lengths: Sequence[int], threads: int) -> list[int]:
-    """In a process of its own; not by `getrusage`, which tells the parent's peak where that is higher."""
+    """Return the peaks in a new process. `getrusage` would return the peak of the parent if that is higher."""
     torch.set_num_threads(threads)
-    both(*through(spec, "1m", 2, 64))()
+    forward_backward(*mechanism_call(spec, "1m", 2, 64))()
     peaks = []
     for length in lengths:
-        work = both(*through(spec, "1m", 2, length))
+        function = forward_backward(*mechanism_call(spec, "1m", 2, length))
         Path("/proc/self/clear_refs").write_text("5")
-        before = high_water()
-        work()
-        peaks.append(high_water() - before)
+        before = peak_resident()
+        function()
+        peaks.append(peak_resident() - before)
     return peaks
 
 
-def high_water() -> int:
+def peak_resident() -> int:
+    """Return the peak resident memory of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 
 
-def decoding(rounds: int, past: int = 512, tokens: int = 8) -> list[Line]:
-    work: dict[str, Work] = {}
-    target, prompt = parameters(size("1m")), torch.randint(0, 256, (1, past))
+def decoding(rounds: int, past: int = 512, tokens: int = 8) -> list[Measurement]:
+    functions: dict[str, Function] = {}
+    n_parameters, prompt = parameters(size("1m")), torch.randint(0, 256, (1, past))
     for spec in ("standard", *ARMS):
         torch.manual_seed(0)
-        model = Decoder(matched(size("1m", mechanism=spec), target)).eval()
+        model = Decoder(matched(size("1m", mechanism=spec), n_parameters)).eval()
         with torch.inference_mode():
             _, state = model(prompt)
-            _, state = model(prompt[:, :1], state)  # which makes room for as many tokens again
-        work[spec] = decode(model, prompt[:, :1], state, tokens)
+            _, state = model(prompt[:, :1], state)  # doubles the buffers
+        functions[spec] = decode_tokens(model, prompt[:, :1], state, tokens)
     pairs = {spec: (spec, "standard") for spec in ARMS}
-    return against(f"decoding at 1m: behind {past} tokens", pairs, race(work, rounds=rounds, warm=2), tokens=tokens)
+    times = time_alternately(functions, rounds=rounds, warmup=2)
+    return divide(f"decoding at 1m: after {past} tokens", pairs, times, tokens=tokens)
 
 
-def decode(model: Decoder, token: Tensor, state: DecoderState, tokens: int) -> Work:
-    """So many tokens more at every call: a state that is continued twice would be copied."""
+def decode_tokens(model: Decoder, token: Tensor, state: DecoderState, tokens: int) -> Function:
+    """Return a function that appends `tokens` tokens per call. Reusing an old state would copy it."""
 
     @torch.inference_mode()
-    def do() -> None:
+    def decode() -> None:
         nonlocal state
         for _ in range(tokens):
             _, state = model(token, state)
 
-    return do
+    return decode
 
 
 if __name__ == "__main__":
-    args = arguments(__doc__ or "")
+    args = parse_arguments(__doc__ or "")
     torch.set_num_threads(args.threads or 2)
     rounds = 3 if args.quick else 15
     table = []
@@ -247,4 +251,4 @@ if __name__ == "__main__":
     table += memory((2048, 4096, 8192) if args.quick else (512, 1024, 2048, 4096, 8192))
     table += decoding(5 * rounds)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")
-    tell(table, args.json)
+    print_measurements(table, args.json)

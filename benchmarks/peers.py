@@ -1,4 +1,4 @@
-"""The peers, built to the same shape as a decoder of ours. `pip install -e ".[bench]"` brings them."""
+"""Models and operators of other libraries, in the same shape as ours. They need the extra `[bench]`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ try:
     from transformers import LlamaConfig, LlamaForCausalLM
     from x_transformers import Decoder as XDecoder
     from x_transformers import TransformerWrapper
-except ImportError as missing:
-    sys.exit(f'{missing}: the benchmarks\' peers come with  pip install -c constraints.txt -e ".[bench]"')
+except ImportError as error:
+    sys.exit(f'{error}. Install the benchmark extra: pip install -c constraints.txt -e ".[bench]"')
 
 
 def hf_llama(config: DecoderConfig, positions: int = 16384) -> LlamaForCausalLM:
@@ -36,7 +36,7 @@ def hf_llama(config: DecoderConfig, positions: int = 16384) -> LlamaForCausalLM:
 
 
 def x_transformer(config: DecoderConfig, positions: int) -> TransformerWrapper:
-    """x-transformers with the same parts: rotary, RMSNorm, SwiGLU without biases, fused attention, tied head."""
+    """x-transformers with the same components: rotary, RMSNorm, SwiGLU without biases, fused attention, tied head."""
     return TransformerWrapper(
         num_tokens=config.vocabulary,
         max_seq_len=positions,
@@ -60,11 +60,11 @@ def x_transformer(config: DecoderConfig, positions: int) -> TransformerWrapper:
 
 
 def hf_gated_delta_rule() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """HF transformers' gated delta rule by chunks in plain torch, without the wrapper that looks for a GPU's kernel."""
+    """HF transformers' chunked gated delta rule in plain torch, without the wrapper that selects a GPU kernel."""
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
     return inspect.unwrap(torch_chunk_gated_delta_rule)
 
 
-def parameters(model: nn.Module) -> int:
+def n_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())

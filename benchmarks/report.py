@@ -1,7 +1,7 @@
-"""Time and size of the page of a large study: 8 arms x 10 seeds, attention maps of 4 layers x 4 heads.
+"""Measure the time and size of the report of a large study: 8 arms x 10 seeds, attention maps of 4 layers x 4 heads.
 
-The study is made up (`tests/unit/report/synthetic.py`); its models have random weights. With chromium and playwright
-the benchmark also measures how long the page takes to open, and fails if the browser logs anything.
+The study is synthetic (`tests/unit/report/synthetic.py`) and its models have random weights. With chromium and
+playwright, the benchmark also measures how long the page takes to open, and fails if the browser logs anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from qkflow.report import write_report
 
-from side_by_side import arguments
+from timing import parse_arguments
 
 ARMS = tuple(f"arm-{n}" for n in range(8))
 SEEDS = 10
@@ -37,7 +37,7 @@ def load_synthetic() -> ModuleType:
 
 
 def open_in_browser(path: Path) -> dict[str, Any]:
-    """Seconds until every figure is drawn, and the console messages; empty without a browser."""
+    """Return the seconds until every figure is drawn and the console messages; empty without a browser."""
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None or importlib.util.find_spec("playwright") is None:
         return {}
@@ -49,16 +49,16 @@ def open_in_browser(path: Path) -> dict[str, Any]:
         page = browser.new_page()
         page.on("console", lambda message: messages.append(message.text))
         page.on("pageerror", lambda error: messages.append(str(error)))
-        begin = time.perf_counter()
+        start = time.perf_counter()
         page.goto(path.as_uri())
         page.wait_for_selector("html[data-ready]", state="attached")
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - start
         browser.close()
     return {"seconds to open and draw": round(seconds, 2), "console": messages}
 
 
 def main() -> None:
-    args = arguments(__doc__ or "")
+    args = parse_arguments(__doc__ or "")
     synthetic = load_synthetic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -66,9 +66,9 @@ def main() -> None:
         runs = synthetic.folder(folder, ARMS, layers=4, heads=4, width=128)
         times = []
         for _ in range(1 if args.quick else 5):
-            begin = time.perf_counter()
+            start = time.perf_counter()
             page = write_report(study, folder / "report.html", runs=runs)
-            times.append(time.perf_counter() - begin)
+            times.append(time.perf_counter() - start)
         size = page.stat().st_size
         result = {"seconds": round(statistics.median(times), 2), "longest": round(max(times), 2), "bytes": size}
         result |= open_in_browser(page)

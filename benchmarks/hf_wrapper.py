@@ -1,9 +1,9 @@
-"""The overhead of the transformers wrapper over the bare decoder: training step, cached step and `generate`.
+"""Measure the overhead of the transformers wrapper over the bare decoder: training step, cached step and `generate`.
 
-python benchmarks/hf.py [--quick] [--json FILE]
+python benchmarks/hf_wrapper.py [--quick] [--json FILE]
 
 Both models have the same weights and take turns in one process. Each ratio is the wrapper's time divided by the bare
-model's. `generate` of transformers does additional work per token, so it has no goal.
+model's. `generate` of transformers does additional work per token, so it has no target.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from qkflow import Decoder, DecoderConfig, Sampling, generate, size
 from qkflow.hf import QKFlowCache, QKFlowForCausalLM
 
-from side_by_side import Line, arguments, quartiles, race, tell
+from timing import Measurement, parse_arguments, print_measurements, quartiles, relative_spread, time_alternately
 
 BATCH, CONTEXT = 16, 256
 PROMPT, NEW = 256, 64
 STEPS = 32
-GOAL = 1.03
+TARGET = 1.03
 
 
-def training(model: nn.Module, loss: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[], None]:
-    """One step: loss, gradients, clipping, AdamW."""
+def training_step(model: nn.Module, loss: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[], None]:
+    """Return a training step: loss, gradients, clipping, AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step() -> None:
@@ -47,8 +47,8 @@ def training_steps(bare: Decoder, wrapped: QKFlowForCausalLM) -> dict[str, Calla
         return F.cross_entropy(bare(t)[0][:, :-1].flatten(0, 1), t[:, 1:].flatten())
 
     return {
-        "wrapper": training(wrapped, lambda t: wrapped(input_ids=t, labels=t).loss, tokens),
-        "bare": training(bare, loss, tokens),
+        "wrapper": training_step(wrapped, lambda t: wrapped(input_ids=t, labels=t).loss, tokens),
+        "bare": training_step(bare, loss, tokens),
     }
 
 
@@ -84,43 +84,48 @@ def generation(bare: Decoder, wrapped: QKFlowForCausalLM, batch: int) -> dict[st
     }
 
 
-def line(
-    where: str, what: str, work: dict[str, Callable[[], None]], rounds: int, *, goal: float | None, calls: int
-) -> Line:
-    times = race(work, rounds=rounds, warm=2)
+def measure(
+    setting: str,
+    quantity: str,
+    functions: dict[str, Callable[[], None]],
+    rounds: int,
+    *,
+    target: float | None,
+    calls: int,
+) -> Measurement:
+    times = time_alternately(functions, rounds=rounds, warmup=2)
     low, ratio, high = quartiles([a / b for a, b in zip(times["wrapper"], times["bare"], strict=True)])
-    control = quartiles(times["control"])
-    return Line(
-        where,
-        what,
+    return Measurement(
+        setting,
+        quantity,
         ratio,
         quartiles=(low, high),
-        goal=goal,
-        less=True,
+        target=target,
+        lower_is_better=True,
         ours=1e3 * statistics.median(times["wrapper"]) / calls,
         peer=1e3 * statistics.median(times["bare"]) / calls,
-        control=(control[2] - control[0]) / control[1],
+        control=relative_spread(times["control"]),
     )
 
 
-def compare(name: str, config: DecoderConfig, rounds: int) -> list[Line]:
-    where = f"{name} ({config.mechanism}), {torch.get_num_threads()} threads"
+def compare(name: str, config: DecoderConfig, rounds: int) -> list[Measurement]:
+    setting = f"{name} ({config.mechanism}), {torch.get_num_threads()} threads"
     bare = Decoder(config)
     wrapped = QKFlowForCausalLM.from_decoder(copy.deepcopy(bare), end=256)
-    table = [line(where, "training step", training_steps(bare, wrapped), rounds, goal=GOAL, calls=1)]
+    table = [measure(setting, "training step", training_steps(bare, wrapped), rounds, target=TARGET, calls=1)]
     bare.eval(), wrapped.eval()
     cached = cached_steps(bare, wrapped)
-    table.append(line(where, "cached step, 1 row", cached, 6 * rounds, goal=GOAL, calls=STEPS))
+    table.append(measure(setting, "cached step, 1 row", cached, 6 * rounds, target=TARGET, calls=STEPS))
     for batch in (1, 8):
-        work = generation(bare, wrapped, batch)
-        table.append(line(where, f"generate, per token, {batch} rows", work, rounds, goal=None, calls=NEW))
+        functions = generation(bare, wrapped, batch)
+        table.append(measure(setting, f"generate, per token, {batch} rows", functions, rounds, target=None, calls=NEW))
     return table
 
 
 if __name__ == "__main__":
-    args = arguments(__doc__)
+    args = parse_arguments(__doc__)
     table = compare("1m", size("1m"), 4 if args.quick else 15)
     if not args.quick:
         table += compare("1m", size("1m", mechanism="qdelta"), 15)
         table += compare("5m", size("5m"), 9)
-    tell(table, args.json)
+    print_measurements(table, args.json)

@@ -1,10 +1,10 @@
-"""Every Triton kernel of the delta rule, compiled ahead of time for GPUs that need not be there.
+"""Compile every Triton kernel of the delta rule ahead of time, without a GPU, and print the resources it uses.
 
-    python benchmarks/triton_matrix.py [--quick] [--json FILE] [--workers N]
+    python benchmarks/triton_resources.py [--quick] [--json FILE] [--workers N]
 
-Widths 64, 128 and 256 of keys and of values, float32, bfloat16 and float16, sm_80 (A100) and sm_90 (H100), each with
-the tiles that a call would pick. A line a kernel: the most registers of a thread, the most bytes that did not fit into
-them (spills), the most shared memory of a program, and where that was. With --quick only the corners.
+Key and value widths 64, 128 and 256; float32, bfloat16 and float16; sm_80 (A100) and sm_90 (H100); each with the tiles
+that a call would select. One line per kernel: registers per thread, spilled bytes and shared memory per program, each
+the maximum over all cases, and the worst case. `--quick` compiles only the smallest and largest widths.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ def jobs(quick: bool) -> list[Job]:
     return [(name, *pair, dtype, sm) for sm in TARGETS for dtype in types for pair in pairs for name in KERNELS]
 
 
-def one(job: Job) -> KernelResources:
+def compile_kernel(job: Job) -> KernelResources:
     return usage(*job)
 
 
-def table(found: Sequence[KernelResources]) -> str:
-    lines = [f"{'kernel':<18}{'cases':>6}{'registers':>11}{'spills':>8}{'shared':>10}  worst"]
+def table(resources: Sequence[KernelResources]) -> str:
+    lines = [f"{'kernel':<18}{'cases':>6}{'registers':>11}{'spills':>8}{'shared':>10}  worst case"]
     for name in KERNELS:
-        own = [x for x in found if x.kernel == name]
-        worst = max(own, key=lambda x: (x.spills, x.registers, x.shared))
-        shared, where = max(x.shared for x in own), f"{worst.key} x {worst.value} {worst.dtype} sm_{worst.target}"
-        lines.append(f"{name:<18}{len(own):>6}{worst.registers:>11}{worst.spills:>8}{shared / 1024:>6.1f} KiB  {where}")
-    spilled = [x for x in found if x.spills]
-    lines += [f"{len(found)} kernels compiled, {len(spilled)} of them with spills"]
+        cases = [x for x in resources if x.kernel == name]
+        worst = max(cases, key=lambda x: (x.spills, x.registers, x.shared))
+        shared, case = max(x.shared for x in cases), f"{worst.key} x {worst.value} {worst.dtype} sm_{worst.target}"
+        lines.append(
+            f"{name:<18}{len(cases):>6}{worst.registers:>11}{worst.spills:>8}{shared / 1024:>6.1f} KiB  {case}"
+        )
+    spilled = [x for x in resources if x.spills]
+    lines += [f"{len(resources)} kernels compiled, {len(spilled)} of them with spills"]
     lines += [f"  {x.kernel} {x.key} x {x.value} {x.dtype} sm_{x.target}: {x.spills} B" for x in spilled]
     return "\n".join(lines)
 
@@ -57,7 +59,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.workers, mp_context=context) as pool:
-        results = list(pool.map(one, jobs(args.quick), chunksize=4))
+        results = list(pool.map(compile_kernel, jobs(args.quick), chunksize=4))
     print(table(results))
     if args.json:
         args.json.write_text(json.dumps([asdict(x) for x in results], indent=1) + "\n")
