@@ -231,14 +231,14 @@ def direction(claimed: Finding, verdict: Verdict) -> str:
     >>> direction("better", Verdict(arm="a", kind="better", sentence="", advice=None))
     'same direction'
     >>> direction("unclear", Verdict(arm="a", kind="better", sentence="", advice=None))
-    'here better'
+    'measured: better'
     """
     if verdict.kind == "undecided":
         return "undecided"
     if claimed == "unclear":
-        return f"here {verdict.kind}"
+        return f"measured: {verdict.kind}"
     if claimed == "equivalent":
-        return "equivalent too" if verdict.kind == "equivalent" else f"not equivalent: {verdict.kind}"
+        return "also equivalent" if verdict.kind == "equivalent" else f"not equivalent: {verdict.kind}"
     if verdict.kind == "equivalent":
         return "undecided (equivalent within the margin)"
     return "same direction" if verdict.kind == claimed else "other direction"
