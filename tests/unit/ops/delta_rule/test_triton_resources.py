@@ -24,7 +24,7 @@ CASES = [
     *((name, 128, torch.float16, 90) for name in ("chunk_states", "chunk_states_backward")),  # the fullest registers
     *((name, 64, torch.bfloat16, 90) for name in ("chunk_states", "chunk_states_backward")),  # other tiles at 64
 ]
-"""The largest widths without spills, and the tiles that differ at 64. `benchmarks/triton_resources.py` has all widths."""
+"""The largest widths without spills, and tiles that differ at 64; `benchmarks/triton_resources.py` has all widths."""
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1" or "not installed" in (triton_error(torch.device("cpu")) or ""),
