@@ -84,6 +84,8 @@ class TrainConfig:
     """Maximum number of tokens per evaluation during training; None: all."""
     final_tokens: int | None = None
     """Maximum number of tokens in the evaluation after the last step; None: all."""
+    final_split: Literal["validation", "test"] = "validation"
+    """The documents of the evaluation after the last step. Test documents should choose nothing: no rate, no size."""
     evaluate_batch: int = 32
     """Sequences per evaluation batch."""
     stride: int | None = None

@@ -130,6 +130,7 @@ class HeldOutSplit(HeldOut):
             self.windows = windows(split, context=max(context, longest), limit=limit)
         else:
             self.windows = windows(split, context=context, stride=stride, limit=limit)
+            self.sizes = _scored_sizes(split, self.windows)
 
     def examples(self, group: Sequence[Window], width: int) -> tuple[Examples, Tensor]:  # noqa: D102
         tokens = np.zeros((len(group), width + 1), np.int64)
@@ -181,6 +182,14 @@ class HeldOutTask(HeldOut):
         return Evaluation(evaluation.documents, correct=group.sum(self.correct)[documents["tokens"] > 0] > 0)
 
 
+def _scored_sizes(split: Split, chosen: Sequence[Window]) -> np.ndarray:
+    """The bytes of each document that the windows score: all, or in proportion to its tokens."""
+    tokens = np.zeros(len(split.documents), np.int64)
+    for window in chosen:
+        tokens[window.document] += window.length - window.skip
+    return np.round(split.sizes * (tokens / np.diff(split.documents).ravel())).astype(np.int64)
+
+
 def evaluate(
     model: Decoder,
     split: Split,
@@ -203,7 +212,7 @@ def evaluate(
         context: Context length.
         batch: Windows per batch.
         stride: Tokens scored per window; None: all of them.
-        limit: Evaluate about this many tokens, as evenly spaced whole documents; None: all.
+        limit: Evaluate at most this many tokens, as evenly spaced windows of many documents; None: all.
         should_stop: Called between batches; if it returns True, `Interrupted` is raised.
     """
     held_out = HeldOutSplit(split, context=context, stride=stride, limit=limit)

@@ -17,12 +17,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qkflow.errors import CheckpointError, DiskError, DivergenceError, Interrupted
 from qkflow.io import checksum
 from qkflow.training import checkpoint
 from qkflow.training.callbacks import Callback, Measurement, Result, Run
 from qkflow.training.distributed import SingleProcess, first_not_none, mark_on_all_ranks
 from qkflow.training.divergence import first_bad_parameter
+from qkflow.training.evaluate import HeldOut
 from qkflow.training.metrics import Metrics, read_metrics
 from qkflow.training.run_dir import finish, read_documents, read_result, resume_command, write_documents
 from qkflow.training.signals import StopRequest
@@ -37,7 +40,7 @@ class _Reporter:
         path = folder / "metrics.jsonl"
         self.metrics = group.on_main(lambda: Metrics(path))
         records = read_metrics(path) if group.is_main else []
-        steps = {kind: [r["step"] for r in records if r["kind"] == kind] for kind in ("eval", "measure")}
+        steps = {kind: [r["step"] for r in records if r["kind"] == kind] for kind in ("eval", "measure", "test")}
         self.recorded: dict[str, set[int]] = {kind: set(known) for kind, known in group.broadcast(steps).items()}
         """The steps that metrics.jsonl has evaluations and measurements of."""
 
@@ -134,11 +137,13 @@ class Loop:
             return
         started = time.perf_counter()
         try:
-            limit = config.final_tokens if is_last else config.evaluate_tokens
+            final = self.objective.final(config.final_tokens) if is_last else None
+            limit = config.final_tokens if is_last and final is None else config.evaluate_tokens
             evaluation = self.learner.evaluate(self.objective.validation(limit), self._should_stop)
             if is_last:  # the files come before the record, which says that they exist
                 self._evaluate_test()
-                self.group.on_main(lambda: write_documents(self.folder / "documents.npy", evaluation.documents))
+                documents = evaluation.documents if final is None else self._evaluate_final(final)
+                self.group.on_main(lambda: write_documents(self.folder / "documents.npy", documents))
         except DivergenceError as error:
             raise DivergenceError(f"after step {step}, {error}") from error
         record = {
@@ -151,6 +156,13 @@ class Loop:
         }
         self.reporter.write(record)
         self.reporter.call("on_evaluate", record)
+
+    def _evaluate_final(self, held_out: HeldOut) -> np.ndarray:
+        """Evaluate the test documents, and return their losses."""
+        evaluation = self.learner.evaluate(held_out, self._should_stop)
+        step, tokens = self.learner.step, self.learner.n_tokens()
+        self.reporter.write({"kind": "test", "step": step, "tokens": tokens, **evaluation.summary()})
+        return evaluation.documents
 
     def _evaluate_test(self) -> None:
         """Evaluate the test data of a recall task; complete results of an earlier session are kept."""

@@ -55,8 +55,12 @@ class Objective(ABC):
     def validation(self, limit: int | None) -> HeldOut:
         """The validation data, or about `limit` tokens of it."""
 
+    def final(self, limit: int | None) -> HeldOut | None:
+        """The data of the last evaluation, if it is not the validation data."""
+        return None
+
     def test(self, limit: int | None) -> HeldOut | None:
-        """The test data that is evaluated after the last step, or about `limit` tokens of it; None: there is none."""
+        """The test grid of a recall task, or about `limit` tokens of it; None: there is none."""
         return None
 
     def write_test(self, folder: Path, step: int, evaluation: Evaluation) -> None:  # noqa: B027
@@ -117,9 +121,18 @@ class LanguageModelObjective(Objective):
         config = self.config
         return HeldOutSplit(self.corpus.validation, context=config.context, stride=config.stride, limit=limit)
 
+    def final(self, limit: int | None) -> HeldOut | None:  # noqa: D102
+        config = self.config
+        if config.final_split == "validation":
+            return None
+        return HeldOutSplit(self.corpus.test, context=config.context, stride=config.stride, limit=limit)
+
 
 class RecallObjective(LanguageModelObjective):
     """Predict the answers of a recall task. After the last step, its test grid is evaluated into recall.json."""
+
+    def final(self, limit: int | None) -> HeldOut | None:  # noqa: D102
+        return None  # `final_split` is for text
 
     def test(self, limit: int | None) -> HeldOut | None:  # noqa: D102
         return HeldOutSplit(self.corpus.test, context=self.config.context, limit=limit)

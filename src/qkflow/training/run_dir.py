@@ -266,14 +266,22 @@ def finished(folder: Path) -> Result | None:
 
 def read_result(folder: Path, *, was_finished: bool) -> Result | None:
     """The last evaluation and its files; None if one is missing."""
-    evaluations = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "eval"]
+    records = read_metrics(folder / "metrics.jsonl")
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    final = [record for record in records if record["kind"] == "test"]
     documents = read_documents(folder / "documents.npy")
     if not evaluations or documents is None:
         return None
     last = evaluations[-1]
     if "questions" in last and read_recall(folder) is None:
         return None
-    return Result(folder=folder, step=last["step"], metrics=last, documents=documents, was_finished=was_finished)
+    return Result(
+        folder=folder,
+        step=last["step"],
+        metrics={**last, **final[-1]} if final else last,
+        documents=documents,
+        was_finished=was_finished,
+    )
 
 
 def write_documents(path: Path, documents: np.ndarray) -> None:

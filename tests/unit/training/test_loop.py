@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from qkflow.data import Corpus
 from qkflow.errors import Interrupted, UsageError
 from qkflow.models import Decoder
-from qkflow.training import load_run, loop, read_metrics, steps_for_budget, train
+from qkflow.training import evaluate, load_run, loop, read_metrics, steps_for_budget, train
 from qkflow.training.step import Learner
 
 
@@ -120,6 +121,37 @@ def test_a_stop_during_an_evaluation_repeats_it_once(
     assert result.documents.tobytes() == whole.documents.tobytes()
     steps = [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "eval"]
     assert steps == [0, 2, 4]
+
+
+def test_the_last_evaluation_can_use_test_documents(configure: Any, corpus: Corpus, tmp_path: Path) -> None:
+    result = train(configure(final_split="test", evaluate_every=2), tmp_path / "run")
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    final = next(record for record in records if record["kind"] == "test")
+    run = load_run(tmp_path / "run")
+    on_test = evaluate(run.model, corpus.test, context=16)
+    assert result.documents.tobytes() == on_test.documents.tobytes()
+    assert result.metrics["bits_per_byte"] == final["bits_per_byte"] == on_test.bits_per_byte
+    on_validation = evaluate(run.model, corpus.validation, context=16, limit=300)
+    assert [r for r in records if r["kind"] == "eval"][-1]["bits_per_byte"] == on_validation.bits_per_byte
+
+
+def test_a_resumed_run_evaluates_its_test_documents_once(
+    configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(final_split="test", evaluate_every=2)
+    whole = train(config, tmp_path / "whole")
+
+    def stop(*_: object) -> None:
+        raise Interrupted("stopped")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "write_documents", stop)
+        with pytest.raises(Interrupted):
+            train(config, tmp_path / "run")
+    result = train(None, tmp_path / "run", resume=True)
+    assert result.documents.tobytes() == whole.documents.tobytes()
+    kinds = [record["kind"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert kinds.count("test") == 1
 
 
 def test_a_recorded_evaluation_is_not_repeated(configure: Any, tmp_path: Path, watcher: Any) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from qkflow.data.text.corpus import Split
 from qkflow.errors import UsageError
 
 ROUNDS = 6
-SUBSET_SIZES = 64  # document counts tried when a token limit applies
+_GOLDEN_RATIO = (1 + 5**0.5) / 2
 
 
 class Batch(NamedTuple):
@@ -128,7 +129,8 @@ def windows(split: Split, *, context: int, stride: int | None = None, limit: int
         context: Maximum window length in tokens.
         stride: Tokens by which consecutive windows advance (default: `context`). With a smaller stride each scored
             token sees more context, and a window scores only the tokens that no earlier window has scored.
-        limit: Use evenly spaced whole documents with at most this many tokens in total (at least one document).
+        limit: Use at most this many tokens (but at least one window), as evenly spaced windows of as many documents
+            as possible.
 
     >>> split = Split(tokens=np.arange(8), documents=np.array([[1, 8]]), sizes=np.array([7]))
     >>> windows(split, context=4)
@@ -139,16 +141,18 @@ def windows(split: Split, *, context: int, stride: int | None = None, limit: int
         raise UsageError(f"stride must be from 1 to context = {context}, got {stride}")
     if limit is not None and limit < 1:
         raise UsageError(f"limit must be at least 1 token, got {limit}")
+    sizes = np.diff(split.documents).ravel()
+    counts = 1 + np.maximum(0, -(-(sizes - context) // stride))  # windows per document
     result = []
-    for document in _select_documents(split.documents, limit).tolist():
-        begin, end = split.documents[document].tolist()
-        size, offset = end - begin, 0
-        while True:
-            skip = context - stride if offset else 0
-            result.append(Window(document, begin - 1 + offset, min(context, size - offset), skip))
-            if offset + context >= size:
-                break
-            offset += stride
+    total = int((sizes + (counts - 1) * (context - stride)).sum())
+    selected = _select_windows(
+        np.minimum(sizes, context), counts, limit if limit is not None and limit < total else None
+    )
+    for document, number in selected:
+        offset = number * stride
+        length = min(context, int(sizes[document]) - offset)
+        begin = int(split.documents[document, 0]) - 1 + offset
+        result.append(Window(document, begin, length, context - stride if offset else 0))
     return result
 
 
@@ -168,19 +172,34 @@ def _inside_spans(spans: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return np.searchsorted(spans.reshape(-1), positions, side="right") % 2 == 1
 
 
-def _select_documents(documents: np.ndarray, limit: int | None) -> np.ndarray:
-    """Return the indices of all documents, or of evenly spaced ones that best use `limit` tokens."""
-    count, sizes = len(documents), np.diff(documents).ravel()
-    if limit is None or sizes.sum() <= limit:
-        return np.arange(count)
-    max_count = int((np.cumsum(np.sort(sizes)) <= limit).sum())  # no larger subset fits
-    best, best_tokens = np.array([sizes.argmin()]), 0
-    for subset_size in np.unique(np.linspace(1, max(max_count, 1), SUBSET_SIZES, dtype=np.int64))[::-1].tolist():
-        for quarter in (2, 1, 3, 0):  # start of the first document, in quarters of the spacing
-            subset = (4 * np.arange(subset_size) + quarter) * count // (4 * subset_size)
-            if best_tokens < (n_tokens := int(sizes[subset].sum())) <= limit:
-                best, best_tokens = subset, n_tokens
-    return best
+def _select_windows(lengths: np.ndarray, counts: np.ndarray, limit: int | None) -> Iterator[tuple[int, int]]:
+    """Yield (document, number of the window) of all windows, or of evenly spaced ones with at most `limit` tokens.
+
+    Args:
+        lengths: The length of each document's longest window.
+        counts: The number of windows of each document.
+        limit: The token limit.
+
+    Every document gets at least one window if the limit allows; the others are shared in proportion to `counts`.
+    """
+    chosen = np.arange(len(counts))
+    quota = counts
+    if limit is not None:
+        if (spare := limit - int(lengths.sum())) < 0:
+            n_documents = max(1, int(limit * len(counts) // lengths.sum()))
+            chosen = (2 * np.arange(n_documents) + 1) * len(counts) // (2 * n_documents)
+            while n_documents > 1 and lengths[chosen].sum() > limit:
+                n_documents -= 1
+                chosen = (2 * np.arange(n_documents) + 1) * len(counts) // (2 * n_documents)
+            quota = np.ones_like(counts)
+        else:
+            share = min(1.0, spare / int(lengths @ (counts - 1)))
+            quota = 1 + np.diff(np.floor(np.cumsum(counts - 1) * share), prepend=0).astype(np.int64)
+    for document in chosen.tolist():
+        count, n_windows = int(counts[document]), int(quota[document])
+        shift = document * _GOLDEN_RATIO % 1  # beginnings, middles and ends of documents, not beginnings only
+        for number in range(n_windows):
+            yield document, int((number + shift) * count / n_windows)
 
 
 def _epoch_random(seed: int, epoch: int) -> tuple[int, np.ndarray]:

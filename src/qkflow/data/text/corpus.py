@@ -29,7 +29,7 @@ import numpy as np
 from qkflow.data.text.tokenizers import TOKENIZER_FILE, Ids, Tokenizer, load_tokenizer
 from qkflow.errors import UsageError
 
-FORMAT = 1
+FORMAT = 2
 RECORD_FILE = "corpus.json"
 CELL_DTYPE = np.dtype([("pairs", "<i8"), ("length", "<i8"), ("depth", "<i8")])
 """Test-grid cell of a recall instance: pairs, tokens, needle depth in percent; -1 if not applicable."""

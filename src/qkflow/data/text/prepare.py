@@ -122,6 +122,8 @@ def _cache_key(scanned: ScanResult, plan: SplitPlan, config: CorpusConfig, vocab
         key["files"] = vocabulary_digest
     if plan.passage_splits:
         key["passage"] = config.passage
+    if plan.rule == "hash":
+        key["test_percent"] = plan.test_percent
     if plan.rule == "contiguous":
         key["aligned"] = plan.align_cuts
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
@@ -200,6 +202,7 @@ def _write_corpus(
         "dtype": token_dtype(tokenizer),
         "split": {
             "rule": plan.rule,
+            "test_percent": plan.test_percent if plan.rule == "hash" else None,
             "cuts": list(plan.cuts) if plan.rule == "contiguous" else None,
             "passage": config.passage if plan.passage_splits else None,
         },

@@ -3,8 +3,11 @@
 | rule         | used for                       | how                                                                 |
 |--------------|--------------------------------|---------------------------------------------------------------------|
 | `official`   | sources that define splits     | as defined                                                          |
-| `hash`       | sources with enough documents  | 90/5/5 by a hash of each key; equal .jsonl lines are in one split   |
+| `hash`       | sources with enough documents  | by a hash of each key; equal .jsonl lines are in one split          |
 | `contiguous` | one text, or too few documents | 90/5/5 by bytes; held-out text is cut into passages, the documents  |
+
+The hash puts 5 % of the documents into validation, and 5 to 20 % into test: as many as are needed for about 105
+documents there, because differences between models are judged on them.
 
 The result of a scan is cached under the path, size and modification times of the source's files, so a large corpus is
 scanned only once.
@@ -40,14 +43,30 @@ SCAN_VERSION = 1
 SETTLED_SECONDS = 2.0  # a file modified more recently could change again without a new modification time
 
 
-def hash_split(key: bytes) -> str:
-    """Return the split of a document by the hash of its key: 90 % train, 5 % validation, 5 % test.
+TEST_DOCUMENTS = 105
+"""Test documents to aim at."""
+_LEAST_TEST_PERCENT, _MOST_TEST_PERCENT = 5, 20
+
+
+def hash_split(key: bytes, test_percent: int = _LEAST_TEST_PERCENT) -> str:
+    """Return the split of a document by the hash of its key: 5 % validation, `test_percent` test, the rest train.
 
     >>> hash_split(b"json/decoder.py")
     'validation'
     """
     percent = int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 100
-    return SPLITS[0] if percent < 90 else SPLITS[1] if percent < 95 else SPLITS[2]
+    if 90 <= percent < 95:
+        return SPLITS[1]
+    return SPLITS[2] if (percent + 5) % 100 < test_percent else SPLITS[0]
+
+
+def choose_test_percent(documents: int) -> int:
+    """Return the percentage of the documents for test.
+
+    >>> choose_test_percent(731), choose_test_percent(100_000), choose_test_percent(50)
+    (15, 5, 20)
+    """
+    return min(_MOST_TEST_PERCENT, max(_LEAST_TEST_PERCENT, math.ceil(100 * TEST_DOCUMENTS / documents)))
 
 
 # Scanning
@@ -153,6 +172,8 @@ class SplitPlan:
     """How the documents of a source are divided."""
 
     rule: Rule
+    test_percent: int
+    """Percentage of the documents for test (hash only)."""
     cuts: tuple[int, int]
     """Byte offsets at which validation and test start (contiguous only)."""
     align_cuts: bool
@@ -174,6 +195,7 @@ def plan_split(source: Source, scanned: ScanResult, config: CorpusConfig) -> Spl
     )
     return SplitPlan(
         rule=rule,
+        test_percent=choose_test_percent(sum(scanned.documents)),
         cuts=(scanned.bytes * 90 // 100, scanned.bytes * 95 // 100),
         align_cuts=is_utf8 and not (source.has_exact_cuts and config.tokens == "bytes"),
         is_utf8=is_utf8,
@@ -186,7 +208,7 @@ def divide(documents: Iterable[Document], plan: SplitPlan) -> Iterator[TextPiece
     """Yield the text of all documents in pieces, each with its split and the boundary before it."""
     position, current = 0, 0  # current: index of the split at `position` under the contiguous rule
     for document in documents:
-        split = document.split or hash_split(document.key)
+        split = document.split or hash_split(document.key, plan.test_percent)
         cutter = _PassageCutter(plan)
         for text in document.blocks:
             if plan.rule != "contiguous":

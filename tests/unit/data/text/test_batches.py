@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -179,16 +180,25 @@ def test_smaller_stride_gives_more_context() -> None:
 
 @QUICK
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60), limit=st.integers(1, 2000))
-def test_limit_selects_whole_documents_within_the_token_limit(lengths: list[int], limit: int) -> None:
+def test_limit_selects_distinct_windows_of_the_whole_within_the_limit(lengths: list[int], limit: int) -> None:
     split = held_out(lengths)
-    result = windows(split, context=16, limit=limit)
-    chosen = sorted({window.document for window in result})
+    every, result = windows(split, context=16), windows(split, context=16, limit=limit)
     tokens = sum(window.length for window in result)
-    assert tokens == sum(lengths[number] for number in chosen)
-    assert tokens <= limit or len(chosen) == 1
-    assert len(chosen) == len(lengths) or sum(lengths) > limit
-    assert tokens <= limit or min(lengths) > limit
+    assert set(result) <= set(every)
+    assert len(set(result)) == len(result)
+    assert [window.begin for window in result] == sorted(window.begin for window in result)
+    assert tokens <= limit or len(result) == 1
+    if sum(lengths) <= limit:
+        assert result == every
     assert result == windows(split, context=16, limit=limit)
+
+
+@QUICK
+@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=60), limit=st.integers(960, 9000))
+def test_every_document_is_scored_if_the_limit_allows(lengths: list[int], limit: int) -> None:
+    assert {window.document for window in windows(held_out(lengths), context=16, limit=limit)} == set(
+        range(len(lengths))
+    )
 
 
 def test_limit_selects_evenly_spaced_documents() -> None:
@@ -196,6 +206,18 @@ def test_limit_selects_evenly_spaced_documents() -> None:
     chosen = [window.document for window in result]
     assert len(chosen) == 20
     assert {after - this for this, after in pairwise(chosen)} == {5}
+
+
+def test_limit_selects_beginnings_middles_and_ends_of_documents() -> None:
+    result = windows(held_out([1600] * 100), context=16, limit=1600)
+    position = [(window.begin - 1600 * window.document) / 1600 for window in result]
+    assert len(result) == 100
+    assert np.histogram(position, bins=4, range=(0, 1))[0].min() >= 20
+
+
+def test_longer_documents_get_more_windows() -> None:
+    result = windows(held_out([160, 1600]), context=16, limit=352)
+    assert Counter(window.document for window in result) == {0: 2, 1: 20}
 
 
 def test_limit_is_nearly_used_up_with_very_different_lengths() -> None:

@@ -26,6 +26,7 @@ def contiguous(texts: list[bytes], passage: int, *, aligned: bool = True) -> Spl
     cuts = (total * 90 // 100, total * 95 // 100)
     return SplitPlan(
         rule="contiguous",
+        test_percent=5,
         cuts=cuts,
         align_cuts=aligned,
         is_utf8=aligned,
@@ -104,10 +105,20 @@ def test_hash_split_has_the_right_shares() -> None:
     assert share["test"] == pytest.approx(1_000, rel=0.15)
 
 
+def test_more_test_documents_come_from_train_and_validation_stays() -> None:
+    keys = [f"file-{number}.txt".encode() for number in range(20_000)]
+    few, many = [hash_split(key) for key in keys], [hash_split(key, 20) for key in keys]
+    assert Counter(many)["test"] == pytest.approx(4_000, rel=0.1)
+    moved = {(before, after) for before, after in zip(few, many, strict=True) if before != after}
+    assert moved == {("train", "test")}
+
+
 def test_hash_split_keeps_documents_whole_and_depends_only_on_the_key() -> None:
     texts = [f"text {number}".encode() for number in range(200)]
-    plan = SplitPlan(rule="hash", cuts=(0, 0), align_cuts=True, is_utf8=True, passage=3, passage_splits=())
+    plan = SplitPlan(
+        rule="hash", test_percent=20, cuts=(0, 0), align_cuts=True, is_utf8=True, passage=3, passage_splits=()
+    )
     pieces = spans(list(divide(documents(texts, 3), plan)))
     assert [piece.text for piece in pieces] == texts
-    assert [piece.split for piece in pieces] == [hash_split(str(number).encode()) for number in range(200)]
+    assert [piece.split for piece in pieces] == [hash_split(str(number).encode(), 20) for number in range(200)]
     assert {piece.boundary for piece in pieces} == {Boundary.DOCUMENT}
