@@ -46,7 +46,7 @@ class ForgetsTheRotaryOffset(StandardAttention):
 
     def attend(self, rows: AttentionInputs) -> Tensor:
         t, k = rows.q.shape[1], rows.q.shape[-1]
-        back = (t - rows.cache.seen) * 10000.0 ** -(torch.arange(0, k, 2, dtype=rows.q.dtype) / k)
+        back = (t - rows.cache.tokens_seen) * 10000.0 ** -(torch.arange(0, k, 2, dtype=rows.q.dtype) / k)
         even, odd = rows.q[..., 0::2], rows.q[..., 1::2]
         turned = [even * back.cos() - odd * back.sin(), even * back.sin() + odd * back.cos()]
         return super().attend(rows._replace(q=torch.stack(turned, -1).flatten(-2)))
@@ -64,7 +64,9 @@ class ForgetsItsLength(StandardAttention):
 
     def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
         y, after = super().forward(x, state, layout)
-        return y, replace(after, seen=0, lengths=None if after.lengths is None else torch.zeros_like(after.lengths))
+        return y, replace(
+            after, tokens_seen=0, lengths=None if after.lengths is None else torch.zeros_like(after.lengths)
+        )
 
 
 class CountsPadding(StandardAttention):
@@ -91,7 +93,7 @@ class WritesWhereOthersLook(StandardAttention):
 
     class Overwriting(KVCache):
         def _has_room(self, t: int) -> bool:
-            return self.used + t <= self.buffers[0].shape[1]
+            return self.slots_used + t <= self.buffers[0].shape[1]
 
     def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
         y, after = super().forward(x, state, layout)
@@ -104,8 +106,8 @@ class LosesATokenWhenTheBufferGrows(StandardAttention):
     class Careless(KVCache):
         def _grown(self, t: int) -> KVCache:
             grown = super()._grown(t)
-            if self.used >= 16:
-                grown.buffers[1][:, self.used - 1] = 0
+            if self.slots_used >= 16:
+                grown.buffers[1][:, self.slots_used - 1] = 0
             return grown
 
     def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
@@ -168,7 +170,7 @@ class SkipsTheGradientOfPaddedKeys(StandardAttention):
     """With a table of positions in play, keys are detached: only gradients tell."""
 
     def attend(self, rows: AttentionInputs) -> Tensor:
-        return super().attend(rows if rows.cache.table is None else rows._replace(k=rows.k.detach()))
+        return super().attend(rows if rows.cache.slot_positions is None else rows._replace(k=rows.k.detach()))
 
 
 class JoinsTheFirstTwoSegments(StandardAttention):

@@ -61,7 +61,7 @@ def test_a_cache_holds_all_tokens_in_order(mode: Callable[[], Any]) -> None:
         cache = started()
         assert (cache.nbytes, cache.length.tolist(), cache.offset, held(cache)) == (0, [0, 0], 0, [[], []])
         for t in (3, 1, 20, 1):
-            cache = cache.extend(tokens(2, t, cache.seen))
+            cache = cache.extend(tokens(2, t, cache.tokens_seen))
         assert held(cache) == [list(range(25))] * 2
         assert (cache.length.tolist(), cache.offset) == ([25, 25], 25)
 
@@ -130,7 +130,7 @@ def test_a_window_bounds_the_cache_and_keeps_all_visible_tokens(
         cache, largest = started(window=window), 0
         for _ in range(80 // step):
             counts = [step, step - 1] if uneven and step > 1 else [step, step]
-            cache = ragged(cache, counts) if uneven else cache.extend(tokens(2, step, cache.seen))
+            cache = ragged(cache, counts) if uneven else cache.extend(tokens(2, step, cache.tokens_seen))
             for count, length, row in zip(counts, cache.length.tolist(), held(cache), strict=True):
                 reach = range(max(0, length - (window + count - 1)), length)
                 assert set(reach) <= set(row), "a visible token was dropped"
@@ -138,7 +138,7 @@ def test_a_window_bounds_the_cache_and_keeps_all_visible_tokens(
             for length, row in zip(cache.length.tolist(), held(cache), strict=True):
                 assert row[-min(window, length) :] == list(range(max(0, length - window), length))
             largest = max(largest, cache.buffers[0].shape[1])
-        assert cache.used <= (window if mode is torch.enable_grad else 2 * window)
+        assert cache.slots_used <= (window if mode is torch.enable_grad else 2 * window)
         assert largest <= max(2 * window + step, 16 + step)
 
 
@@ -248,7 +248,7 @@ def test_a_cache_moves_to_another_device(uneven: bool) -> None:
     cache = ragged(cache, [1, 2]) if uneven else cache
     moved = cache.to("meta")
     assert {x.device.type for x in (*moved.buffers, moved.length, moved.positions)} == {"meta"}
-    assert (moved.used, moved.seen, moved.nbytes) == (cache.used, cache.seen, cache.nbytes)
+    assert (moved.slots_used, moved.tokens_seen, moved.nbytes) == (cache.slots_used, cache.tokens_seen, cache.nbytes)
 
 
 def test_nbytes_counts_visible_tokens_and_reserved_counts_buffers() -> None:

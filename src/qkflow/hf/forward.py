@@ -89,7 +89,7 @@ def _expand_layer(
     cache = state.cache if isinstance(state, ShiftedKVCache) else state
     if not isinstance(cache, KVCache):
         return torch.nn.functional.pad(attention, (columns, 0))
-    past, new = attention[..., : cache.used], attention[..., cache.used :]
+    past, new = attention[..., : cache.slots_used], attention[..., cache.slots_used :]
     position = cache.positions.expand(b, -1)
     index = torch.where(position < 0, columns, position)[:, None, None].expand(b, h, t, -1)  # empty slots: last column
     by_position = attention.new_zeros(b, h, t, columns + 1).scatter(3, index, past)

@@ -190,7 +190,7 @@ class SynchronyMechanism(Mechanism):
         scores = F.pad(scores, (inputs.first_slot, 0))
         if self.config.strict and not self.config.frustrated:
             scores = shift_left(scores, inputs.cache)
-        return map_by_token(scores, 0 if layout is None else inputs.cache.used - layout.span, layout)
+        return map_by_token(scores, 0 if layout is None else inputs.cache.slots_used - layout.span, layout)
 
     def values(self, x: Stream) -> Float[Tensor, "b s h v"]:
         """Return the points of each token, or their projection; harmonics are concatenated."""

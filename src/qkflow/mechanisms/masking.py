@@ -49,13 +49,13 @@ def visible_keys(q: Tensor, k: Tensor, v: Tensor, past: KVCache, cache: KVCache,
     `cache` is `past` extended by the new `k` and `v`.
     """
     t = q.shape[1]
-    if past.used == 0 and (window is None or t <= window):
+    if past.slots_used == 0 and (window is None or t <= window):
         return AttentionInputs(q, k, v, True, None, cache, 0)
     first = 0
-    if cache.table is None and window is not None:
-        first = max(0, cache.used - (window + t - 1))
+    if cache.slot_positions is None and window is not None:
+        first = max(0, cache.slots_used - (window + t - 1))
     keys, values = (x[:, first:] for x in cache.tensors)
-    if cache.table is None and t == 1:
+    if cache.slot_positions is None and t == 1:
         return AttentionInputs(q, keys, values, False, None, cache, first)
     offset = past.offset
     queries = torch.arange(t, device=q.device) + (offset if isinstance(offset, int) else offset[:, None])
@@ -85,7 +85,7 @@ def shift_right(x: Float[Tensor, "n t h p"], last: Float[Tensor, "n 1 c"]) -> Fl
 
 def shift_left(scores: Float[Tensor, "n h t s"], cache: KVCache) -> Float[Tensor, "n h t s"]:
     """Convert weights of shifted slots to weights of tokens: token p is stored in the slot of position p + 1."""
-    if cache.table is None:
+    if cache.slot_positions is None:
         return torch.nn.functional.pad(scores[..., 1:], (0, 1))
     position = cache.positions
     slot_of_token = (position[:, :, None] == position[:, None, :] + 1) & (position >= 0)[:, None, :]  # [n slot token]

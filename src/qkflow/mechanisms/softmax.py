@@ -112,7 +112,7 @@ class SoftmaxMechanism(QKMechanism):
             state = replace(state, window=None)  # keep every slot: each has a column
         inputs = self._attention_inputs(x, state, layout)
         scores = F.pad(self.map(inputs), (inputs.first_slot, 0))
-        return map_by_token(scores, 0 if layout is None else inputs.cache.used - layout.span, layout)
+        return map_by_token(scores, 0 if layout is None else inputs.cache.slots_used - layout.span, layout)
 
     def values(self, x: Stream) -> Float[Tensor, "b s h v"]:
         """Return the value that the queries of each head read."""

@@ -8,7 +8,7 @@ the output is their points (cosines and sines), which need no normalisation beca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -77,17 +77,9 @@ class DecoderState(State):
         """Number of tokens of each row."""
         return self.layers[0].length
 
-    def select(self, rows: Int[Tensor, " n"]) -> DecoderState:
-        """Return the given rows of every layer."""
-        return DecoderState(tuple(layer.select(rows) for layer in self.layers))
-
-    def detach(self) -> DecoderState:
-        """Return the state detached from the graph."""
-        return DecoderState(tuple(layer.detach() for layer in self.layers))
-
-    def to(self, device: torch.device | str) -> DecoderState:
-        """Return the state on another device."""
-        return DecoderState(tuple(layer.to(device) for layer in self.layers))
+    def map(self, f: Callable[[Tensor], Tensor]) -> DecoderState:
+        """The state with `f` applied to every tensor of every layer."""
+        return DecoderState(tuple(layer.map(f) for layer in self.layers))
 
     @property
     def nbytes(self) -> int:

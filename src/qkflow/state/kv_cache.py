@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Int, Shaped
@@ -24,18 +25,18 @@ class _Extent:
 class KVCache(State):
     """Past tokens, one slot each, in one or several tensors `[b, slots, ...]`.
 
-    While all rows have the same length, slot j holds position `seen - used + j` of every row. After padded or packed
-    input the rows differ, and a table holds the position in each slot, or -1 if it is empty.
+    While all rows have the same length, slot j holds position `tokens_seen - slots_used + j` of every row. After padded
+    or packed input the rows differ, and the position in each slot is stored, or -1 if it is empty.
     """
 
     buffers: tuple[Shaped[Tensor, "b capacity ..."], ...]
-    used: int
+    slots_used: int
     """Number of slots in use."""
-    seen: int
+    tokens_seen: int
     """Number of tokens seen, while all rows have the same length."""
     window: int | None = None
     """Size of the sliding window, including the current token; None for no window."""
-    table: Int[Tensor, "b capacity"] | None = None
+    slot_positions: Int[Tensor, "b capacity"] | None = None
     """Position in each slot, -1 if empty; None while all rows have the same length."""
     lengths: Int[Tensor, " b"] | None = None
     """Number of tokens seen, per row; None while all rows have the same length."""
@@ -52,87 +53,78 @@ class KVCache(State):
         if self.lengths is not None:
             return self.lengths
         first = self.buffers[0]
-        return torch.full((first.shape[0],), self.seen, dtype=torch.long, device=first.device)
+        return torch.full((first.shape[0],), self.tokens_seen, dtype=torch.long, device=first.device)
 
     @property
     def offset(self) -> int | Int[Tensor, " b"]:
         """Position of the next token: an int while all rows have the same length, else one per row."""
-        return self.seen if self.lengths is None else self.lengths
+        return self.tokens_seen if self.lengths is None else self.lengths
 
     @property
     def tensors(self) -> tuple[Shaped[Tensor, "b used ..."], ...]:
         """The buffers, restricted to the slots in use."""
-        return tuple(buffer[:, : self.used] for buffer in self.buffers)
+        return tuple(buffer[:, : self.slots_used] for buffer in self.buffers)
 
     @property
     def positions(self) -> Int[Tensor, " used"] | Int[Tensor, "b used"]:
         """Position in each slot, -1 if empty."""
-        if self.table is not None:
-            return self.table[:, : self.used]
-        return torch.arange(self.seen - self.used, self.seen, device=self.buffers[0].device)
+        if self.slot_positions is not None:
+            return self.slot_positions[:, : self.slots_used]
+        return torch.arange(self.tokens_seen - self.slots_used, self.tokens_seen, device=self.buffers[0].device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the visible tokens, and of their position table if there is one."""
-        visible = self.used if self.window is None else min(self.used, self.window)
-        tensors = self.buffers if self.table is None else (*self.buffers, self.table)
-        return sum(x[:, :visible].nbytes for x in tensors)
+        """Bytes of the visible tokens, and of their positions if they are stored."""
+        visible = self.slots_used if self.window is None else min(self.slots_used, self.window)
+        return sum(x[:, :visible].nbytes for x in self._stored)
 
     @property
     def reserved(self) -> int:
         """Bytes of the buffers, including free slots."""
-        return sum(x.nbytes for x in self.buffers) + (0 if self.table is None else self.table.nbytes)
+        return sum(x.nbytes for x in self._stored)
 
     def extend(self, new: Sequence[Shaped[Tensor, "b t ..."]], lengths: Int[Tensor, " b"] | None = None) -> KVCache:
         """The cache extended by `new` tokens in row form; row i has `lengths[i]` of them (default: all)."""
         rows, t = new[0].shape[:2]
-        if rows != self.buffers[0].shape[0]:
-            raise UsageError(
-                f"the state holds {self.buffers[0].shape[0]} rows, the input {rows}: select() the rows first"
-            )
-        if self.lengths is not None or lengths is not None:
-            return self._with_table()._append(
-                [*new], lengths if lengths is not None else self.length.new_full((rows,), t)
-            )
-        return self._append([*new], None)
+        expected = self.buffers[0].shape[0]
+        if rows != expected:
+            raise UsageError(f"the state holds {expected} rows, the input {rows}: select() the rows first")
+        if self.lengths is None and lengths is None:
+            return self._append([*new], None)
+        counts = self.length.new_full((rows,), t) if lengths is None else lengths
+        return self._with_positions()._append([*new], counts)
 
     def trim(self) -> KVCache:
         """The cache without tokens outside the window (in inference, only once there are many of them)."""
         if self.window is None:
             return self
         keep = self.window if torch.is_grad_enabled() else 2 * self.window
-        return self._recent(self.window) if self.used > keep else self
+        return self._recent(self.window) if self.slots_used > keep else self
 
-    def select(self, rows: Int[Tensor, " n"]) -> KVCache:
-        """A copy of the given rows."""
-        return self._map(lambda x: x[rows.to(x.device)])
+    def map(self, f: Callable[[Tensor], Tensor]) -> KVCache:
+        """The cache with `f` applied to the slots in use; `f` may change the rows, but not the slots."""
+        lengths = None if self.lengths is None else f(self.lengths)
+        return self._with([f(x[:, : self.slots_used]) for x in self._stored], _Extent(0), lengths=lengths)
 
-    def detach(self) -> KVCache:
-        """The same values, detached from the autograd graph."""
-        return self._map(Tensor.detach)
+    @property
+    def _stored(self) -> tuple[Tensor, ...]:
+        """All tensors with slots: the buffers, and the positions if they are stored."""
+        return self.buffers if self.slot_positions is None else (*self.buffers, self.slot_positions)
 
-    def to(self, device: torch.device | str) -> KVCache:
-        """The cache on another device."""
-        return self._map(lambda x: x.to(device))
+    def _with(self, stored: Sequence[Tensor], extent: _Extent, **changes: Any) -> KVCache:
+        """A copy with other tensors, in the order of `_stored`."""
+        count = len(self.buffers)
+        positions = stored[count] if len(stored) > count else None
+        return replace(self, buffers=tuple(stored[:count]), slot_positions=positions, extent=extent, **changes)
 
-    def _map(self, f: Callable[[Tensor], Tensor]) -> KVCache:
-        """Apply `f` to the slots in use; `f` may change rows, but not slots."""
-        return replace(
-            self,
-            buffers=tuple(f(x) for x in self.tensors),
-            table=None if self.table is None else f(self.table[:, : self.used]),
-            lengths=None if self.lengths is None else f(self.lengths),
-            extent=_Extent(0),
-        )
-
-    def _with_table(self) -> KVCache:
-        """The same cache with a position table, for rows of different lengths."""
-        if self.table is not None:
+    def _with_positions(self) -> KVCache:
+        """The same cache with stored positions, for rows of different lengths."""
+        if self.slot_positions is not None:
             return self
-        capacity = self.buffers[0].shape[1]
-        first = self.seen - self.used
-        table = torch.arange(first, first + capacity, device=self.buffers[0].device).repeat(len(self.buffers[0]), 1)
-        return replace(self, table=table, lengths=self.length)
+        rows, capacity = self.buffers[0].shape[:2]
+        first = self.tokens_seen - self.slots_used
+        positions = torch.arange(first, first + capacity, device=self.buffers[0].device).repeat(rows, 1)
+        return replace(self, slot_positions=positions, lengths=self.length)
 
     def _append(self, new: list[Tensor], counts: Int[Tensor, " b"] | None) -> KVCache:
         t = new[0].shape[1]
@@ -141,58 +133,47 @@ class KVCache(State):
             column = torch.arange(t, device=counts.device)
             new.append(torch.where(column < counts[:, None], self.lengths[:, None] + column, -1))
             lengths = self.lengths + counts
-        if self.used == 0:  # the new tokens become the buffers, without free slots
-            slots, extent, written = self, _Extent(t), new
-        elif torch.is_grad_enabled():
-            slots, extent = self, _Extent(0)  # later calls must not modify tensors saved by autograd
-            old = self.tensors if self.table is None else (*self.tensors, self.table[:, : self.used])
-            written = [torch.cat([past, x], 1) for past, x in zip(old, new, strict=True)]
+        cache = self
+        if self.slots_used == 0:  # the new tokens become the buffers, without free slots
+            stored, extent = new, _Extent(t)
+        elif torch.is_grad_enabled():  # later calls must not modify tensors saved by autograd
+            past = (x[:, : self.slots_used] for x in self._stored)
+            stored, extent = [torch.cat(pair, 1) for pair in zip(past, new, strict=True)], _Extent(0)
         else:
-            slots = self if self._has_room(t) else self._grown(t)
-            extent = slots.extent
-            written = [*slots.buffers] if slots.table is None else [*slots.buffers, slots.table]
-            for buffer, x in zip(written, new, strict=True):
-                buffer[:, slots.used : slots.used + t] = x
-            extent.filled = slots.used + t
-        buffers = tuple(written[: len(self.buffers)])
-        table = None if slots.table is None else written[-1]
-        return replace(
-            slots,
-            buffers=buffers,
-            used=slots.used + t,
-            seen=slots.seen + t,
-            table=table,
-            lengths=lengths,
-            extent=extent,
-        )
+            cache = self if self._has_room(t) else self._grown(t)
+            stored, extent, end = cache._stored, cache.extent, cache.slots_used + t
+            for buffer, x in zip(stored, new, strict=True):
+                buffer[:, cache.slots_used : end] = x
+            extent.filled = end
+        counters = {"slots_used": cache.slots_used + t, "tokens_seen": cache.tokens_seen + t}
+        return cache._with(stored, extent, **counters, lengths=lengths)
 
     def _has_room(self, t: int) -> bool:
         first = self.buffers[0]
-        free = self.extent.filled == self.used and self.used + t <= first.shape[1]
+        free = self.extent.filled == self.slots_used and self.slots_used + t <= first.shape[1]
         if torch.compiler.is_compiling():
             return free
         return free and (torch.is_inference_mode_enabled() or not first.is_inference())
 
     def _grown(self, t: int) -> KVCache:
         """A copy with room for `t` more tokens: twice the size, counting only tokens inside the window."""
-        live = self if self.window is None or self.used < self.window else self._recent(self.window - 1)
-        capacity = max(live.used + t, 2 * live.used, 16)
+        live = self if self.window is None or self.slots_used < self.window else self._recent(self.window - 1)
+        capacity = max(live.slots_used + t, 2 * live.slots_used, 16)
 
         def enlarge(x: Tensor) -> Tensor:
             buffer = x.new_empty(x.shape[0], capacity, *x.shape[2:])
-            buffer[:, : live.used] = x[:, : live.used]
+            buffer[:, : live.slots_used] = x[:, : live.slots_used]
             return buffer
 
-        table = None if live.table is None else enlarge(live.table)
-        return replace(live, buffers=tuple(map(enlarge, live.buffers)), table=table, extent=_Extent(live.used))
+        return live._with([*map(enlarge, live._stored)], _Extent(live.slots_used))
 
     def _recent(self, count: int) -> KVCache:
         """A copy of the `count` most recent tokens of each row."""
-        if self.table is None:
-            buffers = tuple(x[:, self.used - count :].clone() for x in self.tensors)
-            return replace(self, buffers=buffers, used=count, extent=_Extent(0))
-        table, slot = self.table[:, : self.used].topk(count, dim=1)
-        table, slot = table.flip(1), slot.flip(1)
-        rows = torch.arange(len(slot), device=slot.device)[:, None]
-        buffers = tuple(x[rows, slot] for x in self.tensors)
-        return replace(self, buffers=buffers, used=count, table=table, extent=_Extent(0))
+        if self.slot_positions is None:
+            stored = [x[:, self.slots_used - count :].clone() for x in self.tensors]
+        else:
+            positions, slot = self.positions.topk(count, dim=1)
+            positions, slot = positions.flip(1), slot.flip(1)
+            rows = torch.arange(len(slot), device=slot.device)[:, None]
+            stored = [*(x[rows, slot] for x in self.tensors), positions]
+        return self._with(stored, _Extent(0), slots_used=count)

@@ -16,14 +16,14 @@ from qkflow.state.base import State
 class RecurrentState(State):
     """A matrix per row and head, and the last few tokens for the short convolutions.
 
-    >>> RecurrentState(torch.zeros(2, 4, 16, 8), (torch.zeros(2, 3, 32),), seen=5).length.tolist()
+    >>> RecurrentState(torch.zeros(2, 4, 16, 8), (torch.zeros(2, 3, 32),), tokens_seen=5).length.tolist()
     [5, 5]
     """
 
     matrix: Float[Tensor, "n h v k"]
     conv_state: tuple[Float[Tensor, "n w _"], ...]
     """The last tokens of each convolved stream, oldest first; zeros before the first token."""
-    seen: int
+    tokens_seen: int
     """Number of tokens seen, while all rows have the same length."""
     lengths: Int[Tensor, " n"] | None = None
     """Number of tokens seen, per row; None while all rows have the same length."""
@@ -33,7 +33,7 @@ class RecurrentState(State):
         """Number of tokens seen, per row."""
         if self.lengths is not None:
             return self.lengths
-        return torch.full((len(self.matrix),), self.seen, dtype=torch.long, device=self.matrix.device)
+        return torch.full((len(self.matrix),), self.tokens_seen, dtype=torch.long, device=self.matrix.device)
 
     @property
     def nbytes(self) -> int:
@@ -49,23 +49,12 @@ class RecurrentState(State):
         lengths: Int[Tensor, " n"] | None = None,
     ) -> RecurrentState:
         """The state `t` tokens after `past` (None at the start); row i has `lengths[i]` of them (default: all)."""
-        seen = 0 if past is None else past.seen
+        tokens_seen = t if past is None else past.tokens_seen + t
         if past is not None and (past.lengths is not None or lengths is not None):
             lengths = past.length + (t if lengths is None else lengths)
-        return RecurrentState(matrix, conv_state, seen + t, lengths)
+        return RecurrentState(matrix, conv_state, tokens_seen, lengths)
 
-    def select(self, rows: Int[Tensor, " m"]) -> RecurrentState:
-        """A copy of the given rows."""
-        return self._map(lambda x: x[rows.to(x.device)])
-
-    def detach(self) -> RecurrentState:
-        """The same values, detached from the autograd graph."""
-        return self._map(Tensor.detach)
-
-    def to(self, device: torch.device | str) -> RecurrentState:
-        """The state on another device."""
-        return self._map(lambda x: x.to(device))
-
-    def _map(self, f: Callable[[Tensor], Tensor]) -> RecurrentState:
+    def map(self, f: Callable[[Tensor], Tensor]) -> RecurrentState:
+        """The state with `f` applied to every tensor."""
         lengths = None if self.lengths is None else f(self.lengths)
-        return RecurrentState(f(self.matrix), tuple(map(f, self.conv_state)), self.seen, lengths)
+        return RecurrentState(f(self.matrix), tuple(map(f, self.conv_state)), self.tokens_seen, lengths)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from qkflow.state.kv_cache import KVCache
 class ShiftedKVCache(State):
     """A cache that excludes the last token of each row, which is kept separately.
 
+    >>> import torch
     >>> ShiftedKVCache(KVCache.start([torch.zeros(2, 0, 4)]), (torch.zeros(2, 1, 4),)).length.tolist()
     [0, 0]
     """
@@ -35,14 +36,6 @@ class ShiftedKVCache(State):
         """Size in bytes."""
         return self.cache.nbytes + sum(x.nbytes for x in self.last)
 
-    def select(self, rows: Int[Tensor, " m"]) -> ShiftedKVCache:
-        """A copy of the given rows."""
-        return ShiftedKVCache(self.cache.select(rows), tuple(x[rows.to(x.device)] for x in self.last))
-
-    def detach(self) -> ShiftedKVCache:
-        """The same values, detached from the autograd graph."""
-        return ShiftedKVCache(self.cache.detach(), tuple(x.detach() for x in self.last))
-
-    def to(self, device: torch.device | str) -> ShiftedKVCache:
-        """The state on another device."""
-        return ShiftedKVCache(self.cache.to(device), tuple(x.to(device) for x in self.last))
+    def map(self, f: Callable[[Tensor], Tensor]) -> ShiftedKVCache:
+        """The state with `f` applied to every tensor."""
+        return ShiftedKVCache(self.cache.map(f), tuple(map(f, self.last)))

@@ -187,7 +187,7 @@ def test_windowed_state_is_bounded_and_correct(spec: str, ragged: bool) -> None:
         for _ in range(40):
             y, state = layer(x[torch.arange(2), at][:, None], state)
             close(y[:, 0], whole[torch.arange(2), at])
-            at, largest = at + 1, max(largest, state.used)
+            at, largest = at + 1, max(largest, state.slots_used)
         assert largest <= 2 * 5
         assert state.length.tolist() == at.tolist()
 
