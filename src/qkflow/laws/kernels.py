@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,16 +24,9 @@ from qkflow.ops.symplectic import naive
 from qkflow.ops.symplectic.reversible import drift_kick_reversible
 
 Precision = Literal["float32", "float64", "bfloat16"]
-Language = Literal["C", "Triton"]
 Kernel = Callable[..., tuple[Tensor, ...]]
-Inputs = Callable[[torch.Generator], Sequence[Tensor]]
 
 KERNEL_TOLERANCES: dict[Precision, float] = {"float32": 1e-4, "float64": 1e-10, "bfloat16": 1e-2}
-_DTYPES: dict[Precision, torch.dtype] = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-}
 _COMMON = 0.95
 """Weight of the direction that queries and keys share."""
 _MIN_SIZE = 1e-2
@@ -63,19 +56,14 @@ class KernelCheck:
         return all(error <= tolerance for error in (self.values, self.gradients) if error is not None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Case:
+class _Case(NamedTuple):
     name: str
-    language: Language | None
+    language: Literal["C", "Triton"] | None
     """None for PyTorch."""
     kernel: Kernel
     reference: Kernel
-    inputs: Inputs
+    inputs: Sequence[Tensor]
     has_backward: bool = True
-
-    @property
-    def precisions(self) -> tuple[Precision, ...]:
-        return ("float32", "bfloat16") if self.language == "Triton" else ("float32", "float64")
 
 
 def default_device() -> torch.device:
@@ -93,17 +81,18 @@ def run_kernel_checks(device: torch.device | None = None) -> list[KernelCheck]:
     """
     device = default_device() if device is None else device
     is_available = {"C": build.load_error() is None, "Triton": triton_error(device) is None, None: True}
-    return [
-        _check(case, precision, torch.device("cpu") if case.language == "C" else device)
-        for case in _CASES
-        if is_available[case.language]
-        for precision in case.precisions
-    ]
+    checks = []
+    for case in (*_delta_cases(), _conv_case(), _phase_case(), *_coupling_cases()):
+        precisions: tuple[Precision, ...] = ("float32", "bfloat16" if case.language == "Triton" else "float64")
+        if is_available[case.language]:
+            case_device = torch.device("cpu") if case.language == "C" else device
+            checks += [_check(case, precision, case_device) for precision in precisions]
+    return checks
 
 
 def _check(case: _Case, precision: Precision, device: torch.device) -> KernelCheck:
-    dtype = _DTYPES[precision]
-    inputs = [x.to(dtype).to(device) for x in case.inputs(torch.Generator().manual_seed(0))]
+    dtype: torch.dtype = getattr(torch, precision)
+    inputs = [x.to(dtype).to(device) for x in case.inputs]
     values, gradients = _run(case.kernel, inputs, dtype, case.has_backward)
     expected_values, expected_gradients = _run(case.reference, [x.double() for x in inputs], dtype, case.has_backward)
     return KernelCheck(
@@ -118,13 +107,12 @@ def _run(
     kernel: Kernel, inputs: Sequence[Tensor], dtype: torch.dtype, has_backward: bool
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Outputs, and gradients of a random weighted sum of them; the weights are rounded to `dtype`."""
-    if not has_backward:
-        with torch.no_grad():
-            return kernel(*inputs), ()
-    g = torch.Generator().manual_seed(1)
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    with torch.enable_grad():
+    with torch.set_grad_enabled(has_backward):
+        leaves = [x.detach().requires_grad_(has_backward) for x in inputs]
         outputs = kernel(*leaves)
+    if not has_backward:
+        return outputs, ()
+    g = torch.Generator().manual_seed(1)
     weights = [torch.randn(x.shape, generator=g, dtype=torch.float64).to(dtype).to(x) for x in outputs]
     return [x.detach() for x in outputs], torch.autograd.grad(outputs, leaves, weights)
 
@@ -135,6 +123,13 @@ def _largest_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> floa
     return float(
         torch.stack([(a.double() - b).abs().max() / b.abs().max().clamp(min=_MIN_SIZE) for a, b in pairs]).max()
     )
+
+
+# ---- inputs: every case draws its own, from the same seed
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 def _noise(g: torch.Generator, *shape: int) -> Tensor:
@@ -149,142 +144,101 @@ def _queries_keys(g: torch.Generator, *shape: int) -> tuple[Tensor, Tensor]:
     return F.normalize(q, dim=-1), F.normalize(k, dim=-1)
 
 
-# ---- delta rule
+# ---- the kernels
 
 
-def _delta_inputs(g: torch.Generator) -> Sequence[Tensor]:
-    t = 40 if INTERPRETED else 150  # several chunks and a partial one
+def _delta_cases() -> list[_Case]:
+    g, t = _generator(), 40 if INTERPRETED else 150  # several chunks and a partial one
     b, h, k, v = 1, 2, 64, 64
     q, key = _queries_keys(g, b, t, h, k)
     lam = (1.5 * _noise(g, b, t, h).sigmoid()).clamp(max=1.0)
     log_alpha = -0.01 * _noise(g, b, t, h).exp()
-    return q, key, _noise(g, b, t, h, v), torch.full_like(lam, 0.99), log_alpha, lam, _noise(g, b, h, v, k)
+    inputs = q, key, _noise(g, b, t, h, v), torch.full_like(lam, 0.99), log_alpha, lam, _noise(g, b, h, v, k)
+
+    def whole(backend: str) -> Kernel:
+        return lambda *inputs: delta_rule(*inputs, backend=backend)
+
+    def decoding(backend: str) -> Kernel:
+        """Token by token, passing the state on."""
+
+        def kernel(*inputs: Tensor) -> tuple[Tensor, ...]:
+            *tokens, state = inputs
+            outputs = []
+            for i in range(t):
+                o, state = delta_rule(*(x[:, i : i + 1] for x in tokens), state=state, backend=backend)
+                outputs.append(o)
+            return torch.cat(outputs, 1), state
+
+        return kernel
+
+    reference = whole("naive")
+    return [
+        _Case("delta rule, Triton", "Triton", whole("triton"), reference, inputs),
+        _Case("delta rule, Triton, decoding", "Triton", decoding("triton"), reference, inputs, has_backward=False),
+        _Case("delta rule, C", "C", whole("cpu"), reference, inputs),
+        _Case("delta rule, C, decoding", "C", decoding("cpu"), reference, inputs, has_backward=False),
+        _Case("delta rule, chunked", None, whole("chunked"), reference, inputs),
+    ]
 
 
-def _delta(backend: str) -> Kernel:
-    return lambda *inputs: delta_rule(*inputs, backend=backend)
-
-
-def _delta_decoding(backend: str) -> Kernel:
-    """Token by token, passing the state on."""
-
-    def kernel(*inputs: Tensor) -> tuple[Tensor, ...]:
-        *tokens, state = inputs
-        outputs = []
-        for i in range(inputs[0].shape[1]):
-            o, state = delta_rule(*(x[:, i : i + 1] for x in tokens), state=state, backend=backend)
-            outputs.append(o)
-        return torch.cat(outputs, 1), state
-
-    return kernel
-
-
-# ---- short convolution
-
-
-def _conv_inputs(g: torch.Generator) -> Sequence[Tensor]:
-    common, taps = _noise(g, 1, 1, 24), 4
+def _conv_case() -> _Case:
+    g, taps = _generator(), 4
+    common = _noise(g, 1, 1, 24)
     x, state = (_COMMON * common + (1 - _COMMON) * _noise(g, 2, t, 24) for t in (70, taps - 1))
-    return x, _noise(g, 24, taps), state
 
+    def reference(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        window = torch.cat([state, x], 1)
+        return (F.silu(F.conv1d(window.mT, weight[:, None], groups=weight.shape[0]).mT),)
 
-def _conv_reference(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, ...]:
-    window = torch.cat([state, x], 1)
-    return (F.silu(F.conv1d(window.mT, weight[:, None], groups=weight.shape[0]).mT),)
-
-
-# ---- coupled dynamics
-
-
-def _coupling_inputs(tokens: int) -> Inputs:
-    def inputs(g: torch.Generator) -> Sequence[Tensor]:
-        width, hidden = 24, 20
-        q, k = _queries_keys(g, 2, tokens, 4, width)
-        inner = _noise(g, hidden, width) / width**0.5, _noise(g, hidden)
-        outer = _noise(g, width, hidden) / hidden**0.5, _noise(g, width)
-        return q, k, *inner, *outer, torch.tensor(0.1, dtype=torch.float64)
-
-    return inputs
-
-
-def _coupling(q: Tensor, k: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
-    coefficients = naive.drift_coefficients("leapfrog", _LEAPFROG_STEPS)
-    return drift_kick_reversible(q, k, (w1, b1, w2, b2), dt, coefficients, "silu")
-
-
-def _coupling_reference(
-    q: Tensor, k: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dt: Tensor
-) -> tuple[Tensor, ...]:
-    return naive.leapfrog(q, k, lambda q: naive.mlp_force(q, w1, b1, w2, b2), dt, _LEAPFROG_STEPS)
-
-
-# ---- phases
-
-
-def _phase_inputs(g: torch.Generator) -> Sequence[Tensor]:
-    b, t, h, j = 2, 35, 2, 12
-    theta = 3 * _noise(g, 1, 1, h, j) + _noise(g, b, t, h, j)
-    first = torch.polar(torch.ones(b, 1, h, j, dtype=torch.float64), _noise(g, b, 1, h, j))
-    return theta, _noise(g, b, t, h, j, 2), _noise(g, h, j), _noise(g, h, j), torch.view_as_real(first)
-
-
-def _phases(theta: Tensor, mean: Tensor, along: Tensor, across: Tensor, first: Tensor) -> tuple[Tensor, ...]:
-    points = kuramoto.points(theta)
-    increment = kuramoto.phase_increment(theta, points, mean, along, across)
-    return points, increment, *kuramoto.shift_points(theta, points, _phase_rotation(points), (first, first))
-
-
-def _phases_reference(theta: Tensor, mean: Tensor, along: Tensor, across: Tensor, first: Tensor) -> tuple[Tensor, ...]:
-    points, rotation = torch.polar(torch.ones_like(theta), theta), torch.view_as_complex(_phase_rotation(first))
-    pull = torch.view_as_complex(mean) * points.conj()
-    increment = along * pull.imag + across * pull.real
-    shifted = [torch.cat([torch.view_as_complex(first), x[:, :-1]], 1) for x in (points * rotation, points)]
-    return torch.view_as_real(points), increment, *map(torch.view_as_real, shifted)
-
-
-def _phase_rotation(like: Tensor) -> Tensor:
-    factors = rotary_factors(0, 35, heads=2, width=24, base=100.0, like=like)
-    return (torch.view_as_real(factors) if factors.is_complex() else factors).contiguous()
-
-
-def _delta_case(language: Language | None, backend: str, *, is_decoding: bool = False) -> _Case:
     return _Case(
-        name=f"delta rule, {language or backend}{', decoding' if is_decoding else ''}",
-        language=language,
-        kernel=(_delta_decoding if is_decoding else _delta)(backend),
-        reference=_delta("naive"),
-        inputs=_delta_inputs,
-        has_backward=not is_decoding,
+        "short convolution", "C", lambda *inputs: (short_conv(*inputs),), reference, (x, _noise(g, 24, taps), state)
     )
 
 
-_CASES = (
-    _delta_case("Triton", "triton"),
-    _delta_case("Triton", "triton", is_decoding=True),
-    _delta_case("C", "cpu"),
-    _delta_case("C", "cpu", is_decoding=True),
-    _delta_case(None, "chunked"),
-    _Case(
-        name="short convolution",
-        language="C",
-        kernel=lambda *x: (short_conv(*x),),
-        reference=_conv_reference,
-        inputs=_conv_inputs,
-    ),
-    _Case(name="phases", language="C", kernel=_phases, reference=_phases_reference, inputs=_phase_inputs),
-    _Case(
-        name="coupling",
-        language="C",
-        kernel=_coupling,
-        reference=_coupling_reference,
-        inputs=_coupling_inputs(tokens=35),
-    ),
-    _Case(
-        name="coupling, decoding",
-        language="C",
-        kernel=_coupling,
-        reference=_coupling_reference,
-        inputs=_coupling_inputs(tokens=1),  # a few rows use another kernel
-        has_backward=False,
-    ),
-)
+def _coupling_cases() -> list[_Case]:
+    def inputs(tokens: int) -> tuple[Tensor, ...]:
+        g, width, hidden = _generator(), 24, 20
+        q, k = _queries_keys(g, 2, tokens, 4, width)
+        inner = _noise(g, hidden, width) / width**0.5, _noise(g, hidden)
+        outer = _noise(g, width, hidden) / hidden**0.5, _noise(g, width)
+        return q, k, torch.tensor(0.1, dtype=torch.float64), *inner, *outer
+
+    def kernel(q: Tensor, k: Tensor, dt: Tensor, *force: Tensor) -> tuple[Tensor, ...]:
+        w1, b1, w2, b2 = force
+        coefficients = naive.drift_coefficients("leapfrog", _LEAPFROG_STEPS)
+        return drift_kick_reversible(q, k, (w1, b1, w2, b2), dt, coefficients, "silu")
+
+    def reference(q: Tensor, k: Tensor, dt: Tensor, *force: Tensor) -> tuple[Tensor, ...]:
+        return naive.leapfrog(q, k, lambda q: naive.mlp_force(q, *force), dt, _LEAPFROG_STEPS)
+
+    few = inputs(tokens=1)  # a few rows use another kernel
+    return [
+        _Case("coupling", "C", kernel, reference, inputs(tokens=35)),
+        _Case("coupling, decoding", "C", kernel, reference, few, has_backward=False),
+    ]
+
+
+def _phase_case() -> _Case:
+    g, (b, t, h, j) = _generator(), (2, 35, 2, 12)
+    theta = 3 * _noise(g, 1, 1, h, j) + _noise(g, b, t, h, j)
+    first = torch.polar(torch.ones(b, 1, h, j, dtype=torch.float64), _noise(g, b, 1, h, j))
+    inputs = theta, _noise(g, b, t, h, j, 2), _noise(g, h, j), _noise(g, h, j), torch.view_as_real(first)
+
+    def rotation(like: Tensor) -> Tensor:
+        factors = rotary_factors(0, t, heads=h, width=2 * j, base=100.0, like=like)
+        return (torch.view_as_real(factors) if factors.is_complex() else factors).contiguous()
+
+    def kernel(theta: Tensor, mean: Tensor, tangential: Tensor, radial: Tensor, first: Tensor) -> tuple[Tensor, ...]:
+        points = kuramoto.points(theta)
+        increment = kuramoto.phase_increment(theta, points, mean, tangential, radial)
+        return points, increment, *kuramoto.shift_points(theta, points, rotation(points), (first, first))
+
+    def reference(theta: Tensor, mean: Tensor, tangential: Tensor, radial: Tensor, first: Tensor) -> tuple[Tensor, ...]:
+        points = torch.polar(torch.ones_like(theta), theta)
+        pull = torch.view_as_complex(mean) * points.conj()
+        increment = tangential * pull.imag + radial * pull.real
+        keys, first = points * torch.view_as_complex(rotation(first)), torch.view_as_complex(first)
+        shifted = [torch.cat([first, x[:, :-1]], 1) for x in (keys, points)]
+        return torch.view_as_real(points), increment, *map(torch.view_as_real, shifted)
+
+    return _Case("phases", "C", kernel, reference, inputs)

@@ -81,11 +81,11 @@ def test_phase_increments_are_sines_with_a_lag(lagging: bool, form: str) -> None
     theta, map, step, lag = phases(2, 4, 2, 3), weights(2, 2, 4), phases(2, 3), phases(2, 3)
     points, apart = kuramoto.points(theta), theta[:, None] - theta[:, :, None]
     mean = torch.einsum("bhtu,buhjc->bthjc", map, points)
-    along, across = (step * lag.cos(), step * lag.sin()) if lagging else (step, None)
+    tangential, radial = (step * lag.cos(), step * lag.sin()) if lagging else (step, None)
     want = step * torch.einsum("bhtu,btuhj->bthj", map, (apart + (lag if lagging else 0)).sin())
-    same(kuramoto.phase_increment(theta, points, mean, along, across), want, theta, map, step, *[lag] * lagging)
+    same(kuramoto.phase_increment(theta, points, mean, tangential, radial), want, theta, map, step, *[lag] * lagging)
     with torch.no_grad():
-        same(kuramoto.phase_increment(theta, points, mean, along, across), want)
+        same(kuramoto.phase_increment(theta, points, mean, tangential, radial), want)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -219,8 +219,8 @@ def test_first_and_second_derivatives_match_finite_differences(form: str) -> Non
         assert check(lambda x, m: kuramoto.tangent(kuramoto.points(x), m), (theta, mean))
 
 
-def pulled(theta: Tensor, mean: Tensor, along: Tensor, across: Tensor | None = None) -> Tensor:
-    return kuramoto.phase_increment(theta, kuramoto.points(theta), mean, along, across)
+def pulled(theta: Tensor, mean: Tensor, tangential: Tensor, radial: Tensor | None = None) -> Tensor:
+    return kuramoto.phase_increment(theta, kuramoto.points(theta), mean, tangential, radial)
 
 
 def delayed(theta: Tensor, by: Tensor, first: Tensor) -> tuple[Tensor, ...]:
@@ -228,23 +228,23 @@ def delayed(theta: Tensor, by: Tensor, first: Tensor) -> tuple[Tensor, ...]:
 
 
 def test_derivatives_of_increments_and_shifts_match_finite_differences(form: str) -> None:
-    theta, mean, along, across = phases(2, 1, 2), phases(2, 1, 2, 2), phases(1, 2), phases(1, 2)
+    theta, mean, tangential, radial = phases(2, 1, 2), phases(2, 1, 2, 2), phases(1, 2), phases(1, 2)
     late, by, first = phases(1, 3, 1, 1), phases(3, 1, 1, 2).detach(), phases(1, 1, 1, 1, 2)
     for check in (gradcheck, gradgradcheck):
-        assert check(pulled, (theta, mean, along, across))
-        assert check(pulled, (theta, mean, along))
+        assert check(pulled, (theta, mean, tangential, radial))
+        assert check(pulled, (theta, mean, tangential))
         assert check(lambda x, f: delayed(x, by, f), (late, first))
-    for fixed in ((theta, mean, along.detach(), across), (theta.detach(), mean, along, None)):
+    for fixed in ((theta, mean, tangential.detach(), radial), (theta.detach(), mean, tangential, None)):
         assert gradgradcheck(pulled, fixed)
 
 
 def test_gradients_with_create_graph_are_the_same(form: str) -> None:
     """It is made by another path: kernels have no derivative of their own."""
-    theta, mean, along, across = phases(2, 1, 2), phases(2, 1, 2, 2), phases(1, 2), phases(1, 2)
+    theta, mean, tangential, radial = phases(2, 1, 2), phases(2, 1, 2, 2), phases(1, 2), phases(1, 2)
     late, by, first = phases(1, 3, 1, 1), kuramoto.points(phases(3, 1, 1).detach()), phases(1, 1, 1, 1, 2)
     for y, leaves in (
         (kuramoto.points(theta), (theta,)),
-        (pulled(theta, mean, along, across), (theta, mean, along, across)),
+        (pulled(theta, mean, tangential, radial), (theta, mean, tangential, radial)),
         (torch.cat(delayed(late, by, first)), (late, first)),
     ):
         weight = torch.randn_like(y)

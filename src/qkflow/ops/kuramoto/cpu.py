@@ -35,24 +35,36 @@ def tangent(points: Tensor, mean: Tensor) -> Tensor:
     return result
 
 
-def phase_increment(points: Tensor, mean: Tensor, along: Tensor, across: Tensor | None) -> Tensor:
-    """`along` times the tangential component, plus `across` times the radial one."""
+def phase_increment(points: Tensor, mean: Tensor, tangential: Tensor, radial: Tensor | None) -> Tensor:
+    """`tangential` times the tangential component, plus `radial` times the radial one."""
     result = points.new_empty(points.shape[:-1])
-    _call("phase_increment", (result.numel() // along.numel(), along.numel()), points, mean, along, across, result)
+    _call(
+        "phase_increment",
+        (result.numel() // tangential.numel(), tangential.numel()),
+        points,
+        mean,
+        tangential,
+        radial,
+        result,
+    )
     return result
 
 
 def phase_increment_backward(
-    gy: Tensor, points: Tensor, mean: Tensor, along: Tensor, across: Tensor | None
+    gy: Tensor, points: Tensor, mean: Tensor, tangential: Tensor, radial: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of the angles, the means, `along` and `across`."""
-    shape = (gy.numel() // along.numel(), along.numel())
-    gtheta, gmean, galong = points.new_empty(gy.shape), points.new_empty(points.shape), along.new_empty(along.shape)
-    gacross = None if across is None else along.new_empty(along.shape)
-    inputs = (gy, points, mean, along, across)
-    if _call("phase_increment_backward", shape, *inputs, gtheta, gmean, galong, gacross):
+    """Gradients of the angles, the means, `tangential` and `radial`."""
+    shape = (gy.numel() // tangential.numel(), tangential.numel())
+    gtheta, gmean, gtangential = (
+        points.new_empty(gy.shape),
+        points.new_empty(points.shape),
+        tangential.new_empty(tangential.shape),
+    )
+    gradial = None if radial is None else tangential.new_empty(tangential.shape)
+    inputs = (gy, points, mean, tangential, radial)
+    if _call("phase_increment_backward", shape, *inputs, gtheta, gmean, gtangential, gradial):
         raise MemoryError("the C kernel of the phase increment could not allocate its buffers")
-    return gtheta, gmean, galong, gacross
+    return gtheta, gmean, gtangential, gradial
 
 
 def shift_points(

@@ -82,20 +82,20 @@ def harmonics(points: Points, count: int) -> list[Points]:
 
 
 def phase_increment(
-    theta: Angles, points: Points, mean: Points, along: Weights, across: Weights | None = None
+    theta: Angles, points: Points, mean: Points, tangential: Weights, radial: Weights | None = None
 ) -> Angles:
-    r"""Equation (2) times a step \eta, with along = \eta \cos \alpha and across = \eta \sin \alpha (None for no lag).
+    r"""Equation (2) times a step \eta: `tangential` is \eta \cos \alpha, `radial` is \eta \sin \alpha (None: no lag).
 
     >>> theta = torch.zeros(1, 1)
     >>> phase_increment(theta, points(theta), torch.tensor([[[0.3, 0.4]]]), torch.tensor([[2.0]])).tolist()
     [[0.800000011920929]]
     """
-    has_full_shape = all(x is None or x.shape == points.shape[-3:-1] for x in (along, across))
-    if has_full_shape and points.shape == mean.shape and cpu.supports(points, theta, mean, along, across):
+    has_full_shape = all(x is None or x.shape == points.shape[-3:-1] for x in (tangential, radial))
+    if has_full_shape and points.shape == mean.shape and cpu.supports(points, theta, mean, tangential, radial):
         if torch.is_grad_enabled():
-            return _PhaseIncrement.apply(theta, points, mean, along, across)
-        return cpu.phase_increment(points, mean, along, across)
-    return _phase_increment(points, mean, along, across)
+            return _PhaseIncrement.apply(theta, points, mean, tangential, radial)
+        return cpu.phase_increment(points, mean, tangential, radial)
+    return _phase_increment(points, mean, tangential, radial)
 
 
 def shift_points(
@@ -135,17 +135,19 @@ class _Points(torch.autograd.Function):
 
 class _PhaseIncrement(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, theta: Tensor, points: Tensor, mean: Tensor, along: Tensor, across: Tensor | None) -> Tensor:
-        ctx.save_for_backward(theta, points, mean, along, across)
-        return cpu.phase_increment(points, mean, along, across)
+    def forward(
+        ctx: Any, theta: Tensor, points: Tensor, mean: Tensor, tangential: Tensor, radial: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(theta, points, mean, tangential, radial)
+        return cpu.phase_increment(points, mean, tangential, radial)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        theta, points, mean, along, across = ctx.saved_tensors
+        theta, points, mean, tangential, radial = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            gtheta, *gothers = cpu.phase_increment_backward(grads[0], points, mean, along, across)
+            gtheta, *gothers = cpu.phase_increment_backward(grads[0], points, mean, tangential, radial)
             return gtheta, None, *gothers
-        result = _phase_increment(_Points.apply(theta), mean, along, across)  # for a second derivative
+        result = _phase_increment(_Points.apply(theta), mean, tangential, radial)  # for a second derivative
         is_needed = [needs and i != 1 for i, needs in enumerate(ctx.needs_input_grad)]
         inputs = [x for x, needed in zip(ctx.saved_tensors, is_needed, strict=True) if needed]
         gradients = iter(torch.autograd.grad(result, inputs, grads[0], create_graph=True))
@@ -195,9 +197,9 @@ def _cos_sin(theta: Tensor) -> Tensor:
     return points
 
 
-def _phase_increment(points: Tensor, mean: Tensor, along: Tensor, across: Tensor | None) -> Tensor:
-    increment = along * (points[..., 0] * mean[..., 1] - points[..., 1] * mean[..., 0])
-    return increment if across is None else increment + across * (points * mean).sum(-1)
+def _phase_increment(points: Tensor, mean: Tensor, tangential: Tensor, radial: Tensor | None) -> Tensor:
+    increment = tangential * (points[..., 0] * mean[..., 1] - points[..., 1] * mean[..., 0])
+    return increment if radial is None else increment + radial * (points * mean).sum(-1)
 
 
 def _shift_points(points: Tensor, rotation: Tensor | None, firsts: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
