@@ -1,6 +1,6 @@
 """The cost of a coupling in training, memory and decoding: a block with it against the same block without it.
 
-    python benchmarks/coupled.py [--quick] [--json FILE]
+    python benchmarks/coupling.py [--quick] [--json FILE]
 
 The block is that of size 60m: width 512, 8 heads, feed-forward width 2112; 8 sequences of 512 tokens, fp32, AdamW. A
 ratio is the cost with the coupling divided by the cost without: 1.05 is 5% more. "plain" is the same coupling in
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from qkflow import Decoder, mechanism, size
-from qkflow.mechanisms import coupled
+from qkflow.mechanisms import coupling
 from qkflow.models import Block
 from qkflow.ops.symplectic.naive import drift_kick
 
@@ -72,8 +72,8 @@ def with_plain_operations(step: Callable[[], None]) -> Callable[[], None]:
         return drift_kick(q, k, force, dt, coefficients)
 
     def plain_step() -> None:
-        no_folding = mock.patch.object(coupled.DriftKick, "foldable_drift", return_value=None)
-        with mock.patch.object(coupled, "integrate", integrate), no_folding:
+        no_folding = mock.patch.object(coupling.DriftKick, "foldable_drift", return_value=None)
+        with mock.patch.object(coupling, "integrate", integrate), no_folding:
             step()
 
     return plain_step

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from qkflow.laws import LAWS, check
 from qkflow.laws.modules import compiler_error
 from qkflow.mechanisms import mechanism, mechanisms
-from qkflow.mechanisms.coupled import DYNAMICS
+from qkflow.mechanisms.coupling import DYNAMICS
 from qkflow.ops import short_conv
 from qkflow.ops.delta_rule import use_backend
 

@@ -1,7 +1,8 @@
 """Mechanisms: the modules in which tokens attend to each other, one family per file."""
 
 from qkflow.mechanisms.base import Circuits, Cost, Factory, Mechanism, ParamOptions, projection
-from qkflow.mechanisms.coupled import Coupling, CouplingConfig
+from qkflow.mechanisms.coupled import CoupledAttention, CoupledConfig
+from qkflow.mechanisms.coupling import Coupling, CouplingConfig
 from qkflow.mechanisms.delta_rule import (
     DeltaInputs,
     DeltaMechanism,
@@ -15,7 +16,7 @@ from qkflow.mechanisms.delta_rule import (
 from qkflow.mechanisms.differential import DifferentialAttention, DifferentialConfig
 from qkflow.mechanisms.kuramoto import GroupAttention, GroupConfig, KuramotoAttention, KuramotoConfig
 from qkflow.mechanisms.registry import mechanism, mechanisms, register
-from qkflow.mechanisms.softmax import CoupledAttention, CoupledConfig, StandardAttention, StandardConfig
+from qkflow.mechanisms.softmax import StandardAttention, StandardConfig
 
 __all__ = [
     "Circuits",

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.mechanisms.base import Circuits, Cost, Stream, projection, wrong_state
-from qkflow.mechanisms.coupled import CouplingConfig, QKMechanism
+from qkflow.mechanisms.coupling import CouplingConfig, QKMechanism
 from qkflow.mechanisms.masking import map_by_token, validate_input
 from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import MAX_KEY_WIDTH, DeltaInputs, delta_rule, delta_rule_flops

@@ -23,11 +23,12 @@ from typing import Any, cast
 from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError, unknown
 from qkflow.mechanisms.base import Factory
-from qkflow.mechanisms.coupled import DYNAMICS, CouplingConfig
+from qkflow.mechanisms.coupled import CoupledConfig
+from qkflow.mechanisms.coupling import DYNAMICS, CouplingConfig
 from qkflow.mechanisms.delta_rule import DeltaNetConfig, GatedDeltaNetConfig, QDeltaConfig
 from qkflow.mechanisms.differential import DifferentialConfig
 from qkflow.mechanisms.kuramoto import GroupConfig, KuramotoConfig
-from qkflow.mechanisms.softmax import CoupledConfig, StandardConfig
+from qkflow.mechanisms.softmax import StandardConfig
 
 _REGISTERED: dict[str, type[Any]] = {
     "standard": StandardConfig,

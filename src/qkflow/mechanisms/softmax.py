@@ -1,5 +1,4 @@
-r"""Softmax attention: the base class of the mechanisms that score query-key pairs, `StandardAttention` and
-`CoupledAttention`.
+r"""Softmax attention: the base class of the mechanisms that score query-key pairs, and `StandardAttention`.
 
         x ──► W_q ─┬────────────┬─► [norm] ─► rotary ─► q ─┐
                    │ [coupling] │                          ├─► attend ─► z ─► W_o ─► y
@@ -20,7 +19,7 @@ r"""Softmax attention: the base class of the mechanisms that score query-key pai
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.mechanisms.base import Circuits, Cost, Stream, is_plain_linear, projection, wrong_state
-from qkflow.mechanisms.coupled import CouplingConfig, QKMechanism
+from qkflow.mechanisms.coupling import CouplingConfig, QKMechanism
 from qkflow.mechanisms.masking import AttentionInputs, map_by_token, validate_input, visible_keys
 from qkflow.ops.attention import attention, attention_map
 from qkflow.ops.norm import rms_norm
@@ -228,29 +227,3 @@ class StandardAttention(SoftmaxMechanism):
     def map(self, inputs: AttentionInputs) -> Float[Tensor, "n h t s"]:
         """Equation (1)."""
         return attention_map(inputs.q, inputs.k, causal=inputs.causal, mask=inputs.mask)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoupledConfig(StandardConfig):
-    """Options of `CoupledAttention`: those of `StandardConfig`, with a coupling by default."""
-
-    coupling: CouplingConfig | None = field(default_factory=CouplingConfig)
-
-    def __call__(self, width: int, heads: int, layer: int, layers: int) -> CoupledAttention:
-        """Return the mechanism of one layer."""
-        return CoupledAttention(width, heads, layer, layers, config=self)
-
-
-class CoupledAttention(StandardAttention):
-    """Standard attention whose queries and keys take one Hamiltonian step before scoring (`mechanisms.coupled`).
-
-    >>> layer = CoupledAttention(width=32, heads=4)
-    >>> y, state = layer(torch.randn(2, 10, 32))
-    >>> y.shape, round(layer.coupling.dt.item(), 2)
-    (torch.Size([2, 10, 32]), 0.1)
-    """
-
-    def __init__(
-        self, width: int, heads: int, layer: int = 0, layers: int = 1, *, config: StandardConfig = CoupledConfig()
-    ) -> None:
-        super().__init__(width, heads, layer, layers, config=config)

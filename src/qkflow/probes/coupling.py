@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qkflow.errors import UsageError
 from qkflow.mechanisms.base import Mechanism, Stream
-from qkflow.mechanisms.coupled import Coupling, Potential, QKMechanism
+from qkflow.mechanisms.coupling import Coupling, Potential, QKMechanism
 from qkflow.models import Decoder
 from qkflow.ops.sensitivity import Sensitivity, sensitivity
 from qkflow.probes.attention import cpu_float64, mechanism_inputs

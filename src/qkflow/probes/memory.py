@@ -60,7 +60,7 @@ from torch.nn.functional import normalize
 
 from qkflow.errors import UsageError
 from qkflow.mechanisms.base import Stream
-from qkflow.mechanisms.coupled import QKMechanism
+from qkflow.mechanisms.coupling import QKMechanism
 from qkflow.mechanisms.delta_rule import DeltaInputs, DeltaMechanism
 from qkflow.models import Decoder
 from qkflow.probes.attention import cpu_float64, mechanism_inputs

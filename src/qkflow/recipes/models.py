@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 
 from qkflow.errors import unknown
-from qkflow.mechanisms.coupled import MAX_STEPS
+from qkflow.mechanisms.coupling import MAX_STEPS
 from qkflow.models import DecoderConfig, matched, parameters, size
 
 _COUPLED = {

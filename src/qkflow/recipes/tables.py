@@ -6,7 +6,7 @@ from functools import partial
 
 from qkflow.data import CorpusConfig
 from qkflow.errors import unknown
-from qkflow.mechanisms.coupled import MAX_STEPS
+from qkflow.mechanisms.coupling import MAX_STEPS
 from qkflow.recipes.base import Claim, PublishedRatio, Recipe
 
 

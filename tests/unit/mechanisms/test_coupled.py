@@ -1,292 +1,293 @@
-"""Couplings by themselves: where they start, what they cost, how groups move, and what they refuse."""
+"""Attention with a coupling: order of operations, grouped queries, and the drift folded into the projection."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import fields
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jaxtyping import TypeCheckError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
-from qkflow.errors import UsageError
-from qkflow.mechanisms import Coupling, CouplingConfig
-from qkflow.mechanisms.coupled import Affine, DriftKick
-from qkflow.models.sizes import parameters, size
-from qkflow.ops.symplectic import naive
+from qkflow.mechanisms import CoupledAttention, CouplingConfig, StandardAttention, mechanism
+from qkflow.ops.norm import rms_norm
+from qkflow.ops.rotary import apply_rotary, rotary_factors
 
-HEADS, WIDTH = 4, 6
-DYNAMICS: list[Any] = ["hamiltonian", "euler", "affine", "uncoupled", "nonlinear-query"]
-MOVING: list[dict[str, Any]] = [
-    {"dynamics": "hamiltonian"},
-    {"dynamics": "hamiltonian", "steps": 3, "integrator": "leapfrog", "force": "potential"},
-    {"dynamics": "hamiltonian", "steps": 2, "force": "none"},
-    {"dynamics": "euler", "steps": 3},
-    {"dynamics": "euler", "steps": 2, "force": "potential"},
-    {"dynamics": "affine", "alternations": 2},
-    {"dynamics": "uncoupled", "steps": 2},
-    {"dynamics": "nonlinear-query"},
+WIDTH, HEADS = 32, 8
+K = WIDTH // HEADS
+COUPLINGS = [
+    "hamiltonian",
+    "hamiltonian:steps=3,integrator=leapfrog",
+    "hamiltonian:force=potential,steps=2",
+    "hamiltonian:force=none",
+    "hamiltonian:sharing=none",
+    "euler:steps=2",
+    "affine:alternations=2",
+    "uncoupled",
+    "nonlinear-query",
 ]
-PAIRING = MOVING[:-2]
+FOLDING = COUPLINGS[:5]
+BASES = ["standard", "differential"]
 
 
-def make(queries: int = HEADS, keys: int = HEADS, **config: Any) -> Coupling:
-    """A coupling away from its start, with weights of the size that training might give them."""
-    layer = CouplingConfig(**config)(queries, keys, WIDTH).double()
+def make(base: str, coupling: str, options: str = "", *, dtype: torch.dtype = torch.float64) -> Any:
+    """A layer with perturbed coupling parameters."""
+    dynamics, _, own = coupling.partition(":")
+    spec = f"{base}+{dynamics}:" + ",".join(filter(None, [own, options]))
+    layer = mechanism(spec)(WIDTH, HEADS, layer=1, layers=2).to(dtype)
     with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_((0.1 if isinstance(layer, Affine) else 0.3) * torch.randn_like(parameter))
+        for parameter in layer.coupling.parameters():  # type: ignore[union-attr]
+            parameter.add_(0.1 * torch.randn_like(parameter))
     return layer
 
 
-def points(queries: int = HEADS, keys: int = HEADS, width: int = WIDTH) -> tuple[Tensor, Tensor]:
-    return torch.randn(2, 5, queries, width).double(), torch.randn(2, 5, keys, width).double()
+def stream(b: int = 2, t: int = 6, *, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(b, t, WIDTH, dtype=dtype)
 
 
-def count(module: torch.nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-def close(got: tuple[Tensor, ...], want: tuple[Tensor, ...], within: float = 1e-12) -> None:
+def close(got: Any, want: Any, within: float = 1e-12) -> None:
     assert_close(got, want, rtol=0, atol=within)
 
 
-@pytest.mark.parametrize("sharing", ["heads", "none", "layers"])
-@pytest.mark.parametrize("steps", [1, 3])
-def test_hamiltonian_coupling_is_a_drift_at_initialisation(sharing: Any, steps: int) -> None:
-    q, k = points()
-    for integrator in ("symplectic-euler", "leapfrog"):
-        config = CouplingConfig(steps=steps, integrator=integrator, sharing=sharing)
-        coupling: Any = config(HEADS, HEADS, WIDTH).double()
-        assert coupling.dt.item() == pytest.approx(0.1)
-        close(coupling(q, k), (q + steps * coupling.dt * k, k))
+class Constant(nn.Linear):
+    """A projection with a constant output."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__(1, 1, bias=False)
+        self.output = output
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output.flatten(2)
 
 
-def test_euler_coupling_is_a_drift_at_initialisation() -> None:
-    q, k = points()
-    coupling: Any = CouplingConfig(dynamics="euler", steps=2)(HEADS, HEADS, WIDTH).double()
-    assert coupling.dt.item() == pytest.approx(0.1)
-    close(coupling(q, k), (q + 2 * coupling.dt * k, k))
+class Own(nn.Linear):
+    """A custom projection, such as an adapter."""
+
+    times: float = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.times * super().forward(x)
 
 
-@pytest.mark.parametrize("sharing", ["heads", "none"])
+def owned(layer: Any, *names: str, times: float = 1.0) -> Any:
+    for name in names:
+        old = getattr(layer, name)
+        new = Own(old.in_features, old.out_features, bias=False)
+        new.weight, new.times = old.weight, times
+        setattr(layer, name, new)
+    return layer
+
+
+def without(layer: Any, base: str, options: str, q: Tensor, k: Tensor) -> Any:
+    """The mechanism without a coupling, given queries and keys instead of projecting them."""
+    plain: Any = mechanism(f"{base}:{options}")(WIDTH, HEADS, layer=1, layers=2).double()
+    plain.load_state_dict({n: w for n, w in layer.state_dict().items() if not n.startswith("coupling.")})
+    plain.query, plain.key = Constant(q), Constant(k)
+    return plain
+
+
+def groups(base: str, keys: int) -> list[list[int]]:
+    """The query heads of each key head; the maps of a differential head are heads 2i and 2i + 1."""
+    if base == "standard":
+        r = HEADS // keys
+        return [list(range(g * r, (g + 1) * r)) for g in range(keys)]
+    r = HEADS // 2 // keys
+    return [[2 * i + m for i in range(g * r, (g + 1) * r)] for g in range(keys) for m in (0, 1)]
+
+
+def moved_by_hand(layer: Any, x: Tensor, who: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Coupled queries and keys, computed group by group with the shared network."""
+    q, k = (x @ w.weight.T for w in (layer.query, layer.key))
+    q, k = q.unflatten(2, (HEADS, K)), k.unflatten(2, (len(who), K))
+    one = layer.coupling.config(1, 1, K).double()
+    one.load_state_dict(layer.coupling.state_dict())
+    q_after, k_after = q.clone(), k.clone()
+    for key, heads in enumerate(who):
+        mean = sum(q[:, :, h] for h in heads)[:, :, None] / len(heads)  # type: ignore[index]
+        to, k_after[:, :, [key]] = one(mean, k[:, :, [key]])
+        for h in heads:
+            alone = one(q[:, :, [h]], k[:, :, [key]])[0]
+            q_after[:, :, [h]] = q[:, :, [h]] + (to - mean) if one.is_paired else alone
+    return q_after, k_after
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize(
-    "config",
-    [{"dynamics": "uncoupled", "steps": 3}, {"dynamics": "nonlinear-query"}]
-    + [{"dynamics": "affine", "alternations": n} for n in (1, 2, 3)],
-    ids=str,
-)
-def test_other_couplings_are_the_identity_at_initialisation(config: dict[str, Any], sharing: Any) -> None:
-    q, k = points()
-    for dtype in (torch.float64, torch.float32):
-        layer = CouplingConfig(**config, sharing=sharing)(HEADS, HEADS, WIDTH).to(dtype)
-        moved = layer(q.to(dtype), k.to(dtype))
-        assert torch.equal(moved[0], q.to(dtype))
-        assert torch.equal(moved[1], k.to(dtype))
-
-
-@pytest.mark.parametrize("sharing", ["heads", "none"])
-@pytest.mark.parametrize("scheme", ["symplectic-euler", "leapfrog", "euler"])
-@pytest.mark.parametrize("force", ["mlp", "potential", "none"])
-def test_drift_kick_equals_the_reference_operators(scheme: str, force: Any, sharing: Any) -> None:
-    how: dict[str, Any] = {"dynamics": "euler"} if scheme == "euler" else {"integrator": scheme}
-    step = {"symplectic-euler": naive.symplectic_euler, "leapfrog": naive.leapfrog, "euler": naive.euler}[scheme]
-    for steps in (1, 4):
-        layer, (q, k) = make(force=force, steps=steps, sharing=sharing, **how), points()
-        assert isinstance(layer, DriftKick)
-        acting = layer.force if layer.force is not None else torch.zeros_like
-        with torch.no_grad():
-            close(layer(q, k), step(q, k, acting, layer.dt, steps))
-
-
-@given(alternations=st.integers(1, 3), seed=st.integers(0, 1000), sharing=st.sampled_from(["heads", "none"]))
-@settings(deadline=None, max_examples=8)
-def test_affine_coupling_is_invertible(alternations: int, seed: int, sharing: Any) -> None:
-    torch.manual_seed(seed)
-    layer, at = make(dynamics="affine", alternations=alternations, sharing=sharing), points()
-    assert isinstance(layer, Affine)
-    with torch.no_grad():
-        moved = layer(*at)
-        assert float((moved[0] - at[0]).abs().max()) > 0.01
-        close(layer.inverse(*moved), at, within=1e-10)
-        close(layer(*layer.inverse(*at)), at, within=1e-10)
-
-
-@pytest.mark.parametrize("alternations", [1, 2, 3])
-def test_affine_coupling_is_invertible_with_large_weights(alternations: int) -> None:
-    config = CouplingConfig(dynamics="affine", alternations=alternations)
-    layer = config(HEADS, HEADS, 64).double()
-    at = points(width=64)
-    assert isinstance(layer, Affine)
-    with torch.no_grad():
-        for network in (*layer.of_query, *layer.of_key):
-            outer: Any = network.outer
-            outer.copy_(torch.randn_like(outer) / 8)  # N(0, 1 / inputs)
-        moved = layer(*at)
-        assert all(x.isfinite().all() for x in moved)
-        close(layer.inverse(*moved), at, within=1e-10)
-
-
-@pytest.mark.parametrize("config", MOVING, ids=str)
-def test_tokens_and_heads_are_independent(config: dict[str, Any]) -> None:
-    for sharing in ("heads", "none"):
-        layer, (q, k) = make(sharing=sharing, **config), points()
-        moved = layer(q, k)
-        q2, k2 = q.clone(), k.clone()
-        q2[1, 3, 2] += 1
-        k2[1, 3, 2] -= 1
-        for a, b in zip(layer(q2, k2), moved, strict=True):
-            changed = (a - b).abs().amax(-1) > 0
-            assert not changed.index_fill(1, torch.tensor([3]), False).any()
-            assert changed[1, 3].tolist() in ([False, False, True, False], [False] * 4)
-            assert not changed[0].any()
-
-
-@pytest.mark.parametrize("sharing", ["heads", "none"])
-@pytest.mark.parametrize("config", PAIRING, ids=str)
-def test_grouped_queries_move_by_the_displacement_of_their_mean(config: dict[str, Any], sharing: Any) -> None:
-    layer, (q, k) = make(6, 2, sharing=sharing, **config), points(6, 2)
-    pairs = make(2, 2, sharing=sharing, **config)
-    pairs.load_state_dict(layer.state_dict())
-    mean = torch.stack([q[:, :, :3].mean(2), q[:, :, 3:].mean(2)], 2)
-    moved, key = pairs(mean, k)
-    by = moved - mean
-    close(layer(q, k), (q + by[:, :, [0, 0, 0, 1, 1, 1]], key))
-
-
-@pytest.mark.parametrize("config", MOVING[-2:], ids=str)
-def test_controls_move_grouped_queries_independently(config: dict[str, Any]) -> None:
-    layer, (q, k) = make(6, 2, **config), points(6, 2)
-    moved, key = layer(q, k)
-    for head in range(6):
-        other = k[:, :, head // 3 : head // 3 + 1]
-        alone = make(1, 1, **config)
-        alone.load_state_dict(layer.state_dict())
-        one, two = alone(q[:, :, head : head + 1], other)
-        close((moved[:, :, head : head + 1], key[:, :, head // 3 : head // 3 + 1]), (one, two))
-
-
-@pytest.mark.parametrize("config", MOVING[-2:], ids=str)
-def test_controls_do_not_couple_queries_and_keys(config: dict[str, Any]) -> None:
-    layer, (q, k) = make(**config), points()
-    moved = layer(q, k)
-    assert torch.equal(layer(q, k + 1)[0], moved[0])
-    assert torch.equal(layer(q + 1, k)[1], moved[1])
-
-
-@pytest.mark.parametrize("config", PAIRING, ids=str)
-def test_paired_dynamics_couple_queries_and_keys(config: dict[str, Any]) -> None:
-    layer, (q, k) = make(**config), points()
-    q.requires_grad_()
-    k.requires_grad_()
-    moved = layer(q, k)
-    assert torch.autograd.grad(moved[0].sum(), k, retain_graph=True)[0].abs().min() > 0
-    if config.get("force") != "none":
-        assert torch.autograd.grad(moved[1].square().sum(), q)[0].abs().max() > 0
-
-
-@pytest.mark.parametrize("force", ["mlp", "potential", "none"])
-@pytest.mark.parametrize("sharing", ["heads", "none", "layers"])
-def test_hamiltonian_and_euler_have_as_many_parameters(force: Any, sharing: Any) -> None:
-    hamiltonian, euler = (make(dynamics=d, force=force, sharing=sharing) for d in ("hamiltonian", "euler"))
-    assert count(hamiltonian) == count(euler)
-    assert hamiltonian.state_dict().keys() == euler.state_dict().keys()
-
-
-@pytest.mark.parametrize("steps", [2, 7])
-def test_steps_add_no_parameters(steps: int) -> None:
-    for dynamics in ("hamiltonian", "euler", "uncoupled"):
-        assert count(make(dynamics=dynamics, steps=steps)) == count(make(dynamics=dynamics))
-
-
-@pytest.mark.parametrize("dynamics", DYNAMICS)
-def test_unshared_networks_multiply_parameters_by_heads(dynamics: Any) -> None:
-    shared, own = (count(make(dynamics=dynamics, sharing=sharing)) for sharing in ("heads", "none"))
-    dt = dynamics not in ("affine", "nonlinear-query")
-    assert own - dt == HEADS * (shared - dt)
-
-
-def test_coupling_of_a_paper_sized_model_has_few_parameters() -> None:
-    base = parameters(size("60m"))
-    for spec, most in (("hamiltonian", 0.0012), ("affine", 0.0035)):
-        more = parameters(size("60m", mechanism=f"standard+{spec}")) - base
-        assert 0 < more / base <= most, spec
-
-
-def test_uncoupled_control_has_as_many_parameters() -> None:
-    with torch.device("meta"):
-        hamiltonian, uncoupled = (count(CouplingConfig(dynamics=d)(8, 8, 64)) for d in ("hamiltonian", "uncoupled"))
-    assert uncoupled == pytest.approx(hamiltonian, rel=0.01)
-
-
-@pytest.mark.parametrize("config", MOVING, ids=str)
-def test_half_precision_forward_and_backward(config: dict[str, Any]) -> None:
-    layer, (q, k) = make(**config).float(), points()
-    q, k = (x.float().requires_grad_() for x in (q, k))
-    exact = layer(q, k)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        moved = layer(q.bfloat16(), k.bfloat16())
-    assert {x.dtype for x in moved} == {torch.bfloat16}
-    sum(x.float().square().sum() for x in moved).backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
-    for a, b in zip(moved, exact, strict=True):
-        assert float((a.float() - b).detach().norm() / b.detach().norm()) < 0.02
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
+    ("coupling", "options"),
     [
-        ({"steps": 0}, "steps must be from 1 to 7, got 0"),
-        ({"steps": 8}, "steps must be from 1 to 7, got 8"),
-        ({"steps": -1}, "steps must be from 1 to 7, got -1"),
-        ({"dynamics": "hamiltonan"}, "unknown dynamics 'hamiltonan': did you mean 'hamiltonian'"),
-        ({"dynamics": "affin"}, "did you mean 'affine'"),
-        ({"dt": math.nan}, "dt must be a finite number, got nan"),
-        ({"dt": math.inf}, "dt must be a finite number, got inf"),
-        ({"dt": -math.inf}, "dt must be a finite number, got -inf"),
-        ({"hidden": 0}, "hidden must be at least 1, got 0"),
-        ({"dynamics": "affine", "alternations": 0}, "alternations must be at least 1, got 0"),
-        ({"dynamics": "affine", "steps": 3}, "affine dynamics has no option steps: expected alternations"),
-        ({"dynamics": "affine", "dt": 0.2}, "affine dynamics has no option dt"),
-        ({"alternations": 2}, "hamiltonian dynamics has no option alternations"),
-        ({"dynamics": "euler", "integrator": "leapfrog"}, "euler dynamics has no option integrator"),
-        ({"dynamics": "uncoupled", "force": "potential"}, "uncoupled dynamics has no option force"),
-        ({"dynamics": "nonlinear-query", "steps": 2}, "nonlinear-query dynamics has no option steps"),
-        ({"integrator": "leapfrogg"}, "did you mean 'leapfrog'"),
-        ({"force": "potentail"}, "did you mean 'potential'"),
-        ({"sharing": "layer"}, "did you mean 'layers'"),
+        *((coupling, "qk_norm=True") for coupling in COUPLINGS if "sharing" not in coupling),
+        ("hamiltonian", ""),
+        ("hamiltonian", "window=3,rotary_base=None"),
     ],
-    ids=str,
 )
-def test_invalid_coupling_configs_raise_in_one_line(config: dict[str, Any], message: str) -> None:
-    layer = object.__new__(CouplingConfig)  # not by its constructor, whose types a test run may check first
-    for field in fields(CouplingConfig):
-        object.__setattr__(layer, field.name, config.get(field.name, field.default))
-    with pytest.raises(UsageError, match=message) as caught:
-        layer.__post_init__()
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("base", BASES)
+def test_coupling_moves_queries_and_keys_before_norm_and_position(
+    base: str, coupling: str, options: str, mode: Callable[[], Any]
+) -> None:
+    layer, x = make(base, coupling, options), stream()
+    with mode():
+        moved = moved_by_hand(layer, x, groups(base, HEADS if base == "standard" else HEADS // 2))
+        plain = without(layer, base, options, *moved)
+        close(layer(x)[0], plain(x)[0])
+        close(layer.weights(x), plain.weights(x))
+        close(layer.values(x), plain.values(x))
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(4, 3), (2, 4), (4, 0)])
-def test_mismatched_heads_raise(queries: int, keys: int) -> None:
-    with pytest.raises(UsageError, match=f"got {keys} and {queries}"):
-        CouplingConfig()(queries, keys, WIDTH)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("keys", [1, 2])
+@pytest.mark.parametrize("coupling", ["hamiltonian", "affine", "uncoupled"])
+@pytest.mark.parametrize("base", BASES)
+def test_grouped_queries_move_by_the_displacement_of_their_mean(
+    base: str, coupling: str, keys: int, mode: Callable[[], Any]
+) -> None:
+    options = f"key_heads={keys}"
+    layer, x = make(base, coupling, options), stream()
+    with mode():
+        plain = without(layer, base, options, *moved_by_hand(layer, x, groups(base, keys)))
+        close(layer(x)[0], plain(x)[0])
 
 
-@pytest.mark.parametrize("config", MOVING, ids=str)
-@pytest.mark.parametrize(("queries", "keys", "width"), [(3, 4, WIDTH), (4, 2, WIDTH), (4, 4, WIDTH + 1)])
-def test_mismatched_shapes_raise(config: dict[str, Any], queries: int, keys: int, width: int) -> None:
-    with pytest.raises(
-        UsageError, match=rf"expected 4 query heads and 4 key heads of width 6, got \[{queries}, {width}\] and"
-    ):
-        make(**config)(*points(queries, keys, width))
+@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize("base", BASES)
+def test_folded_drift_has_the_same_values_and_gradients(base: str, coupling: str) -> None:
+    layer, x = make(base, coupling, "qk_norm=True"), stream().requires_grad_()
+    folded = layer(x)[0]
+    with torch.no_grad():
+        close(layer(x)[0], folded.detach())
+    weight, leaves = torch.randn_like(folded), [x, *layer.parameters()]
+    actual = torch.autograd.grad(folded, leaves, weight)
+    plain = owned(layer, "query", "key")(x)[0]
+    close(plain, folded)
+    close(actual, torch.autograd.grad(plain, leaves, weight), within=1e-11)
 
 
-def test_key_width_must_equal_query_width() -> None:
-    with pytest.raises((UsageError, TypeCheckError), match=r"got \[4, 6\] and \[4, 7\]|parameter 'k'"):
-        make()(points()[0], points(width=7)[1])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("which", ["query", "key"])
+@pytest.mark.parametrize("coupling", FOLDING)
+def test_replaced_projections_are_called(coupling: str, which: str, mode: Callable[[], Any]) -> None:
+    layer, x = make("standard", coupling), stream()
+    other = make("standard", coupling)
+    other.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        getattr(other, which).weight.mul_(2)
+    with mode():
+        close(owned(layer, which, times=2.0)(x)[0], other(x)[0])
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("which", ["query", "key"])
+@pytest.mark.parametrize("coupling", FOLDING)
+def test_biases_on_projections_are_applied(coupling: str, which: str, mode: Callable[[], Any]) -> None:
+    layer, x = make("standard", coupling), stream()
+    getattr(layer, which).bias = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+    with mode():
+        actual = layer(x)[0]
+        q, k = layer.query(x).view(2, 6, HEADS, K), layer.key(x).view(2, 6, HEADS, K)
+        moved = layer.coupling(q, k)
+        delattr(layer, which)
+        setattr(layer, which, nn.Linear(WIDTH, WIDTH, bias=False).double())
+        close(actual, without(layer, "standard", "", *moved)(x)[0])
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("which", ["query", "key"])
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_forward_hooks_on_projections_run(coupling: str, which: str, mode: Callable[[], Any]) -> None:
+    layer, x = make("standard", coupling), stream()
+    twice = make("standard", coupling)
+    twice.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        getattr(twice, which).weight.mul_(2)
+    recorded: list[torch.Size] = []
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        recorded.append(output.shape)
+        return 2 * output
+
+    getattr(layer, which).register_forward_hook(hook)
+    with mode():
+        close(layer(x)[0], twice(x)[0])
+    assert recorded == [x.shape]
+
+
+def test_pre_forward_and_backward_hooks_on_projections_run() -> None:
+    layer, x = make("standard", "hamiltonian"), stream()
+    recorded: list[str] = []
+    layer.query.register_forward_pre_hook(lambda module, args: recorded.append("query"))
+    layer.key.register_full_backward_hook(lambda module, into, out: recorded.append("key"))
+    layer(x.requires_grad_())[0].sum().backward()
+    assert sorted(recorded) == ["key", "query"]
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize("base", BASES)
+def test_cached_keys_do_not_change(base: str, coupling: str) -> None:
+    layer, x = make(base, coupling, "key_heads=2,qk_norm=True"), stream(2, 9)
+    with torch.no_grad():
+        _, state = layer(x[:, :4])
+        before = state.tensors[0].clone()
+        for token in x[:, 4:].split(1, 1):
+            _, state = layer(token, state)
+        _, whole = layer(x)
+    close(state.tensors[0][:, :4], before, within=0)
+    close(state.tensors[0], whole.tensors[0])
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_cached_keys_are_coupled_normalised_and_rotated(coupling: str) -> None:
+    layer, x = make("standard", coupling, "qk_norm=True"), stream()
+    with torch.no_grad():
+        layer.key_norm.uniform_(0.5, 2)
+        q, k = layer.query(x).view(2, 6, HEADS, K), layer.key(x).view(2, 6, HEADS, K)
+        k = rms_norm(layer.coupling(q, k)[1], layer.key_norm)
+        by = rotary_factors(0, 6, heads=HEADS, width=K, base=10000.0, like=k)
+        close(layer(x)[1].tensors[0], apply_rotary(k, by))
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize("base", BASES)
+def test_coupling_parameters_belong_to_the_qk_circuit(base: str, coupling: str) -> None:
+    layer = make(base, coupling, "qk_norm=True")
+    circuits = layer.circuits()
+    names = {name for name, _ in layer.named_parameters()}
+    assert {name for name in names if name.startswith("coupling.")} <= set(circuits.qk)
+    assert set(circuits.qk) | set(circuits.ov) == names
+    assert not set(circuits.qk) & set(circuits.ov)
+    assert len(circuits.qk) == len(set(circuits.qk))
+
+
+@pytest.mark.parametrize("coupling", [*COUPLINGS, "hamiltonian:steps=7,integrator=leapfrog"])
+@pytest.mark.parametrize(("base", "options"), [("standard", ""), ("differential", "key_heads=2")])
+def test_half_precision_is_close_to_single_precision(base: str, coupling: str, options: str) -> None:
+    layer, x = make(base, coupling, options, dtype=torch.float32), stream(dtype=torch.float32)
+    exact, leaves = layer(x)[0], [*layer.parameters()]
+    expected = torch.autograd.grad(exact.square().sum(), leaves)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)[0]
+        with torch.no_grad():
+            state, steps = None, []
+            for token in x.split(1, 1):
+                step, state = layer(token, state)
+                steps.append(step)
+    actual = torch.autograd.grad(y.float().square().sum(), leaves)
+    for out in (y.detach(), torch.cat(steps, 1)):
+        assert float((out - exact.detach()).norm() / exact.detach().norm()) < 0.05
+    total = torch.cat([w.flatten() for w in expected])
+    assert float((torch.cat([g.flatten() for g in actual]) - total).norm() / total.norm()) < 0.1
+
+
+def test_coupled_attention_is_standard_attention_with_a_hamiltonian_coupling() -> None:
+    coupled, x = CoupledAttention(WIDTH, HEADS).double(), stream()
+    other = mechanism("standard+hamiltonian")(WIDTH, HEADS, layer=0, layers=1).double()
+    assert coupled.config.coupling == CouplingConfig()
+    other.load_state_dict(coupled.state_dict())
+    assert torch.equal(coupled(x)[0], other(x)[0])
+
+
+@pytest.mark.parametrize("coupling", ["affine", "uncoupled", "nonlinear-query"])
+def test_identity_coupling_does_not_change_the_output(coupling: str) -> None:
+    plain, x = StandardAttention(WIDTH, HEADS).double(), stream()
+    layer = mechanism(f"standard+{coupling}")(WIDTH, HEADS, layer=0, layers=1).double()
+    layer.load_state_dict({**layer.state_dict(), **plain.state_dict()})
+    assert torch.equal(layer(x)[0], plain(x)[0])

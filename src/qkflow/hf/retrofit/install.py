@@ -23,7 +23,7 @@ from torch import nn
 from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError, unknown
 from qkflow.hf.retrofit.projections import Projections, find_layers
-from qkflow.mechanisms.coupled import DYNAMICS, Coupling, CouplingConfig
+from qkflow.mechanisms.coupling import DYNAMICS, Coupling, CouplingConfig
 
 Model = TypeVar("Model", bound=nn.Module)
 

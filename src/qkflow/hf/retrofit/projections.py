@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.errors import UsageError
-from qkflow.mechanisms.coupled import Coupling
+from qkflow.mechanisms.coupling import Coupling
 
 Projection = Callable[[Tensor], Tensor]
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qkflow.ops.delta_rule.triton_forward import chunk_position
+from qkflow.ops.delta_rule.triton_forward import chunk_position, program_chunk
 from qkflow.ops.delta_rule.triton_tiles import (
     decay_matrix,
     dot_f32,
@@ -48,9 +48,7 @@ def intra_chunk_backward(
 ):  # fmt: skip
     """The part of a chunk that does not depend on the gradient of the state after it."""
     like: tl.constexpr = x_solved.dtype.element_ty
-    chunks = tl.cdiv(t, C)
-    m, c = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    start, remaining = chunk_position(m, c, t, h, C)
+    chunks, m, c, start, remaining = program_chunk(t, h, C)
     i = tl.arange(0, C)
     _, decay_to_end, _, high, low = load_decays(log_alpha, start, i, h, remaining, C)
     lam_i, beta_i = load_gate(lam, start, i, h, remaining), load_gate(beta, start, i, h, remaining)
@@ -138,9 +136,7 @@ def scores_backward(
 ):  # fmt: skip
     """E and F of a chunk."""
     like: tl.constexpr = go.dtype.element_ty
-    chunks = tl.cdiv(t, C)
-    m, c = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    start, remaining = chunk_position(m, c, t, h, C)
+    chunks, m, c, start, remaining = program_chunk(t, h, C)
     i = tl.arange(0, C)
     read_out, corrected = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     for first in range(0, V, BV):
@@ -163,9 +159,7 @@ def inputs_backward(
 ):  # fmt: skip
     """Gradients of queries, keys, beta and lambda, for one block of keys."""
     like: tl.constexpr = go.dtype.element_ty
-    chunks = tl.cdiv(t, C)
-    m, c = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    start, remaining = chunk_position(m, c, t, h, C)
+    chunks, m, c, start, remaining = program_chunk(t, h, C)
     i, row = tl.arange(0, C), tl.program_id(1) * BK + tl.arange(0, BK)
     checkpoint = (m.to(tl.int64) * chunks + c) * K * V
     gQ, gX, Y = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
@@ -215,9 +209,7 @@ def decay_backward(
 
     `gG_read` has one term per block of keys, and `gG_end` one per block of values.
     """
-    chunks = tl.cdiv(t, C)
-    m, c = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    start, remaining = chunk_position(m, c, t, h, C)
+    chunks, m, c, start, remaining = program_chunk(t, h, C)
     i = tl.arange(0, C)
     gG = tl.zeros((C,), tl.float32)
     for block in tl.static_range(NK):

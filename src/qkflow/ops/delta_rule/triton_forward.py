@@ -41,15 +41,22 @@ def chunk_position(m, c, t, h, C: tl.constexpr):
 
 
 @triton.jit
+def program_chunk(t, h, C: tl.constexpr):
+    """Number of chunks, the row-and-head index and chunk of this program, and the position of the chunk."""
+    chunks = tl.cdiv(t, C)
+    m, c = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    start, remaining = chunk_position(m, c, t, h, C)
+    return chunks, m, c, start, remaining
+
+
+@triton.jit
 def intra_chunk(
     q, k, v, beta, log_alpha, lam, x_solved, v_solved, t, h,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """The part of a chunk that does not depend on the state before it."""
     like: tl.constexpr = v.dtype.element_ty
-    chunks = tl.cdiv(t, C)
-    m, c = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    start, remaining = chunk_position(m, c, t, h, C)
+    chunks, m, c, start, remaining = program_chunk(t, h, C)
     i = tl.arange(0, C)
     decay, _, _, high, low = load_decays(log_alpha, start, i, h, remaining, C)
     lam_i = load_gate(lam, start, i, h, remaining)
@@ -125,9 +132,7 @@ def chunk_outputs(
 ):  # fmt: skip
     """The outputs of a chunk, from the state before it and from its own writes."""
     like: tl.constexpr = o.dtype.element_ty
-    chunks = tl.cdiv(t, C)
-    m, c = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    start, remaining = chunk_position(m, c, t, h, C)
+    chunks, m, c, start, remaining = program_chunk(t, h, C)
     i, col = tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
     checkpoint = checkpoints + (m.to(tl.int64) * (chunks + 1) + c) * K * V
     P, past = tl.zeros((C, C), tl.float32), tl.zeros((C, BV), tl.float32)

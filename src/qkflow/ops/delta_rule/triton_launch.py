@@ -114,30 +114,10 @@ def forward(
         return Forward(o, final, v.new_empty(0), v.new_empty(0))
     x_solved, checkpoints = v.new_empty(q.shape), v.new_empty(n, h, call.chunks + 1, width, value_width)
     errors = v.new_empty(v.shape, dtype=torch.float32)
-    gates = {"beta": beta, "log_alpha": log_alpha}
     call(triton_forward.intra_chunk, "chunks", **inputs._asdict(), x_solved=x_solved, v_solved=errors)
-    call(
-        triton_forward.chunk_states,
-        "rows",
-        k=k,
-        **gates,
-        state=state,
-        x_solved=x_solved,
-        errors=errors,
-        checkpoints=checkpoints,
-        final=final,
-    )
-    call(
-        triton_forward.chunk_outputs,
-        "values",
-        q=q,
-        k=k,
-        **gates,
-        errors=errors,
-        checkpoints=checkpoints,
-        o=o,
-        scale=scale,
-    )
+    shared = {"k": k, "beta": beta, "log_alpha": log_alpha, "errors": errors, "checkpoints": checkpoints}
+    call(triton_forward.chunk_states, "rows", **shared, state=state, x_solved=x_solved, final=final)
+    call(triton_forward.chunk_outputs, "values", **shared, q=q, o=o, scale=scale)
     return Forward(o, final, *((errors, checkpoints) if save else (v.new_empty(0), v.new_empty(0))))
 
 
@@ -156,48 +136,29 @@ def backward(
     gfinal = None if gfinal is None else gfinal.contiguous()
     (n, t, h, width), value_width = q.shape, v.shape[3]
     call = _Call(run, n, t, h, width, value_width, chunk_size(chunk, width, v.dtype), v.dtype)
-    x_solved, gn, gcheckpoints = (
-        v.new_empty(q.shape),
-        beta.new_empty(v.shape),
-        v.new_empty(n, h, call.chunks, width, value_width),
-    )
+    x_solved, gn = v.new_empty(q.shape), beta.new_empty(v.shape)
+    gcheckpoints = v.new_empty(n, h, call.chunks, width, value_width)
     gv = None if v.dtype == gn.dtype else torch.empty_like(v)
     gq, gk, gstate = torch.empty_like(q), torch.empty_like(k), beta.new_empty(n, h, value_width, width)
-    gbeta = beta.new_empty(call.blocks(triton_backward.inputs_backward)[0], n, t, h)
+    gbeta = beta.new_empty(call.key_blocks, n, t, h)
     glam = None if lam is None else torch.empty_like(gbeta)
     gG_read = None if log_alpha is None else torch.empty_like(gbeta)
-    n_value_blocks = call.blocks(triton_backward.chunk_states_backward)[1]
-    gG_end = None if log_alpha is None else beta.new_empty(n_value_blocks, n, h, call.chunks)
+    gG_end = None if log_alpha is None else beta.new_empty(call.value_blocks, n, h, call.chunks)
     galpha = beta.new_empty(0) if log_alpha is None else torch.empty_like(log_alpha)
-    queries_keys, shared = {"q": q, "k": k}, {"log_alpha": log_alpha, "lam": lam, "go": go, "scale": scale}
-    call(
-        triton_backward.intra_chunk_backward,
-        "chunks",
-        **queries_keys,
-        **shared,
-        beta=beta,
-        x_solved=x_solved,
-        v_solved=gn,
-    )
+    shared = {"q": q, "k": k, "log_alpha": log_alpha, "lam": lam, "go": go, "scale": scale}
+    call(triton_backward.intra_chunk_backward, "chunks", **shared, beta=beta, x_solved=x_solved, v_solved=gn)
     states = {"checkpoints": saved.checkpoints, "gn": gn, "gcheckpoints": gcheckpoints}
     outputs = {"gfinal": gfinal, "x_solved": x_solved, "gv": gv, "gG_end": gG_end, "gstate": gstate}
-    call(triton_backward.chunk_states_backward, "rows", **queries_keys, **shared, **states, **outputs)
+    call(triton_backward.chunk_states_backward, "rows", **shared, **states, **outputs)
     E, F = (beta.new_empty(n, h, call.chunks, call.chunk, call.chunk) for _ in range(2))
     scores = {"errors": saved.errors, "E": E, "F": F}
     call(triton_backward.scores_backward, "chunks", log_alpha=log_alpha, go=go, gn=gn, scale=scale, **scores)
     gradients = {"gq": gq, "gk": gk, "gbeta": gbeta, "glam": glam, "gG_read": gG_read}
-    call(triton_backward.inputs_backward, "keys", **queries_keys, **shared, **states, **scores, **gradients, beta=beta)
+    call(triton_backward.inputs_backward, "keys", **shared, **states, **scores, **gradients, beta=beta)
     if gG_end is not None:
         call(triton_backward.decay_backward, "chunks", v=v, gn=gn, gG_read=gG_read, gG_end=gG_end, galpha=galpha)
-    return (
-        gq,
-        gk,
-        gn if gv is None else gv,
-        _sum(gbeta),
-        galpha,
-        beta.new_empty(0) if glam is None else _sum(glam),
-        gstate,
-    )
+    gv = gn if gv is None else gv
+    return gq, gk, gv, _sum(gbeta), galpha, beta.new_empty(0) if glam is None else _sum(glam), gstate
 
 
 def _sum(blocks: Tensor) -> Tensor:
@@ -220,32 +181,31 @@ class _Call(NamedTuple):
     def chunks(self) -> int:
         return triton.cdiv(self.t, self.chunk)
 
-    def blocks(self, kernel: Any) -> tuple[int, int]:
-        """Number of blocks of keys and of values."""
-        tile = tiles(_name(kernel), self.key, self.value, self.dtype)
-        return triton.cdiv(self.key, tile.keys), triton.cdiv(self.value, tile.values)
+    def tile(self, kernel: Any) -> Tile:
+        return tiles(kernel.fn.__name__, self.key, self.value, self.dtype)
+
+    @property
+    def key_blocks(self) -> int:
+        """Number of blocks of keys in `inputs_backward`."""
+        return triton.cdiv(self.key, self.tile(triton_backward.inputs_backward).keys)
+
+    @property
+    def value_blocks(self) -> int:
+        """Number of blocks of values in `chunk_states_backward`."""
+        return triton.cdiv(self.value, self.tile(triton_backward.chunk_states_backward).values)
 
     def __call__(self, kernel: Any, over: str, **arguments: Any) -> None:
         """Launch one program per row and head (`rows`), or per chunk, times blocks of values or keys."""
-        rows, (keys, values) = self.n * self.h, self.blocks(kernel)
+        rows, tile = self.n * self.h, self.tile(kernel)
         if not rows:
             return
-        tile = tiles(_name(kernel), self.key, self.value, self.dtype)
         grid = {
-            "rows": (rows, values),
+            "rows": (rows, triton.cdiv(self.value, tile.values)),
             "chunks": (rows * self.chunks,),
-            "values": (rows * self.chunks, values),
-            "keys": (rows * self.chunks, keys),
+            "values": (rows * self.chunks, triton.cdiv(self.value, tile.values)),
+            "keys": (rows * self.chunks, triton.cdiv(self.key, tile.keys)),
         }[over]
-        n_blocks = (
-            self.blocks(triton_backward.inputs_backward)[0],
-            self.blocks(triton_backward.chunk_states_backward)[1],
-        )
         possible = {"K": self.key, "V": self.value, "C": self.chunk, "BK": tile.keys, "BV": tile.values}
-        possible |= {"BC": 16, "NK": n_blocks[0], "NV": n_blocks[1]}
+        possible |= {"BC": 16, "NK": self.key_blocks, "NV": self.value_blocks}
         constants = {name: value for name, value in possible.items() if name in kernel.arg_names}
         self.run(Launch(kernel, grid, tile, {**arguments, "t": self.t, "h": self.h}, constants))
-
-
-def _name(kernel: Any) -> str:
-    return kernel.fn.__name__

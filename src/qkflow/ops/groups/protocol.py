@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
+from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
@@ -84,11 +85,23 @@ class Group(Protocol):
 
 
 class EmbeddedGroup:
-    """Methods that follow from the embedding."""
+    """Methods that follow from the embedding, for groups whose coordinates are the element itself."""
+
+    def points(self, x: Coordinates) -> Elements:
+        """The elements nearest to the coordinates."""
+        raise NotImplementedError
 
     def similarity(self, g: Elements, h: Elements) -> Float[Tensor, "*n"]:
         """The dot product."""
         return (g * h).sum(-1)
+
+    def mean(self, g: Float[Tensor, "*n s ambient"], weights: Float[Tensor, "*n s"]) -> Elements:
+        """The element nearest to the weighted sum."""
+        return self.points(einsum(weights, g, "... s, ... s a -> ... a"))
+
+    def retract(self, x: Coordinates, change: Coordinates) -> Coordinates:
+        """The element nearest to the sum."""
+        return self.points(x + change)
 
 
 def unit(x: Tensor) -> Tensor:

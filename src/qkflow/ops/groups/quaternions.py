@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
@@ -32,10 +31,6 @@ class Quaternions(EmbeddedGroup):
         """Normalized to unit length."""
         return unit(x)
 
-    def mean(self, g: Float[Tensor, "*n s ambient"], weights: Float[Tensor, "*n s"]) -> Elements:
-        """The sum, normalized to unit length."""
-        return self.points(einsum(weights, g, "... s, ... s a -> ... a"))
-
     def tangent(self, g: Elements, m: Elements) -> Coordinates:
         """`m` minus its component along `g`."""
         return m - self.similarity(m, g).unsqueeze(-1) * g
@@ -43,10 +38,6 @@ class Quaternions(EmbeddedGroup):
     def push(self, g: Elements, a: Algebra) -> Coordinates:
         """`g` times the imaginary quaternion `a`."""
         return self.multiply(g, F.pad(a, (1, 0)))
-
-    def retract(self, x: Coordinates, change: Coordinates) -> Coordinates:
-        """The sum, normalized to unit length."""
-        return self.points(x + change)
 
     def multiply(self, g: Elements, h: Elements) -> Elements:
         """The Hamilton product."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
@@ -40,10 +39,7 @@ class Rotations(EmbeddedGroup):
         """Number of matrix entries."""
         return self.n**2
 
-    @property
-    def ambient(self) -> int:
-        """Number of matrix entries."""
-        return self.n**2
+    ambient = size
 
     @property
     def dim(self) -> int:
@@ -53,10 +49,6 @@ class Rotations(EmbeddedGroup):
     def points(self, x: Coordinates) -> Elements:
         """The nearest rotation."""
         return _Polar.apply(self._matrix(x)).flatten(-2)
-
-    def mean(self, g: Float[Tensor, "*n s ambient"], weights: Float[Tensor, "*n s"]) -> Elements:
-        """The rotation nearest to the sum."""
-        return self.points(einsum(weights, g, "... s, ... s a -> ... a"))
 
     def tangent(self, g: Elements, m: Elements) -> Coordinates:
         """`g` times the skew-symmetric part of g^T m."""
@@ -69,10 +61,6 @@ class Rotations(EmbeddedGroup):
         basis = F.one_hot(rows * self.n + columns, self.n**2) - F.one_hot(columns * self.n + rows, self.n**2)
         skew = (a.unsqueeze(-1) * basis.to(a.dtype)).sum(-2)
         return self.multiply(g, skew)
-
-    def retract(self, x: Coordinates, change: Coordinates) -> Coordinates:
-        """The rotation nearest to the sum."""
-        return self.points(x + change)
 
     def multiply(self, g: Elements, h: Elements) -> Elements:
         """The matrix product."""

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from qkflow.circuits import circuit_groups
 from qkflow.errors import UsageError
 from qkflow.hf.retrofit import is_retrofitted, remove_retrofit, retrofit
-from qkflow.mechanisms.coupled import DYNAMICS, CouplingConfig
+from qkflow.mechanisms.coupling import DYNAMICS, CouplingConfig
 
 transformers = pytest.importorskip("transformers")
 

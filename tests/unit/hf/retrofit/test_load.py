@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from qkflow.circuits import circuit_groups
 from qkflow.errors import CheckpointError, UsageError
 from qkflow.hf.retrofit import is_retrofitted, load_retrofitted, remove_retrofit, retrofit
-from qkflow.mechanisms.coupled import CouplingConfig
+from qkflow.mechanisms.coupling import CouplingConfig
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
