@@ -40,7 +40,7 @@ from qkflow.models import DecoderState, matched, parameters
 from qkflow.training import TrainConfig
 from qkflow.training.optim import build_optimizer
 
-from timing import Measurement, parse_arguments, print_measurements, quartiles, time_alternately
+from timing import Measurement, parse_arguments, print_measurements, quartiles, relative_spread, time_alternately
 
 ARMS = ("kuramoto", "kuramoto:frustrated=True")
 BATCH, CONTEXT = 32, 256
@@ -63,7 +63,7 @@ class Shape(NamedTuple):
     @property
     def heads(self) -> int:
         """The heads of a phase model of this size, half of those of standard attention; the peer has the same."""
-        return KuramotoConfig().heads_of(size(self.size).heads)
+        return KuramotoConfig().n_heads(size(self.size).heads)
 
     @property
     def points(self) -> int:
