@@ -1,4 +1,4 @@
-"""One torch thread a worker, no randomness from outside, and the comparisons that several tests share."""
+"""One torch thread per worker, a fixed seed for every test, and helpers that several tests share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job's; some tests press Ctrl-C
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # background jobs ignore it, and some tests send Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
-os.environ.setdefault("QKFLOW_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "qkflow"))  # not the home
+os.environ.setdefault(
+    "QKFLOW_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "qkflow")
+)  # not the user's cache
 
 
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
-    """Every test begins at the same point of torch's global stream, and leaves it as it was."""
+    """Every test starts with the same state of torch's global generator, and the state is restored afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
@@ -29,13 +31,13 @@ def same_start() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def synthetic() -> ModuleType:
-    """Studies that were never run, to show and to judge: `unit/report/synthetic.py`."""
+    """Synthetic studies: `unit/report/synthetic.py`."""
     return _loaded("unit/report/synthetic.py")
 
 
 @pytest.fixture(scope="session")
 def numbers() -> Callable[[Path], dict[str, Any]]:
-    """All numbers of a finished run, times left out."""
+    """Return all numbers of a finished run except times."""
     from qkflow.io import checksum
     from qkflow.training import read_metrics
 
@@ -53,13 +55,13 @@ def numbers() -> Callable[[Path], dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def quick() -> Iterator[None]:
-    """Triton's interpreter without what makes it slow: `unit/ops/delta_rule/interpreter.py`."""
+    """A faster Triton interpreter: `unit/ops/delta_rule/interpreter.py`."""
     with _loaded("unit/ops/delta_rule/interpreter.py").quick():
         yield
 
 
 def _loaded(file: str) -> ModuleType:
-    """A file that lies beside tests, from which nothing can be imported by name."""
+    """Import a file next to the tests by its path."""
     path = Path(__file__).parent / file
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

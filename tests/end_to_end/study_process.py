@@ -7,12 +7,12 @@ from qkflow.experiment.progress import Observer, Progress
 from qkflow.experiment.runner import run_experiment
 
 
-class Speaker(Observer):
-    spoken = False
+class Printer(Observer):
+    has_printed = False
 
     def on_progress(self, progress: Progress) -> None:
-        if progress.running and not self.spoken:
-            self.spoken = True
+        if progress.running and not self.has_printed:
+            self.has_printed = True
             print("running", flush=True)
 
     def on_notice(self, text: str) -> None:
@@ -21,7 +21,7 @@ class Speaker(Observer):
 
 if __name__ == "__main__":
     try:
-        run_experiment(None, sys.argv[1], observer=Speaker())
-    except Interrupted as stopped:
-        sys.exit(128 + stopped.signal)
+        run_experiment(None, sys.argv[1], observer=Printer())
+    except Interrupted as error:
+        sys.exit(128 + error.signal)
     print("finished", flush=True)

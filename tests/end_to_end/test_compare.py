@@ -29,7 +29,7 @@ def qkflow(*args: str) -> int:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """The message with which a command refuses what it was given."""
+    """Return the error message of a command that must fail."""
     capsys.readouterr()
     assert qkflow(*args) == 2
     error = capsys.readouterr().err.strip()
@@ -39,12 +39,12 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 def test_a_study_writes_verdicts_a_report_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert qkflow("compare", "text.txt", "--arms", "standard,differential", "--seeds", "2", *TINY, "--out", "s") == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     results = json.loads(Path("s/results.json").read_text())
     assert [verdict["arm"] for verdict in results["verdicts"]] == ["differential"]
-    assert results["verdicts"][0]["kind"] in told
-    assert str(Path("s/report.html").absolute()) in told
-    assert max(map(len, told.splitlines())) <= 80 or str(Path.cwd()) in max(told.splitlines(), key=len)
+    assert results["verdicts"][0]["kind"] in output
+    assert str(Path("s/report.html").absolute()) in output
+    assert max(map(len, output.splitlines())) <= 80 or str(Path.cwd()) in max(output.splitlines(), key=len)
     page = Path("s/report.html").read_text()
     assert results["verdicts"][0]["sentence"].split(":")[0] in page
     with open("s/results.csv", newline="") as file:
@@ -82,10 +82,10 @@ def test_a_recall_study_reports_accuracies_and_one_seed_has_no_interval(
 ) -> None:
     task = "mqar:pairs=1+2,length=16,keys=4,values=4,train=400,validation=20,each=5"
     assert qkflow("compare", task, "--arms", "standard,differential", "--seeds", "1", *TINY, "--out", "s") == 0
-    told = capsys.readouterr().out
-    assert max(map(len, told.splitlines())) <= 80 or str(Path.cwd()) in max(told.splitlines(), key=len)
-    assert "Accuracy on the test instances" in told
-    assert "one seed" in " ".join(told.split()).lower()
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= 80 or str(Path.cwd()) in max(output.splitlines(), key=len)
+    assert "Accuracy on the test instances" in output
+    assert "one seed" in " ".join(output.split()).lower()
     results = json.loads(Path("s/results.json").read_text())
     assert results["verdicts"][0]["kind"] == "undecided"
     assert results["unit"] == "answer token"
@@ -110,7 +110,7 @@ def test_an_unknown_arm_suggests_the_nearest_name(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "output"),
     [
         (("--arms", "standard"), "two arms"),
         (("--arms", "standard,standard"), "twice"),
@@ -123,9 +123,9 @@ def test_an_unknown_arm_suggests_the_nearest_name(capsys: pytest.CaptureFixture[
         (("--resume", "nowhere"), "nowhere"),
     ],
 )
-def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], told: str) -> None:
+def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], output: str) -> None:
     corpus = () if flags[0] in ("--extend", "--resume") else ("text.txt",)
-    assert told in refused(capsys, "compare", *corpus, *flags)
+    assert output in refused(capsys, "compare", *corpus, *flags)
 
 
 def test_resume_refuses_other_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,11 +169,11 @@ def test_reproduce_prints_published_and_measured_results(
 
     monkeypatch.setattr(Recipe, "spec", tiny)
     assert qkflow("reproduce", "differential", "text.txt", "--out", "s") == 0
-    told = capsys.readouterr().out
-    assert "published" in told
-    assert "-1.08%" in told
-    assert any(word in told for word in ("same direction", "other direction", "undecided"))
-    assert "arxiv.org" in told
+    output = capsys.readouterr().out
+    assert "published" in output
+    assert "-1.08%" in output
+    assert any(word in output for word in ("same direction", "other direction", "undecided"))
+    assert "arxiv.org" in output
 
 
 def test_reproduce_lists_its_recipes_and_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`qkflow probe`: its tables, its verdicts in words, its page, and the errors of its flags."""
+"""`qkflow probe`: its tables, its conclusions, its page, and the errors of its flags."""
 
 import json
 import math
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("workspace")
 
 @pytest.fixture
 def train(qkflow: Command) -> Train:
-    """Train a tiny run of some mechanism in `run`."""
+    """Train a tiny run of a mechanism in `run`."""
 
     def run(mechanism: str | list[str], **settings: Any) -> None:
         tiny = json.loads(Path("tiny.json").read_text())

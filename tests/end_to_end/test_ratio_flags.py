@@ -1,4 +1,4 @@
-"""`qkflow train` with queries and keys at their own rate."""
+"""`qkflow train` with a separate learning rate for queries and keys."""
 
 import json
 from pathlib import Path

@@ -24,7 +24,7 @@ cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not inst
 
 NODE = {"num_cpus": 1, "node_ip_address": "127.0.0.1"}
 QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
-"""A node that is gone is missed within seconds; else the test would mostly wait for it to be."""
+"""Detect a removed node within seconds instead of the default timeout."""
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +38,13 @@ def cluster() -> Iterator[Any]:
 
 
 def parent(process: int) -> int | None:
-    """The parent of a process; None once it is gone."""
-    told = subprocess.run(["ps", "-o", "ppid=", "-p", str(process)], capture_output=True, text=True, check=False).stdout
-    return int(told) if told.strip() else None
+    """Return the parent of a process; None if the process has exited."""
+    ppid = subprocess.run(["ps", "-o", "ppid=", "-p", str(process)], capture_output=True, text=True, check=False).stdout
+    return int(ppid) if ppid.strip() else None
 
 
 class Saboteur(Observer):
-    """Kills a worker of the first node at work, then removes the second node while a worker of its own is at work."""
+    """Kill a busy worker of the first node, then remove the second node while one of its workers is busy."""
 
     def __init__(self, study: Path, cluster: Any, node: Any) -> None:
         self.study, self.cluster, self.node = study, cluster, node
@@ -76,7 +76,7 @@ def test_a_killed_worker_and_a_removed_node_change_no_result(studies: Any, tmp_p
     with RayExecutor(cluster.address) as executor:
         assert executor.cores() == (1, 1)
         run_experiment(None, study, executor=executor, observer=saboteur)
-    assert saboteur.node is None  # it was removed
+    assert saboteur.node is None  # its node was removed
     attempts = {job.folder: read_status(study / job.folder).attempts for job in planned_runs(design)}
     assert saboteur.killed is not None
     assert attempts[saboteur.killed.relative_to(study)] > 1

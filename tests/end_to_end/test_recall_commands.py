@@ -18,7 +18,7 @@ NEEDLE = "s-niah-1:length=64,lengths=64+96,depths=0+100,digits=1,train=40,valida
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build.load()  # from the suite's own cache, where they may be built already
+    build.load()  # from the cache of the test suite
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "80")
@@ -26,14 +26,14 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def qkflow(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """What a command prints."""
+    """Return the output of a command."""
     capsys.readouterr()
     assert main(list(args)) == 0
     return capsys.readouterr().out
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """The one line with which a command refuses what it was given."""
+    """Return the one-line error of a command that must fail."""
     capsys.readouterr()
     assert main(list(args)) == 2
     error = capsys.readouterr().err.strip()
@@ -48,16 +48,16 @@ def test_train_prints_accuracy_and_eval_prints_it_by_pairs(capsys: pytest.Captur
     assert "(chance 25.0 %); saved in run" in shown[-1]
     assert qkflow(capsys, "train", "--resume", "run").splitlines()[-1] == shown[-1]
 
-    found = json.loads(qkflow(capsys, "eval", "run", "--json"))
-    assert (found["chance"], found["questions"], found["split"]) == (0.25, 15, "test")
-    assert found["unit"] == "answer token"  # of what JSON calls bytes
-    kept = json.loads(Path("run/recall.json").read_text())["cells"]
-    assert [{name: cell[name] for name in kept[0]} for cell in found["cells"]] == kept
-    assert all(cell["low"] <= cell["accuracy"] <= cell["high"] for cell in found["cells"])
+    printed = json.loads(qkflow(capsys, "eval", "run", "--json"))
+    assert (printed["chance"], printed["questions"], printed["split"]) == (0.25, 15, "test")
+    assert printed["unit"] == "answer token"  # in bytes
+    stored = json.loads(Path("run/recall.json").read_text())["cells"]
+    assert [{name: cell[name] for name in stored[0]} for cell in printed["cells"]] == stored
+    assert all(cell["low"] <= cell["accuracy"] <= cell["high"] for cell in printed["cells"])
 
-    told = qkflow(capsys, "eval", "run").splitlines()
-    assert told[1].split() == ["pairs", "length", "accuracy", "95", "%", "interval", "questions"]
-    assert [line.split()[0] for line in told[2:4]] == ["1", "2"]
+    lines = qkflow(capsys, "eval", "run").splitlines()
+    assert lines[1].split() == ["pairs", "length", "accuracy", "95", "%", "interval", "questions"]
+    assert [line.split()[0] for line in lines[2:4]] == ["1", "2"]
     other = qkflow(capsys, "eval", "run", PAIRS.replace("pairs=1+2,length=16", "pairs=3,length=20"))
     assert other.splitlines()[2].split()[:2] == ["3", "20"]
 
@@ -69,10 +69,10 @@ def test_train_prints_accuracy_and_eval_prints_it_by_pairs(capsys: pytest.Captur
 
 def test_eval_prints_needle_accuracy_by_length_and_depth(capsys: pytest.CaptureFixture[str]) -> None:
     qkflow(capsys, "train", NEEDLE, "--config", "tiny.json", "--out", "run")
-    told = qkflow(capsys, "eval", "run").splitlines()
-    assert told[1].split() == ["depth", "64", "96"]
-    assert [line.split()[0] for line in told[2:5]] == ["0", "100", "mean"]
-    assert any("of 16 questions right (chance 10.0 %)" in line for line in told)
+    lines = qkflow(capsys, "eval", "run").splitlines()
+    assert lines[1].split() == ["depth", "64", "96"]
+    assert [line.split()[0] for line in lines[2:5]] == ["0", "100", "mean"]
+    assert any("of 16 questions right (chance 10.0 %)" in line for line in lines)
     learnt = qkflow(capsys, "eval", "run", "--split", "train").splitlines()  # at any depth
     assert [line.split()[0] for line in learnt[2:13]] == [*(f"{n}-{n + 9}" for n in range(0, 90, 10)), "90-100", "mean"]
     assert main(["generate", "run", "no such words"]) == 2

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-SERVER = Path(__file__).with_name("forkserver.py")
+SERVER = Path(__file__).with_name("training_server.py")
 MODEL = {"width": 16, "layers": 1, "heads": 2, "hidden": 32, "dropout": 0.1}
 TIMES = ("seconds", "evaluation_seconds")
 RECALL = {
@@ -40,14 +40,14 @@ class Server:
             [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
-    def __call__(self, **order: Any) -> dict[str, Any]:
+    def __call__(self, **request: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(order, default=str) + "\n")
+        self.process.stdin.write(json.dumps(request, default=str) + "\n")
         self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        assert answer, "the server has exited"
-        return json.loads(answer)
+        response = self.process.stdout.readline()
+        assert response, "the server has exited"
+        return json.loads(response)
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -58,27 +58,27 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a corpus of small documents."""
-    place = tmp_path_factory.mktemp("resume")
+    workspace = tmp_path_factory.mktemp("resume")
     generator = random.Random(0)
     words = ["".join(generator.choices("abcdefgh", k=generator.randint(2, 6))) for _ in range(50)]
     texts = [" ".join(generator.choices(words, k=generator.randint(20, 60))) for _ in range(80)]
-    (place / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return place
+    (workspace / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return workspace
 
 
 @pytest.fixture(scope="module")
-def server(place: Path) -> Iterator[Server]:
-    server = Server(place)
+def server(workspace: Path) -> Iterator[Server]:
+    server = Server(workspace)
     yield server
     server.close()
 
 
-def config(place: Path, **changes: Any) -> dict[str, Any]:
+def config(workspace: Path, **changes: Any) -> dict[str, Any]:
     """A short run with dropout, accumulation, and evaluations and checkpoints at different steps."""
     base = {
-        "data": {"source": str(place / "corpus.jsonl")},
+        "data": {"source": str(workspace / "corpus.jsonl")},
         "model": MODEL,
         "steps": 24,
         "context": 24,
@@ -108,9 +108,9 @@ def run_content(folder: Path) -> dict[str, Any]:
     }
 
 
-def finish(server: Server, **order: Any) -> None:
-    answer = server(**order)
-    assert answer["outcome"] == "finished", answer
+def finish(server: Server, **request: Any) -> None:
+    response = server(**request)
+    assert response["outcome"] == "finished", response
 
 
 @pytest.mark.parametrize(
@@ -126,113 +126,115 @@ def finish(server: Server, **order: Any) -> None:
     ids=["SIGKILL", "SIGKILL, checkpoints by time", "SIGKILL, recall", "SIGKILL, task", "SIGTERM", "Ctrl-C"],
 )
 def test_a_run_stopped_at_random_times_resumes_bit_for_bit(
-    server: Server, place: Path, tmp_path: Path, kind: signal.Signals, times: int, changes: dict[str, Any]
+    server: Server, workspace: Path, tmp_path: Path, kind: signal.Signals, times: int, changes: dict[str, Any]
 ) -> None:
-    order = {"config": config(place, **changes)}
-    finish(server, **order, folder=tmp_path / "whole")  # also prepares the corpus
-    whole = run_content(tmp_path / "whole")
-    again = server(**order, folder=tmp_path / "again")
-    assert run_content(tmp_path / "again") == whole
+    request = {"config": config(workspace, **changes)}
+    finish(server, **request, folder=tmp_path / "uninterrupted")  # also prepares the corpus
+    uninterrupted = run_content(tmp_path / "uninterrupted")
+    repeated = server(**request, folder=tmp_path / "repeated")
+    assert run_content(tmp_path / "repeated") == uninterrupted
 
     generator = random.Random(1)
     stops, run, interrupted = 0, 0, 0
     while stops < times:
         folder = tmp_path / f"run-{run}"
-        answer = server(**order, folder=folder, signal=kind, after=generator.uniform(0, again["seconds"]))
-        if answer["outcome"] == "finished":
-            assert run_content(folder) == whole
+        response = server(**request, folder=folder, signal=kind, after=generator.uniform(0, repeated["seconds"]))
+        if response["outcome"] == "finished":
+            assert run_content(folder) == uninterrupted
             run += 1
             continue
         stops += 1
-        if answer["outcome"] == "Interrupted":
+        if response["outcome"] == "Interrupted":
             interrupted += 1
-            assert f"qkflow train --resume {folder}" in answer["message"]
-    finish(server, **order, folder=tmp_path / f"run-{run}")
-    assert run_content(tmp_path / f"run-{run}") == whole
+            assert f"qkflow train --resume {folder}" in response["message"]
+    finish(server, **request, folder=tmp_path / f"run-{run}")
+    assert run_content(tmp_path / f"run-{run}") == uninterrupted
     assert (interrupted > 0) == (kind != signal.SIGKILL)
 
 
 def test_a_run_killed_before_any_file_system_call_resumes_bit_for_bit(
-    server: Server, place: Path, tmp_path: Path
+    server: Server, workspace: Path, tmp_path: Path
 ) -> None:
     """Covers every call of a run of three steps with three checkpoints, the first of which is removed again."""
-    order = {"config": config(place, steps=3, checkpoint_every=1, evaluate_every=2)}
-    finish(server, **order, folder=tmp_path / "whole")
-    whole = run_content(tmp_path / "whole")
-    total = server(**order, folder=tmp_path / "again")["calls"]
+    request = {"config": config(workspace, steps=3, checkpoint_every=1, evaluate_every=2)}
+    finish(server, **request, folder=tmp_path / "uninterrupted")
+    uninterrupted = run_content(tmp_path / "uninterrupted")
+    total = server(**request, folder=tmp_path / "repeated")["calls"]
     assert total > 40
     for call in range(1, total + 1):
         folder = tmp_path / f"call-{call}"
-        assert server(**order, folder=folder, signal=signal.SIGKILL, call=call)["outcome"] == "killed"
+        assert server(**request, folder=folder, signal=signal.SIGKILL, call=call)["outcome"] == "killed"
         if call % 3 == 0:  # the resumed session is killed, too
-            server(**order, folder=folder, signal=signal.SIGKILL, call=call)
-        finish(server, **order, folder=folder)
-        assert run_content(folder) == whole, f"killed before call {call}"
+            server(**request, folder=folder, signal=signal.SIGKILL, call=call)
+        finish(server, **request, folder=folder)
+        assert run_content(folder) == uninterrupted, f"killed before call {call}"
         shutil.rmtree(folder)
 
 
-def test_sigterm_during_a_checkpoint_leaves_a_complete_one(server: Server, place: Path, tmp_path: Path) -> None:
-    order = {"config": config(place, steps=3, checkpoint_every=1, evaluate_every=2)}
-    finish(server, **order, folder=tmp_path / "whole")
-    again = server(**order, folder=tmp_path / "again")
-    for call in range(again["started"] + 1, again["calls"] + 1, 5):
+def test_sigterm_during_a_checkpoint_leaves_a_complete_one(server: Server, workspace: Path, tmp_path: Path) -> None:
+    request = {"config": config(workspace, steps=3, checkpoint_every=1, evaluate_every=2)}
+    finish(server, **request, folder=tmp_path / "uninterrupted")
+    repeated = server(**request, folder=tmp_path / "repeated")
+    for call in range(repeated["started"] + 1, repeated["calls"] + 1, 5):
         folder = tmp_path / f"call-{call}"
-        answer = server(**order, folder=folder, signal=signal.SIGTERM, call=call)
-        assert answer["outcome"] in ("Interrupted", "finished")
-        finish(server, **order, folder=folder)
-        assert run_content(folder) == run_content(tmp_path / "whole")
+        response = server(**request, folder=folder, signal=signal.SIGTERM, call=call)
+        assert response["outcome"] in ("Interrupted", "finished")
+        finish(server, **request, folder=folder)
+        assert run_content(folder) == run_content(tmp_path / "uninterrupted")
 
 
-def test_a_full_disk_at_any_call_loses_no_checkpoint(server: Server, place: Path, tmp_path: Path) -> None:
-    order = {"config": config(place, steps=3, checkpoint_every=1, evaluate_every=2)}
-    finish(server, **order, folder=tmp_path / "whole")
-    again = server(**order, folder=tmp_path / "again")
-    for call in range(1, again["calls"] + 1, 3):
+def test_a_full_disk_at_any_call_loses_no_checkpoint(server: Server, workspace: Path, tmp_path: Path) -> None:
+    request = {"config": config(workspace, steps=3, checkpoint_every=1, evaluate_every=2)}
+    finish(server, **request, folder=tmp_path / "uninterrupted")
+    repeated = server(**request, folder=tmp_path / "repeated")
+    for call in range(1, repeated["calls"] + 1, 3):
         folder = tmp_path / f"call-{call}"
-        answer = server(**order, folder=folder, full=call)
-        assert answer["outcome"] == "DiskError", answer
-        if call > again["started"]:
-            assert f"free some space, then run `qkflow train --resume {folder}`" in answer["message"]
-        finish(server, **order, folder=folder)
-        assert run_content(folder) == run_content(tmp_path / "whole"), f"full from call {call} on"
+        response = server(**request, folder=folder, full_from=call)
+        assert response["outcome"] == "DiskError", response
+        if call > repeated["started"]:
+            assert f"free some space, then run `qkflow train --resume {folder}`" in response["message"]
+        finish(server, **request, folder=folder)
+        assert run_content(folder) == run_content(tmp_path / "uninterrupted"), f"full from call {call} on"
 
 
-def test_a_checkpoint_over_the_file_size_limit_keeps_earlier_ones(server: Server, place: Path, tmp_path: Path) -> None:
-    order = {"config": config(place), "folder": tmp_path / "run"}
-    assert server(**order, signal=signal.SIGKILL, step=12)["outcome"] == "killed"
+def test_a_checkpoint_over_the_file_size_limit_keeps_earlier_ones(
+    server: Server, workspace: Path, tmp_path: Path
+) -> None:
+    request = {"config": config(workspace), "folder": tmp_path / "run"}
+    assert server(**request, signal=signal.SIGKILL, step=12)["outcome"] == "killed"
     before = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    answer = server(**order, room=20_000)
-    assert answer["outcome"] == "DiskError"
-    assert "step-00000015" in answer["message"]
+    response = server(**request, max_file_bytes=20_000)
+    assert response["outcome"] == "DiskError"
+    assert "step-00000015" in response["message"]
     assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == before
-    finish(server, **order)
+    finish(server, **request)
 
 
-def test_a_second_process_in_the_same_folder_is_refused(server: Server, place: Path, tmp_path: Path) -> None:
-    order = {"config": config(place, steps=3), "folder": tmp_path / "run"}
-    holder = server(**order, hold=True)
+def test_a_second_process_in_the_same_folder_is_refused(server: Server, workspace: Path, tmp_path: Path) -> None:
+    request = {"config": config(workspace, steps=3), "folder": tmp_path / "run"}
+    holder = server(**request, hold=True)
     assert holder["outcome"] == "holding"
-    second = server(**order)
+    second = server(**request)
     assert second["outcome"] == "BusyError"
     assert f"(id {holder['pid']})" in second["message"]
     server(release=holder["pid"])
-    finish(server, **order)
+    finish(server, **request)
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
-    server: Server, place: Path, tmp_path: Path
+    server: Server, workspace: Path, tmp_path: Path
 ) -> None:
-    order = {"config": config(place)}
-    finish(server, **order, folder=tmp_path / "whole")
+    request = {"config": config(workspace)}
+    finish(server, **request, folder=tmp_path / "uninterrupted")
     folder = tmp_path / "run"
-    assert server(**order, folder=folder, signal=signal.SIGKILL, step=18)["outcome"] == "killed"
+    assert server(**request, folder=folder, signal=signal.SIGKILL, step=18)["outcome"] == "killed"
     newest = folder / "checkpoints" / "step-00000015"
     file = newest / "weights.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    answer = server(**order, folder=folder)
-    assert answer["outcome"] == "finished"
-    assert any(str(file) in notice for notice in answer["notices"])
+    response = server(**request, folder=folder)
+    assert response["outcome"] == "finished"
+    assert any(str(file) in notice for notice in response["notices"])
     shutil.rmtree(newest.with_name("refused-step-00000015"))
-    assert run_content(folder) == run_content(tmp_path / "whole")
+    assert run_content(folder) == run_content(tmp_path / "uninterrupted")

@@ -46,13 +46,13 @@ def test_one_command_runs_the_study_and_a_second_run_changes_nothing(
 ) -> None:
     flags = [*SMALL, "--seeds", "2", "--jobs", "2", "--out", "study"]
     assert sharpen(monkeypatch, *flags) == 0
-    said = capsys.readouterr().out
-    assert "On agreement (built-in grammar), compared with r = 1: r = 20" in said.replace("\n", " ")
-    assert "report: " in said
+    output = capsys.readouterr().out
+    assert "On agreement (built-in grammar), compared with r = 1: r = 20" in output.replace("\n", " ")
+    assert "report: " in output
     study = Path("study")
-    found = json.loads((study / "results.json").read_text())
-    assert (found["finished"], found["runs"]) == (4, 4)
-    assert {change["arm"] for change in found["changes"]} == {"r = 20"}
+    results = json.loads((study / "results.json").read_text())
+    assert (results["finished"], results["runs"]) == (4, 4)
+    assert {change["arm"] for change in results["changes"]} == {"r = 20"}
     assert "<html" in (study / "report.html").read_text()
     assert len((study / "results.csv").read_text().splitlines()) == 5
     before = left(study)
@@ -69,13 +69,13 @@ def test_one_command_runs_the_study_and_a_second_run_changes_nothing(
 
 
 def posts(folder: Path) -> None:
-    """Hand-made posts in HateXplain's format, with one word that must not be seen again."""
+    """Write posts in HateXplain's format, with one word that must not appear in any output."""
     data: dict[str, Any] = {}
     for number in range(30):
         label = ("hatespeech", "normal", "offensive")[number % 3]
         words = [SENTINEL, f"Filler{number % 4}", "posted", SENTINEL]
         marks = [] if label == "normal" else [[1, 0, 0, 1]] * 3
-        annotators = [{"label": label, "annotator_id": place, "target": ["None"]} for place in range(3)]
+        annotators = [{"label": label, "annotator_id": annotator, "target": ["None"]} for annotator in range(3)]
         data[f"{number}_{'gab' if number % 2 else 'twitter'}"] = {
             "post_id": f"{number}_gab",
             "post_tokens": words,
@@ -97,15 +97,15 @@ def test_no_text_of_a_task_that_may_not_be_quoted_is_written(
     flags = ["--task", "hatexplain", "--data", "posts", *SMALL[4:], "--seeds", "1", "--out", "study"]
     assert sharpen(monkeypatch, *flags) == 0
     assert sharpen(monkeypatch, *flags, "--json") == 0
-    said = "".join(capfd.readouterr())
-    assert "HateXplain" in said
-    for text in (said, *(content.decode("latin-1") for content in left(Path("study")).values())):
+    output = "".join(capfd.readouterr())
+    assert "HateXplain" in output
+    for text in (output, *(content.decode("latin-1") for content in left(Path("study")).values())):
         assert SENTINEL not in text.lower()
         assert "filler" not in text.lower()
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--ratios", "1,x"], "--ratios must be numbers separated by commas"),
         (["--ratios", "0,1"], "r must be a finite number above 0, got 0, 1"),
@@ -128,40 +128,40 @@ def test_no_text_of_a_task_that_may_not_be_quoted_is_written(
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_usage_errors_are_one_line_and_leave_no_files(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], says: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
 ) -> None:
     Path("empty.jsonl").touch()
     assert sharpen(monkeypatch, *flags) == 2
     error = capsys.readouterr().err
-    assert says in error
+    assert message in error
     assert error.count("\n") == 1
     assert [path.name for path in Path().iterdir() if path.name != "cache"] == ["empty.jsonl"]
 
 
-@pytest.mark.parametrize(("flags", "says"), [(["--task", "agrement"], "agreement"), (["--form", "FAF"], "FAFO")])
+@pytest.mark.parametrize(("flags", "message"), [(["--task", "agrement"], "agreement"), (["--form", "FAF"], "FAFO")])
 def test_an_unknown_name_lists_the_known_ones(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], says: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as left_with:
         sharpen(monkeypatch, *flags)
     assert left_with.value.code == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_help_lists_the_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as left_with:
         sharpen(monkeypatch, "--help")
     assert left_with.value.code == 0
-    told = capsys.readouterr().out
-    assert "Test whether faster query-key learning sharpens attention" in " ".join(told.split())
+    output = capsys.readouterr().out
+    assert "Test whether faster query-key learning sharpens attention" in " ".join(output.split())
     for flag in ("--task", "--data", "--ratios", "--growth", "--published", "--seeds", "--tau", "--pooling", "--out"):
-        assert flag in told
+        assert flag in output
 
 
 def test_ctrl_c_exits_with_130_and_prints_the_resume_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    signals = iter([signal.SIGINT])  # a second one would end this process at once
+    signals = iter([signal.SIGINT])  # a second signal would end this process
 
     def interrupt(self: ExperimentDisplay, progress: Any) -> None:
         for number in signals:

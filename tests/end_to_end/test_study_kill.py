@@ -29,19 +29,19 @@ def design(studies: Any) -> Design:
 
 
 class Process:
-    """A process that goes on with a study, in a group of its own."""
+    """A process that resumes a study, in a new process group."""
 
     def __init__(self, study: Path) -> None:
         self.process = subprocess.Popen(
             [sys.executable, str(PROCESS), str(study)], stdout=subprocess.PIPE, text=True, start_new_session=True
         )
-        self.said = self.next_line()
+        self.first_line = self.next_line()
 
     def next_line(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def alive_after(self, seconds: float) -> bool:
+    def is_alive_after(self, seconds: float) -> bool:
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -55,34 +55,34 @@ class Process:
         return code
 
 
-def freed(study: Path) -> None:
-    """Return when no process holds a lock of the study or of its runs: at once, unless an orphan does."""
+def wait_for_locks(study: Path) -> None:
+    """Wait until no process holds a lock of the study or of its runs."""
     for lock in study.rglob("lock"):
         with locked(lock, wait=True):
             pass
 
 
-@pytest.mark.parametrize("group", [False, True], ids=["the process alone", "its group"])
+@pytest.mark.parametrize("group", [False, True], ids=["process", "process group"])
 def test_a_study_killed_at_random_times_resumes_bit_for_bit(
     studies: Any, tmp_path: Path, design: Design, group: bool
 ) -> None:
-    whole = studies.undisturbed(design)
+    uninterrupted = studies.undisturbed(design)
     generator, kills, number = random.Random(group), 0, 0
     write_design(tmp_path / "0", design)
     while kills < KILLS:
         study = tmp_path / str(number)
         process = Process(study)
-        if process.said == "running" and process.alive_after(generator.uniform(0, 0.7)):
+        if process.first_line == "running" and process.is_alive_after(generator.uniform(0, 0.7)):
             kills += 1
             (os.killpg if group else os.kill)(process.process.pid, signal.SIGKILL)
         code = process.close()
-        freed(study)
-        if code == 0:  # it came to its end before the next kill
-            assert studies.left_behind(study) == whole
+        wait_for_locks(study)
+        if code == 0:  # it finished before the next kill
+            assert studies.left_behind(study) == uninterrupted
             number += 1
             write_design(tmp_path / str(number), design)
     run_experiment(None, tmp_path / str(number))
-    assert studies.left_behind(tmp_path / str(number)) == whole
+    assert studies.left_behind(tmp_path / str(number)) == uninterrupted
     folders = [tmp_path / str(n) / run.folder for n in range(number + 1) for run in planned_runs(design)]
     assert sum(read_status(folder).attempts for folder in folders) > len(folders)
 
@@ -91,19 +91,19 @@ def test_a_run_whose_process_is_killed_is_resumed(studies: Any, tmp_path: Path) 
     study, design = tmp_path / "study", studies.design(steps=400, checkpoint_every=50)
     write_design(study, design)
     process = Process(study)
-    assert process.said == "running"
-    victim = planned_runs(design)[0]
-    os.kill(int((study / victim.folder / "lock").read_text()), signal.SIGKILL)
-    assert f"{victim.name} crashed (its process was killed by SIGKILL" in process.next_line()
+    assert process.first_line == "running"
+    killed_run = planned_runs(design)[0]
+    os.kill(int((study / killed_run.folder / "lock").read_text()), signal.SIGKILL)
+    assert f"{killed_run.name} crashed (its process was killed by SIGKILL" in process.next_line()
     assert process.next_line() == "finished"
     assert process.close() == 0
-    assert read_status(study / victim.folder).attempts == 2
+    assert read_status(study / killed_run.folder).attempts == 2
     assert studies.left_behind(study) == studies.undisturbed(design)
 
 
 @pytest.fixture
 def endless(tmp_path: Path, design: Design) -> Path:
-    """A study whose runs would take hours, and write no checkpoint of their own accord."""
+    """A study whose runs would take hours and write no checkpoints unless they are stopped."""
     arms = tuple(replace(arm, tuning_steps=10**6) for arm in design.arms)
     write_design(tmp_path / "endless", replace(design, arms=arms, base=replace(design.base, checkpoint_every=None)))
     return tmp_path / "endless"
@@ -111,7 +111,7 @@ def endless(tmp_path: Path, design: Design) -> Path:
 
 def test_no_run_outlives_its_study(endless: Path) -> None:
     process = Process(endless)
-    assert process.said == "running"
+    assert process.first_line == "running"
     runs = [os.pidfd_open(int(lock.read_text())) for lock in endless.rglob("lr-*/lock")]
     assert len(runs) == 2
     process.process.kill()
@@ -127,7 +127,7 @@ def test_no_run_outlives_its_study(endless: Path) -> None:
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_study_writes_checkpoints(endless: Path, kind: signal.Signals) -> None:
     process = Process(endless)
-    assert process.said == "running"
-    os.killpg(process.process.pid, kind)  # as a terminal does
+    assert process.first_line == "running"
+    os.killpg(process.process.pid, kind)  # as a terminal does on Ctrl-C
     assert process.close() == 128 + kind
     assert len(list(endless.rglob("step-*/manifest.json"))) == 2

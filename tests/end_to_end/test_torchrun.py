@@ -1,4 +1,4 @@
-"""One run on two processes as a user starts it: torchrun loses one, starts both again, and nothing else is lost."""
+"""torchrun restarts both processes of a run after one is killed, and the run resumes bit-for-bit."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ def test_a_run_survives_a_killed_process(tmp_path: Path, numbers: Numbers) -> No
     (tmp_path / "text.txt").write_text("".join(lines))
     (tmp_path / "small.json").write_text(json.dumps(SETTINGS))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launch += ["--max-restarts", "1", "--monitor-interval", "0.1", str(Path(__file__).with_name("losing_a_process.py"))]
+    launch += ["--max-restarts", "1", "--monitor-interval", "0.1", str(Path(__file__).with_name("kill_one_process.py"))]
     arguments = ["train", "text.txt", "--config", "small.json", "--device", "cpu", "--parallel", "fsdp"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*launch, "5", "disturbed", "undisturbed", *arguments],
+    completed = subprocess.run(
+        [*launch, "5", "interrupted", "uninterrupted", *arguments],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    disturbed, undisturbed = tmp_path / "disturbed", tmp_path / "undisturbed"
-    assert numbers(disturbed) == numbers(undisturbed)
-    sessions = [len(json.loads((run / "environment.json").read_text())["resumed"]) for run in (disturbed, undisturbed)]
+    assert completed.returncode == 0, completed.stderr
+    interrupted, uninterrupted = tmp_path / "interrupted", tmp_path / "uninterrupted"
+    assert numbers(interrupted) == numbers(uninterrupted)
+    sessions = [
+        len(json.loads((run / "environment.json").read_text())["resumed"]) for run in (interrupted, uninterrupted)
+    ]
     assert sessions == [1, 0]
-    assert done.stdout.count("resumed after step 3") == 1
-    assert done.stdout.count("saved in undisturbed") == 1  # only the first process talks
-    assert load_run(disturbed).finished
+    assert completed.stdout.count("resumed after step 3") == 1
+    assert completed.stdout.count("saved in uninterrupted") == 1  # only the first process prints
+    assert load_run(interrupted).finished

@@ -20,7 +20,7 @@ from qkflow.state import KVCache
 Answer = tuple[Tensor, Any]
 
 
-# Time: who sees whom, and where a token stands.
+# Causality and positions.
 
 
 class PeeksAhead(StandardAttention):
@@ -34,15 +34,15 @@ class PeeksAhead(StandardAttention):
 
 
 class PeeksAheadInGradients(StandardAttention):
-    """A straight-through term that is zero, but whose gradient is the next token's."""
+    """A straight-through term whose value is zero and whose gradient is that of the next token."""
 
     def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
-        ahead = F.pad(x[:, 1:], (0, 0, 0, 1))
-        return super().forward(x + 0.1 * (ahead - ahead.detach()), state, layout)
+        next_tokens = F.pad(x[:, 1:], (0, 0, 0, 1))
+        return super().forward(x + 0.1 * (next_tokens - next_tokens.detach()), state, layout)
 
 
 class ForgetsTheRotaryOffset(StandardAttention):
-    """Queries turn as if every call began at position 0."""
+    """Queries are rotated as if every call started at position 0."""
 
     def attend(self, rows: AttentionInputs) -> Tensor:
         t, k = rows.q.shape[1], rows.q.shape[-1]
@@ -52,7 +52,7 @@ class ForgetsTheRotaryOffset(StandardAttention):
         return super().attend(rows._replace(q=torch.stack(turned, -1).flatten(-2)))
 
 
-# State: what is carried from call to call.
+# State.
 
 
 def become(kind: type[KVCache], cache: KVCache) -> KVCache:
@@ -60,7 +60,7 @@ def become(kind: type[KVCache], cache: KVCache) -> KVCache:
 
 
 class ForgetsItsLength(StandardAttention):
-    """The state it hands on says that nothing has been seen."""
+    """The returned state has length 0."""
 
     def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
         y, after = super().forward(x, state, layout)
@@ -78,7 +78,7 @@ class CountsPadding(StandardAttention):
 
 
 class ChangesTheStateItWasGiven(StandardAttention):
-    """Continuing a state moves the given one along."""
+    """Continuing a state modifies the input state."""
 
     def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
         y, after = super().forward(x, state, layout)
@@ -89,7 +89,7 @@ class ChangesTheStateItWasGiven(StandardAttention):
 
 
 class WritesWhereOthersLook(StandardAttention):
-    """Two continuations of one state share the buffer behind it."""
+    """Two continuations of one state share its buffer."""
 
     class Overwriting(KVCache):
         def _has_room(self, t: int) -> bool:
@@ -101,7 +101,7 @@ class WritesWhereOthersLook(StandardAttention):
 
 
 class LosesATokenWhenTheBufferGrows(StandardAttention):
-    """The last token before the doubling is not copied over."""
+    """The last token is not copied when the buffer grows."""
 
     class Careless(KVCache):
         def _grown(self, t: int) -> KVCache:
@@ -116,7 +116,7 @@ class LosesATokenWhenTheBufferGrows(StandardAttention):
 
 
 class SelectsRowsInOrder(StandardAttention):
-    """Rows of a state come out sorted, whatever order was asked for."""
+    """`select` returns rows in sorted order instead of the requested order."""
 
     class Sorted(KVCache):
         def select(self, rows: Tensor) -> KVCache:
@@ -128,7 +128,7 @@ class SelectsRowsInOrder(StandardAttention):
 
 
 class DetachesNothing(StandardAttention):
-    """detach() gives the state back as it was."""
+    """detach() returns the state unchanged."""
 
     class Attached(KVCache):
         def detach(self) -> KVCache:
@@ -140,18 +140,18 @@ class DetachesNothing(StandardAttention):
 
 
 class CutsGradientsAtTheState(StandardAttention):
-    """The state is handed on detached: outputs are right, gradients stop at the cut."""
+    """The returned state is detached: outputs are correct, but gradients stop at the split."""
 
     def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
         y, after = super().forward(x, state, layout)
         return y, after.detach()
 
 
-# Batches: padding, packing, rows.
+# Padding, packing and rows.
 
 
 class TakesPaddingForTokens(StandardAttention):
-    """A padded batch is read as a full one."""
+    """A padded batch is treated as a full one."""
 
     def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
         padded = layout is not None and len(layout.lengths) == len(x) > 1
@@ -159,7 +159,7 @@ class TakesPaddingForTokens(StandardAttention):
 
 
 class LeavesOutputAtPadding(StandardAttention):
-    """Padding does not come out as zeros."""
+    """Outputs at padding are not zero."""
 
     def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
         y, after = super().forward(x, state, layout)
@@ -167,14 +167,14 @@ class LeavesOutputAtPadding(StandardAttention):
 
 
 class SkipsTheGradientOfPaddedKeys(StandardAttention):
-    """With a table of positions in play, keys are detached: only gradients tell."""
+    """With a layout, keys are detached: only gradients are wrong."""
 
     def attend(self, rows: AttentionInputs) -> Tensor:
         return super().attend(rows if rows.cache.slot_positions is None else rows._replace(k=rows.k.detach()))
 
 
 class JoinsTheFirstTwoSegments(StandardAttention):
-    """The boundary between the first two sequences of a packed row is put one token late."""
+    """The boundary between the first two sequences of a packed row is one token late."""
 
     def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
         if layout is not None and len(x) == 1 and len(layout.lengths) > 1:
@@ -185,13 +185,13 @@ class JoinsTheFirstTwoSegments(StandardAttention):
 
 
 class MixesRows(StandardAttention):
-    """A mean over the whole batch is taken off."""
+    """The mean over the whole batch is subtracted."""
 
     def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
         return super().forward(x - 0.01 * x.mean(0, keepdim=True), state, layout)
 
 
-# Modules: what is declared, saved, compiled and looked at.
+# Modules: declared costs, saving, compilation and probes.
 
 
 class DeclaresHalfItsProducts(StandardAttention):
@@ -216,14 +216,14 @@ class DeclaresHalfItsState(StandardAttention):
 
 
 class MultipliesWithoutSayingSo(StandardAttention):
-    """A product that no declaration mentions."""
+    """A matrix product that the declared cost does not include."""
 
     def read(self, z: Tensor, x: Tensor) -> Tensor:
         return super().read(z, x) @ torch.eye(self.width, dtype=z.dtype)
 
 
 class KeepsAParameterOutOfItsState(StandardAttention):
-    """A random scale that is a plain tensor: never saved, never loaded."""
+    """A random scale that is neither a parameter nor a buffer, so it is not saved."""
 
     def __init__(self, width: int, heads: int, layer: int = 0, layers: int = 1) -> None:
         super().__init__(width, heads, layer, layers)
@@ -234,28 +234,28 @@ class KeepsAParameterOutOfItsState(StandardAttention):
 
 
 class AddsAFloat32Constant(StandardAttention):
-    """Harmless in float64, a change of type in bfloat16."""
+    """Correct in float64, but the output type changes in bfloat16."""
 
     def read(self, z: Tensor, x: Tensor) -> Tensor:
         return super().read(z, x) + torch.zeros(self.width)
 
 
 class RoundsToBfloat16TooOften(StandardAttention):
-    """Sums many small numbers onto a large one in the precision of its input."""
+    """Adds many small numbers to a large one in the precision of the input."""
 
     def read(self, z: Tensor, x: Tensor) -> Tensor:
         return (super().read(z, x) + 256.0) - 256.0
 
 
 class DropsAtRandom(StandardAttention):
-    """Dropout on the heads, with no way to turn it off but eval()."""
+    """Dropout on the heads in training mode."""
 
     def read(self, z: Tensor, x: Tensor) -> Tensor:
         return super().read(F.dropout(z, 0.1, self.training), x)
 
 
 class AccumulatesOverCalls(StandardAttention):
-    """A running count leaks into the output: too small for float64's tolerance, not for two equal calls."""
+    """A call counter leaks into the output: below the tolerance in float64, but two equal calls differ."""
 
     calls = 0
 
@@ -265,42 +265,42 @@ class AccumulatesOverCalls(StandardAttention):
 
 
 class LooksAtTheData(StandardAttention):
-    """A branch on values: right, but no single graph."""
+    """A branch on values: correct, but a graph break."""
 
     def read(self, z: Tensor, x: Tensor) -> Tensor:
         return super().read(z, x) if float(z.detach().abs().max()) < 1e6 else z.flatten(2)
 
 
 class IsAnotherFunctionInInference(StandardAttention):
-    """A short cut for when no gradients are asked for is not quite the same."""
+    """A fast path without gradients has slightly different results."""
 
     def read(self, z: Tensor, x: Tensor) -> Tensor:
         return super().read(z, x) * (1.0 if torch.is_grad_enabled() else 1.001)
 
 
 class IsAnotherFunctionCompiled(StandardAttention):
-    """A branch that only the compiler takes."""
+    """A branch that is taken only under torch.compile."""
 
     def read(self, z: Tensor, x: Tensor) -> Tensor:
         return super().read(z, x) * (1.001 if torch.compiler.is_compiling() else 1.0)
 
 
 class ShowsAnotherMap(StandardAttention):
-    """The map for probes is not the one that attends."""
+    """The map for probes differs from the one in the forward pass."""
 
     def map(self, rows: AttentionInputs) -> Tensor:
         return super().map(rows._replace(q=1.1 * rows.q))
 
 
 class ShowsTheMapWithoutTheLayout(StandardAttention):
-    """The map joins what the layout keeps apart."""
+    """The map ignores the boundaries between sequences."""
 
     def weights(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Tensor:
         return super().weights(x, state)
 
 
 class HidesAStepBehindTheMap(StandardAttention):
-    """Something is done to the output that neither map, values nor read tell."""
+    """The output has a term that map, values and read do not include."""
 
     def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
         y, after = super().forward(x, state, layout)
@@ -313,7 +313,7 @@ class SwapsItsCircuits(StandardAttention):
 
 
 class PutsTheOutputInQK(StandardAttention):
-    """The output projection is said to decide where to look."""
+    """The output projection is declared as part of the QK circuit."""
 
     def circuits(self) -> Circuits:
         return Circuits(qk=("query.weight", "key.weight", "output.weight"), ov=("value.weight",))

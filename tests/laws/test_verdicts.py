@@ -17,7 +17,7 @@ Answer = tuple[Tensor, Any]
 
 
 class OnlyForward(nn.Module):
-    """A layer as a newcomer would write it: the computation and nothing besides."""
+    """A minimal layer: only the computation."""
 
     def __init__(self, width: int, heads: int, layer: int, layers: int) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ def verdicts(factory: Any, *laws: str) -> dict[str, tuple[str, str]]:
 
 
 def test_laws_on_missing_methods_are_absent_and_the_others_hold() -> None:
-    found = verdicts(OnlyForward, *(law for law in LAWS if law != "compilation"))
-    missing = {law: answer for law, answer in found.items() if answer[0] == "skipped"}
+    outcomes = verdicts(OnlyForward, *(law for law in LAWS if law != "compilation"))
+    missing = {law: answer for law, answer in outcomes.items() if answer[0] == "skipped"}
     assert missing == {
         "cost": ("skipped", "no cost()"),
         "attention_map": ("skipped", "no weights()"),
         "circuits": ("skipped", "no circuits()"),
     }
-    assert {answer for law, answer in found.items() if law not in missing} == {("passed", "")}
+    assert {answer for law, answer in outcomes.items() if law not in missing} == {("passed", "")}
 
 
 def test_circuits_without_a_map_are_checked_by_name() -> None:
@@ -59,9 +59,9 @@ def test_an_exception_of_the_mechanism_breaks_the_law() -> None:
                 raise KeyError("no such thing\nas a state")
             return super().forward(x, state, layout)
 
-    found = verdicts(Fails, "causality", "splitting", "batching")
-    assert found["causality"] == found["batching"] == ("passed", "")
-    outcome, detail = found["splitting"]
+    outcomes = verdicts(Fails, "causality", "splitting", "batching")
+    assert outcomes["causality"] == outcomes["batching"] == ("passed", "")
+    outcome, detail = outcomes["splitting"]
     assert outcome == "failed"
     assert detail.startswith("KeyError: ")
     assert "no such thing" in detail
@@ -79,8 +79,8 @@ def test_a_factory_that_fails_breaks_every_law_and_raises_nothing() -> None:
     def factory(width: int, heads: int, layer: int, layers: int) -> StandardAttention:
         raise UsageError("not today")
 
-    found = verdicts(factory, *(law for law in LAWS if law != "compilation"))
-    assert set(found.values()) == {("failed", "UsageError: not today")}
+    outcomes = verdicts(factory, *(law for law in LAWS if law != "compilation"))
+    assert set(outcomes.values()) == {("failed", "UsageError: not today")}
 
 
 def test_an_output_of_the_wrong_form_is_explained() -> None:

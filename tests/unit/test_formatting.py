@@ -12,7 +12,7 @@ from qkflow.formatting import (
     token_label,
 )
 
-ANY = st.text(st.characters(codec=None), max_size=60)  # lone surrogates too
+ANY = st.text(st.characters(codec=None), max_size=60)  # also lone surrogates
 
 
 @given(ANY)

@@ -17,7 +17,7 @@ from qkflow.mechanisms import StandardAttention
 
 lengths = st.lists(st.integers(0, 6), min_size=1, max_size=5)
 sides = st.sampled_from(["left", "right"])
-many = settings(deadline=None, max_examples=25)
+few_examples = settings(deadline=None, max_examples=25)
 
 
 def distinct(b: int, t: int) -> Tensor:
@@ -47,7 +47,7 @@ def check_layout(layout: Layout, expected: list[list[int]]) -> None:
 
 
 @given(lengths, st.integers(0, 3), sides)
-@many
+@few_examples
 def test_padded_has_one_sequence_per_row(counts: list[int], more: int, side: Any) -> None:
     t = max(1, max(counts) + more)
     first = [0 if side == "right" else t - count for count in counts]
@@ -56,14 +56,14 @@ def test_padded_has_one_sequence_per_row(counts: list[int], more: int, side: Any
 
 
 @given(lengths.filter(any))
-@many
+@few_examples
 def test_packed_sequences_follow_each_other(counts: list[int]) -> None:
     bounds = [0, *accumulate(counts)]
     check_layout(Layout.packed(bounds), [list(range(a, b)) for a, b in pairwise(bounds)])
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.data())
-@many
+@few_examples
 def test_segments_start_with_each_row_and_at_starts(b: int, t: int, data: st.DataObject) -> None:
     starts = data.draw(st.lists(st.lists(st.booleans(), min_size=t, max_size=t), min_size=b, max_size=b))
     expected: list[list[int]] = []
@@ -79,7 +79,7 @@ def test_segments_start_with_each_row_and_at_starts(b: int, t: int, data: st.Dat
 
 
 @given(lengths.filter(any), sides)
-@many
+@few_examples
 def test_gradients_reach_valid_tokens_once_and_padding_never(counts: list[int], side: Any) -> None:
     layout = Layout.padded(counts, max(counts) + 1, side=side)
     x = distinct(len(counts), max(counts) + 1).requires_grad_()

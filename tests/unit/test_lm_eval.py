@@ -76,8 +76,8 @@ def test_a_likelihood_covers_only_the_continuation_in_any_batch(run: Path, lm: A
         spaces = len(context) - len(context.rstrip())  # lm-eval moves them to the continuation
         moved = context[len(context) - spaces :] + continuation
         before = [256, *context[: len(context) - spaces].encode()]
-        want = log_likelihood(run, before, list(moved.encode())) if moved else 0.0
-        assert score == pytest.approx(want, abs=1e-4)
+        expected = log_likelihood(run, before, list(moved.encode())) if moved else 0.0
+        assert score == pytest.approx(expected, abs=1e-4)
     assert len({round(score, 3) for score, _ in scores}) == len(pairs)
 
 
@@ -99,9 +99,9 @@ def test_a_rolling_likelihood_agrees_with_qkflow_eval(run: Path, lm: Any) -> Non
         tokens += [*text.encode(), 256]
     sizes = np.array([len(text) for text in texts])
     split = Split(tokens=np.array(tokens), documents=np.array(spans), sizes=sizes)
-    want = evaluate_split(load_run(run).model, split, context=CONTEXT).documents["nats"]
-    found = lm.loglikelihood_rolling([request(text) for text in texts], disable_tqdm=True)
-    assert_close([-nats for nats in found], want.tolist(), rtol=0, atol=1e-4)
+    expected = evaluate_split(load_run(run).model, split, context=CONTEXT).documents["nats"]
+    results = lm.loglikelihood_rolling([request(text) for text in texts], disable_tqdm=True)
+    assert_close([-nats for nats in results], expected.tolist(), rtol=0, atol=1e-4)
 
 
 def test_the_last_window_of_a_long_text_is_extended_to_the_left(run: Path, lm: Any) -> None:
@@ -132,19 +132,19 @@ def test_generation_stops_at_stop_strings_alone_and_in_batches(run: Path, lm: An
 def test_samples_depend_on_the_seed_and_the_position_and_not_on_the_batch(run: Path, lm: Any) -> None:
     options = {"do_sample": True, "temperature": 1.0, "top_k": 50, "max_gen_toks": 8}
     requests = [request(prompt, options) for prompt in ("a", "a longer one", "a", "a", "b")]
-    found = lm.generate_until(requests)
-    assert len({found[0], found[2], found[3]}) == 3
-    assert qkflow_lm_eval.QKFlowLM(run, batch_size=2, device="cpu").generate_until(requests) == found
-    assert lm.generate_until([request("a", {**options, "seed": 3})]) == [found[3]]
+    results = lm.generate_until(requests)
+    assert len({results[0], results[2], results[3]}) == 3
+    assert qkflow_lm_eval.QKFlowLM(run, batch_size=2, device="cpu").generate_until(requests) == results
+    assert lm.generate_until([request("a", {**options, "seed": 3})]) == [results[3]]
 
 
 def test_an_exported_folder_gives_the_scores_of_its_run(run: Path, lm: Any, tmp_path: Path) -> None:
     folder = export_run(run, tmp_path / "exported")
     exported = qkflow_lm_eval.QKFlowLM(folder, device="cpu", max_length=CONTEXT)
     requests = [request("ab", "cd"), request("", "q")]
-    want = lm.loglikelihood(requests, disable_tqdm=True)
+    expected = lm.loglikelihood(requests, disable_tqdm=True)
     assert exported.loglikelihood(requests, disable_tqdm=True) == [
-        (pytest.approx(nats, abs=1e-5), greedy) for nats, greedy in want
+        (pytest.approx(nats, abs=1e-5), greedy) for nats, greedy in expected
     ]
 
 
@@ -173,17 +173,17 @@ def test_lm_eval_tasks_run(run: Path, lm: Any, tmp_path: Path) -> None:
         {"task": name, **shared, **more}
         for name, more in (("choosing", choices), ("writing", writing), ("rolling", rolling))
     ]
-    found = qkflow_lm_eval.evaluate(run, tasks, limit=4, batch=2, device="cpu")["results"]
+    results = qkflow_lm_eval.evaluate(run, tasks, limit=4, batch=2, device="cpu")["results"]
     first = documents[:4]
     scores = [
         [lm.loglikelihood([request(d["text"], f" {c}")], disable_tqdm=True)[0][0] for c in d["choices"]] for d in first
     ]
     right = [float(np.argmax(row) == d["gold"]) for row, d in zip(scores, first, strict=True)]
-    assert found["choosing"]["acc,none"] == np.mean(right)
+    assert results["choosing"]["acc,none"] == np.mean(right)
     nats = sum(lm.loglikelihood_rolling([request(d["text"])])[0] for d in first)
     size = sum(len(d["text"].encode()) for d in first)
-    assert found["rolling"]["bits_per_byte,none"] == pytest.approx(-nats / size / np.log(2), rel=1e-5)
-    assert found["writing"]["exact_match,none"] == 0.0
+    assert results["rolling"]["bits_per_byte,none"] == pytest.approx(-nats / size / np.log(2), rel=1e-5)
+    assert results["writing"]["exact_match,none"] == 0.0
 
 
 def test_invalid_requests_are_refused(run: Path, lm: Any) -> None:

@@ -20,7 +20,7 @@ WIDTHS = (3, 2)
 
 
 def tokens(b: int, t: int, first: int = 0) -> list[Tensor]:
-    """Tokens whose coordinates all are row * 1000 + position."""
+    """Tokens whose coordinates are all row * 1000 + position."""
     name = 1000.0 * torch.arange(b)[:, None] + torch.arange(first, first + t)
     return [name[..., None].expand(b, t, width).clone() for width in WIDTHS]
 
@@ -33,11 +33,11 @@ def held(cache: KVCache) -> list[list[int]]:
     """Positions of the cached tokens per row, in order, from the values of the tokens."""
     positions = cache.positions.expand(len(cache.buffers[0]), -1)
     rows = []
-    for row, places in enumerate(positions.tolist()):
-        slots = [slot for slot, place in enumerate(places) if place >= 0]
+    for row, row_positions in enumerate(positions.tolist()):
+        slots = [slot for slot, position in enumerate(row_positions) if position >= 0]
         for x in cache.tensors:
-            assert x[row, slots].tolist() == [[1000.0 * row + places[slot]] * x.shape[-1] for slot in slots]
-        rows.append([places[slot] for slot in slots])
+            assert x[row, slots].tolist() == [[1000.0 * row + row_positions[slot]] * x.shape[-1] for slot in slots]
+        rows.append([row_positions[slot] for slot in slots])
     return rows
 
 
@@ -46,8 +46,8 @@ def ragged(cache: KVCache, counts: list[int]) -> KVCache:
     t = max(counts)
     new = [torch.full((len(counts), t, width), torch.nan) for width in WIDTHS]
     for row, (count, first) in enumerate(zip(counts, cache.length.tolist(), strict=True)):
-        for x, own in zip(new, tokens(len(counts), count, first), strict=True):
-            x[row, :count] = own[row]
+        for x, values in zip(new, tokens(len(counts), count, first), strict=True):
+            x[row, :count] = values[row]
     return cache.extend(new, torch.tensor(counts))
 
 
@@ -83,8 +83,8 @@ def test_rows_of_different_lengths_keep_their_positions(mode: Callable[[], Any],
 def test_rows_may_become_uneven(mode: Callable[[], Any]) -> None:
     with mode():
         alike = started().extend(tokens(2, 5))
-        apart = ragged(alike, [1, 3])
-        after = ragged(apart.extend([x + apart.length[:, None, None] for x in tokens(2, 1)]), [2, 0])
+        uneven = ragged(alike, [1, 3])
+        after = ragged(uneven.extend([x + uneven.length[:, None, None] for x in tokens(2, 1)]), [2, 0])
         assert after.length.tolist() == [9, 9]
         assert held(after) == [list(range(9))] * 2
         assert held(alike) == [list(range(5))] * 2
@@ -106,7 +106,7 @@ def test_in_inference_the_buffer_doubles_when_full() -> None:
 
 
 def test_in_inference_appending_does_not_touch_past_tokens() -> None:
-    """Between growths only the new slot changes, even if someone poisons what is held."""
+    """Between growths only the new slot changes, even if the held values are overwritten."""
     with torch.no_grad():
         cache = started().extend(tokens(2, 20))
         cache = cache.extend(tokens(2, 1, 20))
@@ -190,8 +190,8 @@ def test_a_state_can_be_continued_twice(mode: Callable[[], Any], uneven: bool) -
         assert held(root) == ([[0, 1, 2, 3], [0, 1, 2, 3, 4]] if uneven else [[0, 1, 2]] * 2)
         for sign, cache in zip((1, -1, 2), grown, strict=True):
             assert cache.length.tolist() == [length + 2 for length in root.length.tolist()]
-            for x, want in zip(cache.tensors, tokens(2, 2, 50), strict=True):
-                assert_close(x[:, -2:], sign * want)
+            for x, expected in zip(cache.tensors, tokens(2, 2, 50), strict=True):
+                assert_close(x[:, -2:], sign * expected)
                 assert_close(x[:, :3], root.tensors[WIDTHS.index(x.shape[-1])][:, :3])
 
 
@@ -227,9 +227,9 @@ def test_selected_rows_are_copies_in_the_given_order(mode: Callable[[], Any], un
         cache = ragged(cache, [1, 2]) if uneven else cache
         chosen = cache.select(torch.tensor([1, 0, 1]))
         assert chosen.length.tolist() == [cache.length.tolist()[i] for i in (1, 0, 1)]
-        for got, whole in zip(chosen.tensors, cache.tensors, strict=True):
-            assert_close(got, whole[[1, 0, 1]], equal_nan=True)
-            assert got.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+        for actual, whole in zip(chosen.tensors, cache.tensors, strict=True):
+            assert_close(actual, whole[[1, 0, 1]], equal_nan=True)
+            assert actual.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
         more = chosen.extend(tokens(3, 1))
         assert more.length.tolist() == [length + 1 for length in chosen.length.tolist()]
 
@@ -293,9 +293,9 @@ def test_rows_of_a_recurrent_state_are_selected_and_copied(lengths: Tensor | Non
     memory = RecurrentState.after(None, remembered().matrix, remembered().conv_state, 5, lengths)
     chosen = memory.select(torch.tensor([1, 0, 1]))
     assert chosen.length.tolist() == [memory.length.tolist()[i] for i in (1, 0, 1)]
-    for got, whole in zip((chosen.matrix, *chosen.conv_state), (memory.matrix, *memory.conv_state), strict=True):
-        assert torch.equal(got, whole[[1, 0, 1]])
-        assert got.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+    for actual, whole in zip((chosen.matrix, *chosen.conv_state), (memory.matrix, *memory.conv_state), strict=True):
+        assert torch.equal(actual, whole[[1, 0, 1]])
+        assert actual.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
 
 
 def test_a_recurrent_state_has_a_size_moves_and_detaches() -> None:

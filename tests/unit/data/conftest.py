@@ -1,4 +1,4 @@
-"""A cache of its own for every test, and the corpora that several tests share."""
+"""A separate cache for every test, and corpora that several tests share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stdlib(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @pytest.fixture
 def real() -> Callable[[str], Path]:
-    """A file under the folder in QKFLOW_DATA; the test is skipped where there is none."""
+    """A file in the folder named by QKFLOW_DATA; without it, the test is skipped."""
 
     def find(name: str) -> Path:
         path = Path(REAL or "", name)

@@ -39,11 +39,11 @@ def test_a_seed_initialises_the_same_model_in_transformers(shape: Callable[..., 
 
 def test_logits_are_those_of_the_decoder_and_logits_to_keep_selects_them(causal: MakeModel) -> None:
     model = causal("differential")
-    want = model.model(TOKENS)[0]
-    assert torch.equal(model(TOKENS).logits, want)
-    assert_near(model(TOKENS, logits_to_keep=2).logits, want[:, -2:])
-    assert_near(model(TOKENS, logits_to_keep=torch.tensor([0, 3])).logits, want[:, [0, 3]])
-    assert torch.equal(model(TOKENS, return_dict=False)[0], want)
+    expected = model.model(TOKENS)[0]
+    assert torch.equal(model(TOKENS).logits, expected)
+    assert_near(model(TOKENS, logits_to_keep=2).logits, expected[:, -2:])
+    assert_near(model(TOKENS, logits_to_keep=torch.tensor([0, 3])).logits, expected[:, [0, 3]])
+    assert torch.equal(model(TOKENS, return_dict=False)[0], expected)
     assert model(TOKENS, use_cache=False).past_key_values is None
 
 
@@ -51,9 +51,9 @@ def test_logits_are_those_of_the_decoder_and_logits_to_keep_selects_them(causal:
 def test_padding_changes_no_logit(causal: MakeModel, side: Any) -> None:
     model = causal("qdelta")
     mask = LEFT if side == "left" else LEFT.flip(1)
-    kept = mask[0].bool()
+    is_valid = mask[0].bool()
     outputs = model(TOKENS, attention_mask=mask).logits
-    assert_near(outputs[0, kept], model(TOKENS[:1, kept]).logits[0])
+    assert_near(outputs[0, is_valid], model(TOKENS[:1, is_valid]).logits[0])
     assert_near(outputs[1], model(TOKENS[1:]).logits[0])
     other = TOKENS.masked_fill(mask == 0, 200)
     assert_near(model(other, attention_mask=mask).logits[mask.bool()], outputs[mask.bool()])
@@ -185,6 +185,6 @@ def test_a_compiled_model_is_one_graph(causal: MakeModel) -> None:
     model = causal(("standard",)).float()
     compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
     outputs = compiled(TOKENS, labels=TOKENS)
-    want = model(TOKENS, labels=TOKENS)
-    assert_near(outputs.logits, want.logits, 1e-5)
-    assert_near(outputs.loss, want.loss, 1e-5)
+    expected = model(TOKENS, labels=TOKENS)
+    assert_near(outputs.logits, expected.logits, 1e-5)
+    assert_near(outputs.loss, expected.loss, 1e-5)

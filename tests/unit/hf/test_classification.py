@@ -33,11 +33,11 @@ def test_logits_are_those_of_the_classifier_with_padding_on_either_side() -> Non
     torch.manual_seed(2)
     wrapped = QKFlowForSequenceClassification(QKFlowConfig.from_model_config(config))
     assert wrapped.config.num_labels == 3
-    want = classifier(TOKENS, Layout.padded([2, 4, 3], 4, side="left"))
-    assert torch.equal(wrapped(TOKENS, attention_mask=MASK).logits, want)
+    expected = classifier(TOKENS, Layout.padded([2, 4, 3], 4, side="left"))
+    assert torch.equal(wrapped(TOKENS, attention_mask=MASK).logits, expected)
     flipped = torch.stack([row.roll(-int((keep == 0).sum())) for row, keep in zip(TOKENS, MASK, strict=True)])
     right = wrapped(flipped, attention_mask=MASK.flip(1), output_attentions=True, output_hidden_states=True)
-    torch.testing.assert_close(right.logits, want)
+    torch.testing.assert_close(right.logits, expected)
     assert (len(right.attentions), len(right.hidden_states)) == (1, 2)
     assert torch.equal(wrapped(TOKENS, return_dict=False)[0], classifier(TOKENS))
 

@@ -28,19 +28,19 @@ def test_export_transformers_and_back_change_no_bit(
     run: Run, tmp_path: Path, mechanism: str | tuple[str, ...], shard: str
 ) -> None:
     source = load_run(run(mechanism))
-    want = source.model(TOKENS)[0]
+    expected = source.model(TOKENS)[0]
     export_run(source.folder, tmp_path / "out", shard_size=shard)
     assert ((tmp_path / "out" / "model.safetensors.index.json").exists()) == (shard != "5GB")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(loaded) is qkflow.hf.QKFlowForCausalLM
-    assert torch.equal(loaded(TOKENS).logits, want)
+    assert torch.equal(loaded(TOKENS).logits, expected)
     loaded.save_pretrained(tmp_path / "again", max_shard_size=shard)
     AutoTokenizer.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
     reloaded = read_folder(tmp_path / "again")
     assert reloaded.config == source.config.model
     assert reloaded.tokenizer is not None
     assert reloaded.tokenizer.to_json() == source.tokenizer.to_json()
-    assert torch.equal(reloaded.model()(TOKENS)[0], want)
+    assert torch.equal(reloaded.model()(TOKENS)[0], expected)
     assert reloaded.weights.keys() == read_folder(tmp_path / "out").weights.keys()
 
 

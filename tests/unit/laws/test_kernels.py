@@ -1,4 +1,4 @@
-"""The fast forms as this machine runs them: near their references here, and found out where they are not."""
+"""`qkflow check --kernels`: the fast implementations are close to their references, and wrong ones are detected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def changed(monkeypatch: pytest.MonkeyPatch, backend: str, change: Callable[[Ten
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without kernels in C."""
+    """A machine without C kernels."""
     monkeypatch.setattr(build, "load_error", lambda: "there is no C compiler (cc, gcc or clang)")
 
 
@@ -56,10 +56,10 @@ def test_without_c_kernels_only_the_chunked_form_is_checked() -> None:
 @pytest.mark.usefixtures("no_kernels")
 def test_wrong_values_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     changed(monkeypatch, "chunked", lambda o, q: o * (1 + 1e-6))
-    few, many = run_kernel_checks()
-    assert few.ok
-    assert not many.ok
-    assert many.values == pytest.approx(1e-6, rel=1e-3)
+    single_thread, many_threads = run_kernel_checks()
+    assert single_thread.ok
+    assert not many_threads.ok
+    assert many_threads.values == pytest.approx(1e-6, rel=1e-3)
 
 
 @pytest.mark.usefixtures("no_kernels")

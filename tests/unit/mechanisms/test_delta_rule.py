@@ -1,4 +1,4 @@
-"""The delta mechanisms compute what is published, differ by their rule alone, and say clearly what they cannot do."""
+"""Delta-rule mechanisms: the published equations, differences between them, and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH, HEADS = 24, 2
 
 
 def make(spec: str, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
-    """A layer away from its start."""
+    """Return a layer with perturbed parameters."""
     torch.manual_seed(seed)
     layer = mechanism(spec)(WIDTH, HEADS, layer=1, layers=2).to(dtype)
     with torch.no_grad():
@@ -37,12 +37,12 @@ def stream(b: int = 2, t: int = 7, *, dtype: torch.dtype = torch.float64) -> Ten
     return torch.randn(b, t, WIDTH, dtype=dtype)
 
 
-def close(got: Any, want: Any, within: float = 1e-11) -> None:
-    assert_close(got, want, rtol=0, atol=within)
+def close(actual: Any, expected: Any, within: float = 1e-11) -> None:
+    assert_close(actual, expected, rtol=0, atol=within)
 
 
 def as_published(layer: Any, x: Tensor) -> Tensor:
-    """The whole layer once more, from the paper and token by token, with nothing of ours but the weights."""
+    """The layer written out from the paper, token by token; it uses only the weights of the module."""
     b, t, _ = x.shape
     h = layer.beta.out_features
 
@@ -89,7 +89,7 @@ def as_published(layer: Any, x: Tensor) -> Tensor:
         "qdelta:conv=1,gate=False",
         "gated-deltanet:conv=3,value_expansion=1",
         "qdelta+hamiltonian:key_width=10",
-        "qdelta:heads=1,key_width=130",  # values of 260: more than the rule takes at once
+        "qdelta:heads=1,key_width=130",  # values of width 260 are split by the operator
     ],
 )
 def test_values_and_gradients_match_the_published_equations(spec: str) -> None:
@@ -131,7 +131,7 @@ def test_inputs_are_those_of_the_delta_rule(name: str) -> None:
     close(layer.values(x), inputs.v, within=0)
 
 
-# Shapes and starts.
+# Shapes and initialization.
 
 
 @pytest.mark.parametrize(
@@ -213,12 +213,12 @@ def test_too_wide_heads_raise() -> None:
 def test_state_size_is_constant(name: str, dtype: torch.dtype) -> None:
     layer = make(name, dtype=dtype)
     with torch.no_grad():
-        _, one = layer(stream(1, 1, dtype=dtype))
-        _, many = layer(stream(1, 30, dtype=dtype), one)
-    assert one.nbytes == many.nbytes == layer.cost(31).state_bytes == layer.cost(1).state_bytes
-    assert many.length.tolist() == [31]
-    assert many.matrix.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert {tail.dtype for tail in many.conv_state} == {dtype}
+        _, short_state = layer(stream(1, 1, dtype=dtype))
+        _, long_state = layer(stream(1, 30, dtype=dtype), short_state)
+    assert short_state.nbytes == long_state.nbytes == layer.cost(31).state_bytes == layer.cost(1).state_bytes
+    assert long_state.length.tolist() == [31]
+    assert long_state.matrix.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert {tail.dtype for tail in long_state.conv_state} == {dtype}
 
 
 @pytest.mark.parametrize(
@@ -273,14 +273,16 @@ def test_rows_without_tokens_keep_their_state() -> None:
     assert not torch.equal(after.matrix[1], before.matrix[1])
 
 
-# Looking at it.
+# Maps.
 
 
 def test_map_is_the_jacobian_of_outputs_with_respect_to_values() -> None:
     layer, x = make("qdelta"), stream(1, 5)
     inputs = layer.inputs(x)
     jacobian = torch.autograd.functional.jacobian(lambda v: delta_rule(*inputs[:2], v, *inputs[3:])[0], inputs.v)
-    influence = jacobian[0, :, :, 0, 0, :, :, 0]  # of the first value on the first output, [t h s h]
+    influence = jacobian[
+        0, :, :, 0, 0, :, :, 0
+    ]  # influence of the first coordinate of each value on the first output, [t h s h]
     for head in range(HEADS):
         close(layer.weights(x)[0, head], influence[:, head, :, head])
 

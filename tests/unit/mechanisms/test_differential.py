@@ -1,4 +1,4 @@
-"""Differential attention against a plain transcription of its formulas, loops and all."""
+"""Differential attention against its formulas, written with loops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def transcription(layer: DifferentialAttention, x: Tensor, *, heads: int, groups: int, depth: int) -> Tensor:
-    """`heads` differential heads over `groups` of keys and values; written to be read beside the paper."""
+    """`heads` differential heads over `groups` of keys and values; in the notation of the paper."""
     d = WIDTH // heads // 2
     p = dict(layer.named_parameters())
     lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
@@ -80,9 +80,9 @@ def test_values_and_gradients_match_the_equations(heads: int, groups: int, depth
 def test_parameters_are_those_of_standard_attention_and_five_vectors() -> None:
     layer = DifferentialAttention(WIDTH, 4)
     standard = {name: p.shape for name, p in StandardAttention(WIDTH, 4).named_parameters()}
-    own = {name: p.shape for name, p in layer.named_parameters()}
-    assert {name: own[name] for name in standard} == standard
-    assert {name: tuple(own[name]) for name in own.keys() - standard.keys()} == {
+    shapes = {name: p.shape for name, p in layer.named_parameters()}
+    assert {name: shapes[name] for name in standard} == standard
+    assert {name: tuple(shapes[name]) for name in shapes.keys() - standard.keys()} == {
         "lambda_q1": (6,),
         "lambda_k1": (6,),
         "lambda_q2": (6,),

@@ -34,82 +34,85 @@ def on_group(width: int, heads: int, **options: Any) -> GroupAttention:
     return generic(GroupAttention(width, heads, config=GroupConfig(**options)))
 
 
-def generic(made: Any) -> Any:
-    """Perturb the parameters: lags and harmonics are zero at initialisation, gates are one."""
-    made.double()
+def generic(module: Any) -> Any:
+    """Perturb the parameters: lags and harmonics are zero at initialization, gates are one."""
+    module.double()
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in module.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    return made
+    return module
 
 
 def angles(t: int = T) -> Tensor:
     return (3 * torch.randn(B, t, H * J, dtype=torch.float64)).requires_grad_()
 
 
-def same(got: Tensor, want: Tensor, *leaves: Tensor, atol: float = 1e-12) -> None:
+def same(actual: Tensor, expected: Tensor, *leaves: Tensor, atol: float = 1e-12) -> None:
     """Compare values, and the gradients of a random weighted sum."""
-    assert_close(got, want, rtol=0, atol=atol)
+    assert_close(actual, expected, rtol=0, atol=atol)
     if leaves:
-        weight = torch.randn_like(want)
-        each = (torch.autograd.grad(y, leaves, weight, retain_graph=True, materialize_grads=True) for y in (got, want))
+        weight = torch.randn_like(expected)
+        each = (
+            torch.autograd.grad(y, leaves, weight, retain_graph=True, materialize_grads=True)
+            for y in (actual, expected)
+        )
         for a, b in zip(*each, strict=True):
             assert_close(a, b, rtol=0, atol=10 * atol)
 
 
-def gated(made: KuramotoAttention, theta: Tensor) -> Tensor:
+def reference_query(module: KuramotoAttention, theta: Tensor) -> Tensor:
     r"""The query of each token and coordinate as a complex number  \gamma_{tj} e^{i \theta_{tj}}."""
     points = torch.stack([theta.cos(), theta.sin()], -1).flatten(2)  # [b t (h j 2)]
-    own = torch.polar(torch.ones_like(theta), theta).view(*theta.shape[:2], H, J)
-    match made.config.gate:
+    z = torch.polar(torch.ones_like(theta), theta).view(*theta.shape[:2], H, J)
+    match module.config.gate:
         case "off":
-            return own
+            return z
         case "static":
-            assert made.gate is not None
-            return own * F.softplus(made.gate)
+            assert module.gate is not None
+            return z * F.softplus(module.gate)
         case "content":
-            assert made.gate_map is not None
-            assert made.gate is not None
-            return own * F.softplus((points @ made.gate_map.weight.T).view_as(own) + made.gate)
+            assert module.gate_map is not None
+            assert module.gate is not None
+            return z * F.softplus((points @ module.gate_map.weight.T).view_as(z) + module.gate)
         case "complex":
-            assert made.query is not None
-            asked = (points @ made.query.weight.T).view(*theta.shape[:2], H, J, 2)
-            return torch.complex(asked[..., 0], asked[..., 1])
+            assert module.query is not None
+            query = (points @ module.query.weight.T).view(*theta.shape[:2], H, J, 2)
+            return torch.complex(query[..., 0], query[..., 1])
 
 
-def score(made: KuramotoAttention, theta: Tensor, t: int, u: int) -> Tensor:
+def score(module: KuramotoAttention, theta: Tensor, t: int, u: int) -> Tensor:
     r"""s_{tu} = \tau \sum_j Re(\gamma_{tj} e^{i \theta_{tj}} e^{-i \theta_{uj}} e^{i \omega_j (t - u)}),  for [b h]."""
-    base = made.config.rotary_base
+    base = module.config.rotary_base
     omega = torch.zeros(J).double() if base is None else base ** -(torch.arange(J).double() / J)
     recorded = theta[:, u].view(-1, H, J) - omega * (t - u)
-    return made.temperature.exp() * (
-        gated(made, theta)[:, t] * torch.polar(torch.ones_like(recorded), -recorded)
+    return module.temperature.exp() * (
+        reference_query(module, theta)[:, t] * torch.polar(torch.ones_like(recorded), -recorded)
     ).real.sum(-1)
 
 
-def attended(made: KuramotoAttention, theta: Tensor) -> list[Tensor]:
-    """For each token its weights [b h t + 1]: of the key of nothing, whose score is 0, and of every token before."""
+def reference_weights(module: KuramotoAttention, theta: Tensor) -> list[Tensor]:
+    """Return the weights of each token [b h t + 1]: of the zero key, whose score is 0, and of every earlier token."""
     zero = theta.new_zeros(len(theta), H)
-    rows = [[zero, *(score(made, theta, t, u) for u in range(t))] for t in range(theta.shape[1])]
+    rows = [[zero, *(score(module, theta, t, u) for u in range(t))] for t in range(theta.shape[1])]
     return [torch.stack(row, -1).softmax(-1) for row in rows]
 
 
 def as_map(rows: list[Tensor], *, successors: bool) -> Tensor:
-    """Weights of tokens: a key's own, or that of its successor, where the first token succeeds the key of nothing."""
+    """Return the weights by value: of the token of a key, or of its successor, which is the first for the zero key."""
     first = 0 if successors else 1
     return torch.stack([F.pad(row[..., first:], (0, len(rows) - row.shape[-1] + first)) for row in rows], 2)
 
 
-def drawn(made: KuramotoAttention, theta: Tensor, map: Tensor) -> Tensor:
+def reference_update(module: KuramotoAttention, theta: Tensor, map: Tensor) -> Tensor:
     r"""\eta_j \sum_m a_{mj} \sum_u A_{tu} \sin(m (\theta_{uj} - \theta_{tj}) + \alpha_{mj}),  a_1 = 1."""
     x = theta.view(*theta.shape[:2], H, J)
     difference = x[:, None] - x[:, :, None]  # [b t u h j]
     total = torch.zeros_like(x)
-    for m in range(1, made.config.harmonics + 1):
-        amplitude = 1.0 if m == 1 else made.amplitude[m - 2]  # type: ignore[index]
-        lag = 0.0 if made.lag is None else made.lag[m - 1]
+    for m in range(1, module.config.harmonics + 1):
+        amplitude = 1.0 if m == 1 else module.amplitude[m - 2]  # type: ignore[index]
+        lag = 0.0 if module.lag is None else module.lag[m - 1]
         total = total + amplitude * torch.einsum("bhtu,btuhj->bthj", map, (m * difference + lag).sin())
-    return (total * made.step).flatten(2)
+    return (total * module.step).flatten(2)
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -117,16 +120,16 @@ def drawn(made: KuramotoAttention, theta: Tensor, map: Tensor) -> Tensor:
 def test_weights_and_update_match_the_equations(gate: str, base: float | None) -> None:
     module, theta = layer(gate=gate, rotary_base=base), angles()
     leaves = [theta, *module.parameters()]
-    map = as_map(attended(module, theta), successors=False)
+    map = as_map(reference_weights(module, theta), successors=False)
     same(module.weights(theta), map, theta)
-    same(module(theta)[0], drawn(module, theta, map), *leaves)
+    same(module(theta)[0], reference_update(module, theta, map), *leaves)
 
 
 @pytest.mark.parametrize("gate", ["static", "content", "off"])
 def test_score_is_a_sum_of_gated_cosines_for_real_gates(gate: str) -> None:
-    """The score above, once more without complex numbers."""
+    """The score above without complex numbers."""
     module, theta = layer(gate=gate), angles().detach()
-    x, lengths = theta.view(B, T, H, J), gated(module, theta).abs()
+    x, lengths = theta.view(B, T, H, J), reference_query(module, theta).abs()
     omega = 10000.0 ** -(torch.arange(J).double() / J)
     for t in range(T):
         for u in range(t):
@@ -145,22 +148,22 @@ def test_update_equals_kuramoto_coupling_with_the_map(options: dict[str, Any]) -
 @pytest.mark.parametrize("gate", ["static", "complex"])
 def test_frustrated_update_matches_the_equations(gate: str, harmonics: int) -> None:
     module, theta = layer(gate=gate, frustrated=True, harmonics=harmonics), angles()
-    map = as_map(attended(module, theta), successors=True)
+    map = as_map(reference_weights(module, theta), successors=True)
     same(module.weights(theta), map, theta)
     same(map.sum(-1), torch.ones(B, H, T, dtype=torch.float64))
-    same(module(theta)[0], drawn(module, theta, map), theta, *module.parameters())
+    same(module(theta)[0], reference_update(module, theta, map), theta, *module.parameters())
 
 
 @pytest.mark.parametrize("frustrated", [False, True])
 def test_window_includes_the_zero_key(frustrated: bool) -> None:
     module, theta = layer(gate="static", frustrated=frustrated, window=3), angles(7)
-    rows = attended(module, theta)
+    rows = reference_weights(module, theta)
     for t, row in enumerate(rows):
         near = row * (torch.arange(t + 1) > t - 3)
         rows[t] = near / near.sum(-1, keepdim=True)
     map = as_map(rows, successors=frustrated)
     same(module.weights(theta), map, theta)
-    same(module(theta)[0], drawn(module, theta, map), theta, *module.parameters())
+    same(module(theta)[0], reference_update(module, theta, map), theta, *module.parameters())
 
 
 def test_first_token_attends_to_itself_if_not_strict() -> None:
@@ -171,7 +174,7 @@ def test_first_token_attends_to_itself_if_not_strict() -> None:
             scores[:, :, t, u] = score(module, theta, t, u)
     map = scores.softmax(-1)
     same(module.weights(theta), map, theta)
-    same(module(theta)[0], drawn(module, theta, map), theta, *module.parameters())
+    same(module(theta)[0], reference_update(module, theta, map), theta, *module.parameters())
 
 
 def test_projected_values_differ_from_kuramoto_coupling() -> None:
@@ -197,15 +200,15 @@ def test_full_turns_change_nothing(gate: str, frustrated: bool) -> None:
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("frustrated", [False, True])
 def test_common_rotation_affects_content_gates_only(gate: str, frustrated: bool) -> None:
-    module, theta, by = layer(gate=gate, frustrated=frustrated), angles(), torch.randn(H * J, dtype=torch.float64)
+    module, theta, shift = layer(gate=gate, frustrated=frustrated), angles(), torch.randn(H * J, dtype=torch.float64)
     if gate in ("static", "off"):
-        same(module(theta + by)[0], module(theta)[0], theta, *module.parameters())
+        same(module(theta + shift)[0], module(theta)[0], theta, *module.parameters())
     else:
-        assert float((module(theta + by)[0] - module(theta)[0]).detach().abs().max()) > 1e-3
+        assert float((module(theta + shift)[0] - module(theta)[0]).detach().abs().max()) > 1e-3
 
 
 def test_weights_maximise_similarity_plus_entropy() -> None:
-    r"""They are the p that maximise  <p, s> + \tau H(p)  for the scores s of unit temperature and  \tau = 1 / \exp."""
+    r"""The weights p maximize <p, s> + \tau H(p)  for the scores s of unit temperature and  \tau = 1 / \exp."""
     module, theta = layer(gate="content"), angles().detach()
     map = module.weights(theta).detach()
     t, tau = T - 1, (-module.temperature).exp().detach()[:, None]
@@ -216,7 +219,7 @@ def test_weights_maximise_similarity_plus_entropy() -> None:
     def worth(p: Tensor) -> Tensor:
         return (p * s).sum(-1) + tau[:, 0] * torch.special.entr(p).sum(-1)
 
-    slope = s - tau * (p.log() + 1)  # must be the same for every token: nothing is gained by moving weight
+    slope = s - tau * (p.log() + 1)  # equal for every token at the maximum
     same(slope, slope.mean(-1, keepdim=True).expand_as(slope), atol=1e-11)
     others = torch.distributions.Dirichlet(torch.full((t + 1,), 0.5).double()).sample((300, B, H))
     near = (p + 1e-3 * (others - p)).clamp_min(0)
@@ -257,31 +260,31 @@ def translated(on: Group, x: Tensor, c: Tensor, side: str) -> Tensor:
     return on.multiply(*pair).flatten(2)
 
 
-def parted(made: GroupAttention, c: Tensor, side: str) -> float:
-    """How far the update of translated tokens is from the translated update."""
-    on, x = made.group, tokens(made.group, made.heads * made.elements).detach()
-    return float((made(translated(on, x, c, side))[0] - translated(on, made(x)[0], c, side)).detach().abs().max())
+def equivariance_error(module: GroupAttention, c: Tensor, side: str) -> float:
+    """Return the difference between the update of translated tokens and the translated update."""
+    on, x = module.group, tokens(module.group, module.heads * module.elements).detach()
+    return float((module(translated(on, x, c, side))[0] - translated(on, module(x)[0], c, side)).detach().abs().max())
 
 
 @pytest.mark.parametrize("name", ["su2", "so3"])
 def test_update_is_equivariant_under_translation(name: str) -> None:
-    """From the right always, with static gates. The drift and the lag turn from the left: from there only without.
+    """With static gates, the update is equivariant under translation from the right.
 
-    Or by what commutes with turns.
+    From the left, it is so only without drift and lag, or for elements that commute with them.
     """
     on = find_group(name)
     width, c = 2 * 2 * on.size, on.points(on.random(4).double())
     free = on_group(width, 2, group=name, gate="static", rotary_base=None)
-    assert parted(free, c, "left") < 1e-12
-    assert parted(free, c, "right") < 1e-12
+    assert equivariance_error(free, c, "left") < 1e-12
+    assert equivariance_error(free, c, "right") < 1e-12
     turn = on.turn(torch.randn(4, dtype=torch.float64))
     for options in ({}, {"frustrated": True}, {"frustrated": True, "rotary_base": None}):
         turning = on_group(width, 2, group=name, gate="static", **options)
-        assert parted(turning, c, "right") < 1e-12
-        assert parted(turning, turn, "left") < 1e-12
-        assert parted(turning, c, "left") > 1e-3
+        assert equivariance_error(turning, c, "right") < 1e-12
+        assert equivariance_error(turning, turn, "left") < 1e-12
+        assert equivariance_error(turning, c, "left") > 1e-3
     reading = on_group(width, 2, group=name, gate="content", rotary_base=None)
-    assert parted(reading, c, "left") > 1e-3
+    assert equivariance_error(reading, c, "left") > 1e-3
 
 
 @pytest.mark.parametrize(("name", "width", "heads"), [("su2", 8, 2), ("so3", 18, 2)])
@@ -294,8 +297,8 @@ def test_update_on_a_group_is_the_tangent_of_the_weighted_values(name: str, widt
     zero = x.new_zeros(1, heads)
     rows = []
     for t in range(4):
-        by = [on.turn((u - t) * speed).expand_as(g[:, u]) for u in range(t)]
-        recorded = [on.similarity(q[:, t], on.multiply(by[u], g[:, u])).sum(-1) for u in range(t)]
+        shift = [on.turn((u - t) * speed).expand_as(g[:, u]) for u in range(t)]
+        recorded = [on.similarity(q[:, t], on.multiply(shift[u], g[:, u])).sum(-1) for u in range(t)]
         rows.append(torch.stack([zero, *recorded], -1).softmax(-1))
     map = as_map(rows, successors=False)
     pull = on.tangent(g, torch.einsum("bhtu,buhea->bthea", map, g)) * module.step.unsqueeze(-1)
@@ -346,13 +349,13 @@ def test_map_of_rows_with_different_lengths_has_slots_in_order(spec: str, side: 
     for i, count in enumerate(counts):
         alone = torch.cat([x[i, layout.valid[i]], more[i, after.valid[i]]])[None]
         whole, now = module.weights(alone)[0], lengths[i] + torch.arange(count)
-        own = map[i][:, after.valid[i]]
-        held = slots[i] >= 0
-        assert slots[i][held].tolist() == list(range(lengths[i]))
-        same(own[..., : slots.shape[1]][..., held], whole[:, now, : lengths[i]])
-        same(own[..., slots.shape[1] :][..., after.valid[i]], whole[:, now][..., now])
-        assert not bool(own[..., : slots.shape[1]][..., ~held].any())
-        assert not bool(own[..., slots.shape[1] :][..., ~after.valid[i]].any())
+        z = map[i][:, after.valid[i]]
+        is_held = slots[i] >= 0
+        assert slots[i][is_held].tolist() == list(range(lengths[i]))
+        same(z[..., : slots.shape[1]][..., is_held], whole[:, now, : lengths[i]])
+        same(z[..., slots.shape[1] :][..., after.valid[i]], whole[:, now][..., now])
+        assert not bool(z[..., : slots.shape[1]][..., ~is_held].any())
+        assert not bool(z[..., slots.shape[1] :][..., ~after.valid[i]].any())
         assert not bool(map[i][:, ~after.valid[i]].any())
 
 
@@ -397,9 +400,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_invalid_configs_raise(what: str) -> None:
-    make, message = REFUSED[what]
+@pytest.mark.parametrize("option", REFUSED)
+def test_invalid_configs_raise(option: str) -> None:
+    make, message = REFUSED[option]
     with pytest.raises(UsageError, match=message) as raised:
         make()
     assert "\n" not in str(raised.value)

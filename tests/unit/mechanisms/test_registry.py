@@ -28,7 +28,7 @@ from qkflow.models import Decoder, DecoderConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ThirdParty:
-    """What another package would bring: a config that makes a mechanism."""
+    """A config of another package."""
 
     window: int | None = None
 
@@ -43,7 +43,7 @@ class NotCallable:
 
 @dataclass(frozen=True, kw_only=True)
 class ThirdPartyWithCoupling:
-    """What another package would bring that takes a coupling."""
+    """A config of another package that takes a coupling."""
 
     window: int | None = None
     coupling: CouplingConfig | None = None
@@ -64,7 +64,7 @@ def coupled() -> None:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:
-    """Make the registry see a distribution that has these entry points."""
+    """Install a fake distribution with these entry points."""
 
     def entry_points(*, group: str) -> list[EntryPoint]:
         assert group == "qkflow.mechanisms"
@@ -80,7 +80,7 @@ def test_name_builds_the_mechanism_with_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "want"),
+    ("spec", "expected"),
     [
         ("standard:window=128", StandardConfig(window=128)),
         ("standard: window = 128 , key_heads=2", StandardConfig(window=128, key_heads=2)),
@@ -89,8 +89,8 @@ def test_name_builds_the_mechanism_with_defaults() -> None:
         ("differential:rotary_base=5e5", DifferentialConfig(rotary_base=5e5)),
     ],
 )
-def test_options_after_the_colon_are_parsed(spec: str, want: object) -> None:
-    assert mechanism(spec) == want
+def test_options_after_the_colon_are_parsed(spec: str, expected: object) -> None:
+    assert mechanism(spec) == expected
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ LEAPFROG = CouplingConfig(steps=3, integrator="leapfrog")
 
 @pytest.mark.usefixtures("coupled")
 @pytest.mark.parametrize(
-    ("spec", "want"),
+    ("spec", "expected"),
     [
         ("standard+hamiltonian", StandardConfig(coupling=CouplingConfig())),
         ("standard+hamiltonian:", StandardConfig(coupling=CouplingConfig())),
@@ -189,9 +189,9 @@ LEAPFROG = CouplingConfig(steps=3, integrator="leapfrog")
         ),
     ],
 )
-def test_coupling_spec_accepts_options_in_any_order(spec: str, want: object) -> None:
-    assert mechanism(spec) == want
-    assert mechanism(spec)(16, 4, layer=0, layers=1).coupling.config == want.coupling  # type: ignore[attr-defined]
+def test_coupling_spec_accepts_options_in_any_order(spec: str, expected: object) -> None:
+    assert mechanism(spec) == expected
+    assert mechanism(spec)(16, 4, layer=0, layers=1).coupling.config == expected.coupling  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("coupled")

@@ -1,4 +1,4 @@
-"""What standard and differential attention share: shapes, states of any kind, maps over them, and refusals."""
+"""Standard and differential attention: shapes, states, maps and errors."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def stream(b: int, t: int, *, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(b, t, WIDTH, dtype=dtype)
 
 
-def close(got: Tensor, want: Tensor) -> None:
-    assert_close(got, want, rtol=0, atol=1e-12)
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -54,7 +54,7 @@ def test_map_with_a_state_equals_rows_of_the_full_map(spec: str, mode: Callable[
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("window", [3, 20])
 def test_map_has_a_column_per_slot_of_the_state(mode: Callable[[], Any], window: int) -> None:
-    """Also in the call in which a full buffer makes room."""
+    """Also in the call in which the buffer grows."""
     layer, x = make(f"standard:window={window}"), stream(1, 45)
     with mode():
         whole, state, states = layer.weights(x), None, []
@@ -80,7 +80,7 @@ def test_map_with_layout_and_state_shows_each_sequence_its_own_past(
     with mode():
         first = Layout.packed([0, 4, 5, 7])
         _, state = layer(torch.cat([x[:, :a] for x, a in zip(pieces, before, strict=True)], 1), layout=first)
-        places = state.positions.tolist()
+        positions = state.positions.tolist()
         if packed:
             after = Layout.packed([0, 2, 5, 6])
             x = torch.cat([x[:, a:] for x, a in zip(pieces, before, strict=True)], 1)
@@ -91,14 +91,14 @@ def test_map_with_layout_and_state_shows_each_sequence_its_own_past(
             )
         weights = layer.weights(x, state, after)
         wholes = [layer.weights(piece)[0] for piece in pieces]
-    slots = len(places[0])
+    slots = len(positions[0])
     assert weights.shape == (*x.shape[:1], wholes[0].shape[0], x.shape[1], slots + x.shape[1])
     for b, t in after.valid.nonzero().tolist():
         i, p = int(after.sequences[b, t]), before[int(after.sequences[b, t])] + int(after.positions[b, t])
         expected = torch.zeros_like(weights[b, :, t])
-        for slot, place in enumerate(places[i]):
-            if place >= 0:
-                expected[:, slot] = wholes[i][:, p, place]
+        for slot, position in enumerate(positions[i]):
+            if position >= 0:
+                expected[:, slot] = wholes[i][:, p, position]
         for s in range(x.shape[1]):
             if int(after.sequences[b, s]) == i:
                 expected[:, slots + s] = wholes[i][:, p, before[i] + int(after.positions[b, s])]
@@ -193,7 +193,7 @@ def test_windowed_state_is_bounded_and_correct(spec: str, ragged: bool) -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of every new memory that operators ask for."""
+    """Record the bytes of every allocation of an operator."""
 
     def __init__(self) -> None:
         super().__init__()

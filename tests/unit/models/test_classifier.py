@@ -31,17 +31,17 @@ def texts(lengths: list[int] = LENGTHS) -> list[Tensor]:
 
 
 def padded(rows: list[Tensor], t: int, side: str, filler: Tensor) -> tuple[Tensor, Layout]:
-    """The rows in a batch whose padding holds whatever `filler` has there."""
+    """Return a batch of the rows, padded with the tokens of `filler`."""
     batch = filler.clone()
     for row, text in zip(batch, rows, strict=True):
         row[slice(len(text)) if side == "right" else slice(t - len(text), t)] = text
     return batch, Layout.padded([len(text) for text in rows], t, side=side)  # type: ignore[arg-type]
 
 
-def gradients(made: Classifier, logits: Tensor) -> dict[str, Tensor]:
-    made.zero_grad()
+def gradients(classifier: Classifier, logits: Tensor) -> dict[str, Tensor]:
+    classifier.zero_grad()
     F.cross_entropy(logits, torch.tensor([0, 1, 2][: len(logits)])).backward()
-    return {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+    return {name: p.grad.clone() for name, p in classifier.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["attention alone", "whole blocks"])
@@ -97,7 +97,7 @@ def test_disabled_parts_have_no_parameters(mechanism: str) -> None:
     bare, whole = ([name for name, _ in model(mechanism, **shape).named_parameters()] for shape in SHAPES)
     assert not [name for name in bare if "feed_forward" in name or "mechanism_norm" in name or name == "norm.weight"]
     assert [name for name in whole if "feed_forward" in name]
-    assert ("norm.weight" in whole) == (mechanism != "kuramoto")  # points of a group are never normalised
+    assert ("norm.weight" in whole) == (mechanism != "kuramoto")  # points of a group need no norm
     plain = [name for name, _ in model(mechanism, hidden=12).named_parameters()]
     assert "blocks.0.feed_forward.up.weight" in plain
     assert not [name for name in plain if "mechanism_norm" in name or "feed_forward_norm" in name]
@@ -113,8 +113,8 @@ def test_packed_and_empty_rows_raise() -> None:
 
 
 def test_invalid_classifier_configs_raise() -> None:
-    for changes, says in (({"classes": 1}, "classes must be at least 2, got 1"), ({"hidden": -1}, "hidden must be")):
-        with pytest.raises(UsageError, match=says):
+    for changes, message in (({"classes": 1}, "classes must be at least 2, got 1"), ({"hidden": -1}, "hidden must be")):
+        with pytest.raises(UsageError, match=message):
             model(**changes)
 
 

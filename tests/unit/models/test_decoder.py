@@ -42,14 +42,14 @@ def tokens(b: int, t: int) -> Tensor:
     return torch.randint(0, 13, (b, t))
 
 
-def close(got: Tensor, want: Tensor) -> None:
-    assert_close(got, want, rtol=0, atol=1e-11)
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert_close(actual, expected, rtol=0, atol=1e-11)
 
 
-def same_gradients(decoder: Decoder, got: Tensor, want: Tensor) -> None:
-    close(got, want)
-    weight, leaves = torch.randn_like(want), [*decoder.parameters()]
-    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (got, want)), strict=True):
+def same_gradients(decoder: Decoder, actual: Tensor, expected: Tensor) -> None:
+    close(actual, expected)
+    weight, leaves = torch.randn_like(expected), [*decoder.parameters()]
+    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (actual, expected)), strict=True):
         close(a, b)
 
 
@@ -214,7 +214,7 @@ def test_autocast_is_close_to_full_precision(mechanism: Any) -> None:
 
 
 @pytest.mark.compiled
-@pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
+@pytest.mark.filterwarnings("ignore")  # torch.compile emits warnings
 def test_model_compiles_into_one_graph() -> None:
     decoder, x = model(HYBRID), tokens(2, 6)
     torch.compiler.reset()

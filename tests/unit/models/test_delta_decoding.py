@@ -31,7 +31,7 @@ def tokens(b: int, t: int, seed: int = 0) -> Tensor:
 
 
 def trained(mechanism: Any) -> Decoder:
-    """A decoder after a few training steps: blocks are zero at initialisation."""
+    """A decoder after a few training steps: blocks are zero at initialization."""
     torch.manual_seed(0)
     model = Decoder(config(mechanism))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -76,17 +76,17 @@ def test_batched_prompts_of_different_lengths_equal_single_prompts(mechanism: An
 def test_weight_decay_excludes_the_decay_parameters() -> None:
     model = Decoder(config("qdelta"))
     setup = TrainConfig(data=CorpusConfig(), model=config("qdelta"), steps=1)
-    decayed, kept = (
+    decayed, undecayed = (
         {
             name.rpartition("mechanism.")[2]
-            for name, one in model.named_parameters()
-            if any(one is p for p in g["params"])
+            for name, parameter in model.named_parameters()
+            if any(parameter is p for p in g["params"])
         }
         for g in build_optimizer(model, setup).param_groups
     )
-    assert {"decay.A_log", "decay.dt_bias", "head_norm"} <= kept
+    assert {"decay.A_log", "decay.dt_bias", "head_norm"} <= undecayed
     assert {"query_conv", "value_conv", "decay.rate.weight", "lam.weight", "beta.weight", "query.weight"} <= decayed
-    assert not decayed & kept
+    assert not decayed & undecayed
 
 
 def test_layers_share_one_coupling_network() -> None:

@@ -32,8 +32,8 @@ def model(mechanism: Any = "standard", dropout: float = 0.0) -> Decoder:
     return decoder.eval()
 
 
-def by_hand(decoder: Decoder, prompt: list[int], count: int, sampling: Sampling, seed: int) -> list[int]:
-    """One prompt, no cache: everything is computed again for each token."""
+def generate_uncached(decoder: Decoder, prompt: list[int], count: int, sampling: Sampling, seed: int) -> list[int]:
+    """Generate from one prompt without a cache: every token recomputes the whole text."""
     generator, sequence = torch.Generator().manual_seed(seed), list(prompt)
     for _ in range(count):
         with torch.no_grad():
@@ -52,7 +52,9 @@ def by_hand(decoder: Decoder, prompt: list[int], count: int, sampling: Sampling,
 def test_batched_generation_with_cache_equals_single_prompts_without_cache(mechanism: Any, sampling: Sampling) -> None:
     decoder = model(mechanism)
     actual = generate(decoder, PROMPTS, tokens=10, sampling=sampling)
-    assert actual == [by_hand(decoder, prompt, 10, sampling, sampling.seed + i) for i, prompt in enumerate(PROMPTS)]
+    assert actual == [
+        generate_uncached(decoder, prompt, 10, sampling, sampling.seed + i) for i, prompt in enumerate(PROMPTS)
+    ]
     if sampling.temperature:
         assert len({tuple(row) for row in actual}) == len(PROMPTS), "each row has its own random stream"
 
@@ -61,7 +63,7 @@ def test_batched_generation_with_cache_equals_single_prompts_without_cache(mecha
 def test_prompts_of_equal_length_generate_the_same_without_padding(prompts: list[list[int]]) -> None:
     decoder = model()
     actual = generate(decoder, prompts, tokens=10, sampling=Sampling(seed=5))
-    assert actual == [by_hand(decoder, prompt, 10, Sampling(), 5 + i) for i, prompt in enumerate(prompts)]
+    assert actual == [generate_uncached(decoder, prompt, 10, Sampling(), 5 + i) for i, prompt in enumerate(prompts)]
 
 
 def test_each_row_uses_its_own_seed() -> None:
@@ -254,7 +256,7 @@ def test_invalid_sampling_options_raise(options: dict[str, Any], message: str) -
 
 @pytest.mark.parametrize("mechanism", [*MECHANISMS, "qdelta", "coupled", "kuramoto:frustrated=True"], ids=str)
 def test_prefill_does_not_depend_on_the_chunk_size(mechanism: Any) -> None:
-    """Rows end inside a chunk, at its end, and chunks before the last."""
+    """Rows end inside a chunk, at the end of a chunk, and in earlier chunks."""
     decoder, lengths = model(mechanism), [9, 1, 6, 4]
     batch = torch.randint(0, 11, (4, 9))
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The decoder is Llama under copied weights: an implementation that is not ours says the same."""
+"""The decoder equals Llama of transformers with copied weights."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def translated(theirs: dict[str, Tensor], key_heads: int, tied: bool) -> dict[st
     return ours
 
 
-def close(got: Tensor, want: Tensor) -> None:
-    assert float(want.abs().max()) > 1, "weights too small to tell anything"
-    assert_close(got, want, rtol=1e-5, atol=1e-5)
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert float(expected.abs().max()) > 1, "weights too small to tell anything"
+    assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_parameter_counts_are_equal(twins: tuple[Any, Decoder]) -> None:

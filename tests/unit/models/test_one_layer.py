@@ -18,7 +18,7 @@ V = 7
 
 
 def made(form: Form, *, seed: int = 0, rank: int | None = None) -> OneLayer:
-    """A model with random matrices, all of them of a rank if one is given."""
+    """Return a model with random matrices, optionally of a given rank."""
     g = torch.Generator().manual_seed(seed)
     model = OneLayer(OneLayerConfig(vocabulary=V, form=form)).double()
     for parameter in model.parameters():
@@ -31,8 +31,8 @@ def texts(b: int = 5, t: int = 6) -> torch.Tensor:
     return torch.randint(V, (b, t), generator=torch.Generator().manual_seed(1))
 
 
-def text_by_text(model: OneLayer, tokens: torch.Tensor) -> torch.Tensor:
-    """The docstring's two equations, a text and a token at a time."""
+def reference_logits(model: OneLayer, tokens: torch.Tensor) -> torch.Tensor:
+    """The two equations of the docstring, one text and one token at a time."""
     qk, ov = model.matrices()
     eye, rows = torch.eye(V, dtype=qk.dtype), []
     for text in tokens:
@@ -44,7 +44,7 @@ def text_by_text(model: OneLayer, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_match_the_equations(form: Form) -> None:
     model = made(form)
-    assert_close(model(texts()), text_by_text(model, texts()), rtol=0, atol=1e-10)
+    assert_close(model(texts()), reference_logits(model, texts()), rtol=0, atol=1e-10)
     a = model.weights(texts())
     assert_close(a.sum(1), torch.ones(5, dtype=a.dtype))
     assert not a[:, -1].any()
@@ -113,9 +113,9 @@ def test_padding_does_not_change_the_logits(side: str) -> None:
     layout = Layout.padded(lengths, 6, side=side)
     logits, a = model(tokens, layout), model.weights(tokens, layout)
     for row, length in enumerate(lengths):
-        own = slice(0, length) if side == "right" else slice(6 - length, 6)
-        assert_close(logits[row : row + 1], model(tokens[row : row + 1, own]))
-        assert_close(a[row, own], model.weights(tokens[row : row + 1, own])[0])
+        valid = slice(0, length) if side == "right" else slice(6 - length, 6)
+        assert_close(logits[row : row + 1], model(tokens[row : row + 1, valid]))
+        assert_close(a[row, valid], model.weights(tokens[row : row + 1, valid])[0])
     assert not a[~layout.valid].any()
 
 

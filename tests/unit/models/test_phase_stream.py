@@ -1,4 +1,4 @@
-"""Decoders with a phase stream; test_decoder.py holds them to the contracts of every decoder."""
+"""Decoders with a phase stream; test_decoder.py tests what all decoders have in common."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qkflow.training.config import TrainConfig
 from qkflow.training.optim import build_optimizer
 
 STREAMS = ["kuramoto", "kuramoto:frustrated=True,harmonics=2", "group", "group:group=so3,frustrated=True"]
-every = pytest.mark.parametrize("spec", STREAMS)
+every_stream = pytest.mark.parametrize("spec", STREAMS)
 
 
 def model(spec: str = "kuramoto", *, tied: bool | None = None, dropout: float = 0.0) -> Decoder:
@@ -41,8 +41,8 @@ def tokens(b: int, t: int) -> Tensor:
     return torch.randint(0, 13, (b, t))
 
 
-def close(got: Tensor, want: Tensor) -> None:
-    assert_close(got, want, rtol=0, atol=1e-11)
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert_close(actual, expected, rtol=0, atol=1e-11)
 
 
 def test_cached_generation_equals_generation_without_cache() -> None:
@@ -57,7 +57,7 @@ def test_cached_generation_equals_generation_without_cache() -> None:
 
 
 @pytest.mark.parametrize("tied", [None, True, False])
-@every
+@every_stream
 def test_declared_cost_matches_torch(spec: str, tied: bool | None) -> None:
     decoder = model(spec, tied=tied)
     cost, x = decoder.cost(10), tokens(1, 10)
@@ -69,20 +69,22 @@ def test_declared_cost_matches_torch(spec: str, tied: bool | None) -> None:
 
 
 def test_head_reads_points_and_can_be_tied() -> None:
-    own, tied = model(), model(tied=True)
-    assert own.head is not None
-    assert own.head.weight.shape == (13, 32)
+    untied, tied = model(), model(tied=True)
+    assert untied.head is not None
+    assert untied.head.weight.shape == (13, 32)
     assert tied.head is None
     x = torch.randn(3, 32, dtype=torch.float64)
     angles = tied.embedding.weight
     points = torch.stack([angles.cos(), angles.sin()], -1).flatten(1)
-    close(tied.logits(x), x @ points.T / 32**0.5)  # a token's likeness to itself is the width: it would be sure of it
-    close(own.logits(x), x @ own.head.weight.T)
+    close(
+        tied.logits(x), x @ points.T / 32**0.5
+    )  # the score of a token with itself is the width, which would dominate the softmax
+    close(untied.logits(x), x @ untied.head.weight.T)
 
 
-@every
+@every_stream
 def test_full_turns_do_not_change_the_logits(spec: str) -> None:
-    """So whole turns of an embedding, or another length of it, change no score."""
+    """Full rotations or rescaling of an embedding change no score."""
     decoder, x = model(spec), tokens(2, 5)
     expected = decoder(x)[0]
     with torch.no_grad():
@@ -125,7 +127,7 @@ def test_presets_match_the_baseline_in_parameters(spec: str, name: str) -> None:
     assert parameters(matched(size(name, mechanism=spec), baseline)) == pytest.approx(baseline, rel=0.005)
 
 
-@every
+@every_stream
 def test_optimizer_uses_the_param_options(spec: str) -> None:
     decoder = model(spec)
     param_options, named = decoder.param_options(), dict(decoder.named_parameters())
@@ -133,16 +135,16 @@ def test_optimizer_uses_the_param_options(spec: str) -> None:
     assert not param_options["embedding.weight"].decay
     config = TrainConfig(data=CorpusConfig(), model=decoder.config, steps=10, weight_decay=0.1)
     groups = build_optimizer(decoder, config).param_groups
-    by = {id(p): group for group in groups for p in group["params"]}
-    assert set(by) == {id(p) for p in named.values()}
+    group_of = {id(p): group for group in groups for p in group["params"]}
+    assert set(group_of) == {id(p) for p in named.values()}
     for name, pace in param_options.items():
-        assert by[id(named[name])]["rate"] == pace.rate
+        assert group_of[id(named[name])]["rate"] == pace.rate
         if not pace.decay:
-            assert by[id(named[name])]["weight_decay"] == 0
-    assert by[id(named["blocks.0.feed_forward.up.weight"])]["weight_decay"] == 0.1
+            assert group_of[id(named[name])]["weight_decay"] == 0
+    assert group_of[id(named["blocks.0.feed_forward.up.weight"])]["weight_decay"] == 0.1
 
 
-@every
+@every_stream
 def test_training_reduces_the_loss(spec: str) -> None:
     decoder = model(spec)
     x = torch.arange(24).remainder(7).view(1, 24)

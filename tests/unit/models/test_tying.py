@@ -15,7 +15,7 @@ from qkflow.training.tensors import load_model_tensors, load_tensors, model_tens
 
 
 def model(mechanism: Any) -> Decoder:
-    """A decoder with perturbed parameters, many of which are initialised to zero."""
+    """A decoder with perturbed parameters, many of which are initialized to zero."""
     shape = DecoderConfig(width=16, layers=4, heads=4, hidden=24, vocabulary=13, mechanism=mechanism)
     decoder = Decoder(shape).double()
     with torch.no_grad():
@@ -28,8 +28,8 @@ def tokens(b: int, t: int) -> Tensor:
     return torch.randint(0, 13, (b, t))
 
 
-def close(got: Tensor, want: Tensor) -> None:
-    assert_close(got, want, rtol=0, atol=1e-11)
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert_close(actual, expected, rtol=0, atol=1e-11)
 
 
 TIED = [

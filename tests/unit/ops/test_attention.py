@@ -19,13 +19,13 @@ def inputs(t: int, s: int, *, heads: int = 4, groups: int = 4, width: int = 8, v
     return [x.requires_grad_() for x in (q, k, v)]
 
 
-def by_hand(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """Equation (1) with loops and plain numbers; `seen[b][t][s]` says who may see whom."""
+def naive_map(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Equation (1) with loops over Python numbers; `visible[b][t][s]` is the mask."""
     q, k = q.detach(), k.detach()
     out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], k.shape[1], dtype=torch.float64)
     for b, h, t in torch.cartesian_prod(*map(torch.arange, (q.shape[0], q.shape[2], q.shape[1]))).tolist():
         group = h // (q.shape[2] // k.shape[2])
-        raw = {s: float(q[b, t, h] @ k[b, s, group]) * scale for s in range(k.shape[1]) if seen[b, t, s]}
+        raw = {s: float(q[b, t, h] @ k[b, s, group]) * scale for s in range(k.shape[1]) if visible[b, t, s]}
         total = sum(math.exp(value) for value in raw.values())
         for s, value in raw.items():
             out[b, h, t, s] = math.exp(value) / total
@@ -36,10 +36,12 @@ def gather(weights: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhts,bshv->bthv", weights, v.repeat_interleave(weights.shape[1] // v.shape[2], dim=2))
 
 
-def agree(got: Tensor, want: Tensor, inputs: list[Tensor]) -> None:
-    assert_close(got, want, rtol=0, atol=1e-12)
-    weight = torch.randn_like(want)
-    for a, b in zip(torch.autograd.grad(got, inputs, weight), torch.autograd.grad(want, inputs, weight), strict=True):
+def agree(actual: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
+    assert_close(actual, expected, rtol=0, atol=1e-12)
+    weight = torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad(actual, inputs, weight), torch.autograd.grad(expected, inputs, weight), strict=True
+    ):
         assert_close(a, b, rtol=0, atol=1e-11)
 
 
@@ -48,9 +50,9 @@ def agree(got: Tensor, want: Tensor, inputs: list[Tensor]) -> None:
 def test_the_map_matches_the_formula(t: int, groups: int) -> None:
     q, k, _ = inputs(t, t, groups=groups)
     causal = torch.ones(t, t, dtype=torch.bool).tril().expand(2, t, t)
-    assert_close(attention_map(q, k, causal=True), by_hand(q, k, causal, 8**-0.5), rtol=0, atol=1e-14)
-    assert_close(attention_map(q, k), by_hand(q, k, torch.ones_like(causal), 8**-0.5), rtol=0, atol=1e-14)
-    assert_close(attention_map(q, k, causal=True, scale=0.3), by_hand(q, k, causal, 0.3), rtol=0, atol=1e-14)
+    assert_close(attention_map(q, k, causal=True), naive_map(q, k, causal, 8**-0.5), rtol=0, atol=1e-14)
+    assert_close(attention_map(q, k), naive_map(q, k, torch.ones_like(causal), 8**-0.5), rtol=0, atol=1e-14)
+    assert_close(attention_map(q, k, causal=True, scale=0.3), naive_map(q, k, causal, 0.3), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
@@ -60,8 +62,8 @@ def test_the_map_matches_the_formula(t: int, groups: int) -> None:
 def test_the_fused_form_equals_the_naive_form(t: int, groups: int, causal: bool, scale: float | None) -> None:
     args = inputs(t, t, groups=groups)
     q, k, v = args
-    want = gather(attention_map(q, k, causal=causal, scale=scale), v)
-    agree(attention(q, k, v, causal=causal, scale=scale), want, args)
+    expected = gather(attention_map(q, k, causal=causal, scale=scale), v)
+    agree(attention(q, k, v, causal=causal, scale=scale), expected, args)
 
 
 @pytest.mark.parametrize("groups", [4, 2])
@@ -98,8 +100,8 @@ def test_the_causal_mask_matches_its_definition(queries: list[int], keys: list[i
     mask = causal_mask(torch.tensor(queries), torch.tensor(keys), window)
     assert mask.shape == (len(queries), len(keys))
     for query, row in zip(queries, mask.tolist(), strict=True):
-        want = [0 <= key <= query and (window is None or query - key < window) for key in keys]
-        assert row == (want if any(want) else [True] * len(keys))
+        expected = [0 <= key <= query and (window is None or query - key < window) for key in keys]
+        assert row == (expected if any(expected) else [True] * len(keys))
 
 
 def test_rows_with_different_positions_get_separate_masks() -> None:

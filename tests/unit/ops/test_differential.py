@@ -10,8 +10,8 @@ from torch.testing import assert_close
 from qkflow.ops.differential import differential_attention, differential_lambda, differential_map, lambda_init
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, lam: float, scale: float) -> tuple[Tensor, Tensor]:
-    """A = softmax(q1 k1') - lambda softmax(q2 k2') and A v, causal, with loops over everything."""
+def naive_differential(q: Tensor, k: Tensor, v: Tensor, lam: float, scale: float) -> tuple[Tensor, Tensor]:
+    """A = softmax(q1 k1') - lambda softmax(q2 k2') and A v, causal, with loops."""
     q, k, v = q.detach(), k.detach(), v.detach()
     b, t, h, g = *q.shape[:2], q.shape[2] // 2, k.shape[2] // 2
     weights = torch.zeros(b, h, t, t, dtype=torch.float64)
@@ -38,7 +38,7 @@ def inputs(t: int, heads: int, groups: int) -> list[Tensor]:
 @pytest.mark.parametrize("scale", [None, 0.2])
 def test_both_forms_match_the_formulas(t: int, heads: int, groups: int, scale: float | None) -> None:
     q, k, v = inputs(t, heads, groups)
-    weights, out = by_hand(q, k, v, 0.37, 4**-0.5 if scale is None else scale)
+    weights, out = naive_differential(q, k, v, 0.37, 4**-0.5 if scale is None else scale)
     lam = torch.tensor(0.37, dtype=torch.float64)
     assert_close(differential_map(q, k, lam, causal=True, scale=scale), weights, rtol=0, atol=1e-13)
     assert_close(differential_attention(q, k, v, lam, causal=True, scale=scale), out, rtol=0, atol=1e-13)
@@ -50,11 +50,11 @@ def test_the_fused_form_equals_the_map_times_the_values_with_gradients(t: int) -
     lam = torch.tensor(0.6, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(t, t) < 0.6
     mask |= torch.eye(t, dtype=torch.bool)
-    got = differential_attention(q, k, v, lam, mask=mask)
-    want = torch.einsum("bhts,bshv->bthv", differential_map(q, k, lam, mask=mask), v.repeat_interleave(2, dim=2))
-    assert_close(got, want, rtol=0, atol=1e-13)
-    weight = torch.randn_like(want)
-    for a, b in zip(*(torch.autograd.grad(y, (q, k, v, lam), weight) for y in (got, want)), strict=True):
+    actual = differential_attention(q, k, v, lam, mask=mask)
+    expected = torch.einsum("bhts,bshv->bthv", differential_map(q, k, lam, mask=mask), v.repeat_interleave(2, dim=2))
+    assert_close(actual, expected, rtol=0, atol=1e-13)
+    weight = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(y, (q, k, v, lam), weight) for y in (actual, expected)), strict=True):
         assert_close(a, b, rtol=0, atol=1e-12)
 
 
@@ -76,8 +76,8 @@ def test_with_lambda_zero_it_is_the_first_map() -> None:
 
 def test_lambda_matches_the_formula() -> None:
     q1, k1, q2, k2 = torch.randn(4, 6, dtype=torch.float64)
-    want = math.exp(sum((q1 * k1).tolist())) - math.exp(sum((q2 * k2).tolist())) + 0.25
-    assert float(differential_lambda(q1, k1, q2, k2, 0.25)) == pytest.approx(want, abs=1e-13)
+    expected = math.exp(sum((q1 * k1).tolist())) - math.exp(sum((q2 * k2).tolist())) + 0.25
+    assert float(differential_lambda(q1, k1, q2, k2, 0.25)) == pytest.approx(expected, abs=1e-13)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 5, 30])

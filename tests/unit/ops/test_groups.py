@@ -1,4 +1,4 @@
-"""Groups behind one protocol: translations change nothing, means and motions stay on it, and pulls are slopes."""
+"""Groups: invariance to translations, means and retractions on the group, and tangents as gradients."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from qkflow.errors import NotFiniteError, UsageError
 from qkflow.ops.groups import SO3, SU2, TORUS, Group, Rotations, check_axioms, find_group, near_identity
 
 GROUPS = [TORUS, SU2, SO3, Rotations(2), Rotations(4)]
-every = pytest.mark.parametrize("on", GROUPS, ids=lambda on: on.name)
+every_group = pytest.mark.parametrize("on", GROUPS, ids=lambda on: on.name)
 ANGLES = st.floats(-20, 20)
 
 
 def coordinates(on: Group, *shape: int, seed: int = 0) -> Tensor:
-    """Of random elements, to all digits."""
+    """Random elements in float64."""
     x = on.random(*shape, generator=torch.Generator().manual_seed(seed)).double()
     return x if on == TORUS else on.points(x)
 
@@ -33,12 +33,12 @@ def elements(on: Group, *shape: int, seed: int = 0) -> Tensor:
     return on.points(coordinates(on, *shape, seed=seed))
 
 
-def close(got: Tensor, want: Tensor, atol: float = 1e-12) -> None:
-    assert_close(got, want, rtol=0, atol=atol)
+def close(actual: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
+    assert_close(actual, expected, rtol=0, atol=atol)
 
 
 def assert_elements(on: Group, g: Tensor) -> None:
-    """On the group, to 1e-12."""
+    """Check that the points are on the group, to 1e-12."""
     if isinstance(on, Rotations):
         m = g.unflatten(-1, (on.n, on.n))
         close(m @ m.mT, torch.eye(on.n, dtype=g.dtype).expand_as(m))
@@ -53,30 +53,30 @@ def inverse(on: Group, g: Tensor) -> Tensor:
     return g * torch.tensor([1.0] + [-1.0] * (on.ambient - 1), dtype=g.dtype)
 
 
-@every
+@every_group
 def test_the_built_in_groups_satisfy_the_axioms(on: Group) -> None:
     check_axioms(on)
 
 
-@every
+@every_group
 def test_products_are_associative_and_invertible(on: Group) -> None:
     g, h, c = (elements(on, 6, seed=i) for i in range(3))
-    one = on.points(on.identity().double()).expand_as(g)
+    identity = on.points(on.identity().double()).expand_as(g)
     assert_elements(on, on.multiply(g, h))
     close(on.multiply(on.multiply(g, h), c), on.multiply(g, on.multiply(h, c)))
-    close(on.multiply(g, one), g)
-    close(on.multiply(one, g), g)
-    close(on.multiply(g, inverse(on, g)), one)
+    close(on.multiply(g, identity), g)
+    close(on.multiply(identity, g), g)
+    close(on.multiply(g, inverse(on, g)), identity)
 
 
-@every
+@every_group
 def test_random_elements_cover_the_group(on: Group) -> None:
     assert_elements(on, elements(on, 40))
     close(elements(on, 4000).mean(0), torch.zeros(on.ambient, dtype=torch.float64), atol=0.06)
     assert on.random(2, 3).shape == (2, 3, on.size)
 
 
-@every
+@every_group
 def test_similarity_and_distance_are_invariant_under_translation(on: Group) -> None:
     g, h, c = (elements(on, 6, seed=i) for i in range(3))
     for measure in (on.similarity, on.distance):
@@ -85,7 +85,7 @@ def test_similarity_and_distance_are_invariant_under_translation(on: Group) -> N
         close(measure(g, h), measure(h, g))
 
 
-@every
+@every_group
 def test_distance_is_a_metric(on: Group) -> None:
     g, h, c = (elements(on, 50, seed=i) for i in range(3))
     close(on.distance(g, g), torch.zeros(50, dtype=torch.float64))
@@ -94,10 +94,10 @@ def test_distance_is_a_metric(on: Group) -> None:
 
 
 @pytest.mark.parametrize(("on", "planes"), [(TORUS, 1), (SU2, 1), (SO3, 1), (Rotations(2), 1), (Rotations(4), 2)])
-@given(angle=st.floats(-math.pi, math.pi), place=st.integers(0, 3))
+@given(angle=st.floats(-math.pi, math.pi), seed=st.integers(0, 3))
 @settings(deadline=None, max_examples=25)
-def test_the_distance_of_a_turn_is_its_angle(on: Group, planes: int, angle: float, place: int) -> None:
-    g = elements(on, seed=place)
+def test_the_distance_of_a_turn_is_its_angle(on: Group, planes: int, angle: float, seed: int) -> None:
+    g = elements(on, seed=seed)
     turn = on.turn(torch.tensor(angle, dtype=torch.float64))
     assert float(on.distance(g, on.multiply(turn, g))) == pytest.approx(math.sqrt(planes) * abs(angle), abs=1e-10)
 
@@ -105,8 +105,8 @@ def test_the_distance_of_a_turn_is_its_angle(on: Group, planes: int, angle: floa
 def test_distance_on_the_torus_is_the_angle() -> None:
     theta = torch.tensor([0.0, 3.0, -3.0, 1e-9], dtype=torch.float64)[:, None]
     g = TORUS.points(theta)
-    want = torch.tensor([3.0, 2 * math.pi - 6, 3 + 1e-9], dtype=torch.float64)
-    close(TORUS.distance(g[:-1], g[1:]), want)
+    expected = torch.tensor([3.0, 2 * math.pi - 6, 3 + 1e-9], dtype=torch.float64)
+    close(TORUS.distance(g[:-1], g[1:]), expected)
 
 
 def test_distance_of_rotations_is_the_relative_angle() -> None:
@@ -115,7 +115,7 @@ def test_distance_of_rotations_is_the_relative_angle() -> None:
     close(SO3.distance(g, h), ((trace - 1) / 2).acos())
 
 
-@every
+@every_group
 @given(a=ANGLES, b=ANGLES)
 @settings(deadline=None, max_examples=15)
 def test_turns_add_and_are_elements(on: Group, a: float, b: float) -> None:
@@ -124,7 +124,7 @@ def test_turns_add_and_are_elements(on: Group, a: float, b: float) -> None:
     assert_elements(on, both)
 
 
-@every
+@every_group
 def test_a_mean_maximizes_similarity(on: Group) -> None:
     g, weights = elements(on, 7, 3), torch.rand(7, 3, dtype=torch.float64)
     mean = on.mean(g, weights)
@@ -135,7 +135,7 @@ def test_a_mean_maximizes_similarity(on: Group) -> None:
         assert bool((on.similarity(other, total) <= on.similarity(mean, total) + 1e-12).all())
 
 
-@every
+@every_group
 def test_means_are_equivariant_under_translation(on: Group) -> None:
     g, weights, c = elements(on, 7, 3), torch.rand(7, 3, dtype=torch.float64), elements(on, 7, 1, seed=1)
     for moved, at in ((on.multiply(c.expand_as(g), g), 0), (on.multiply(g, c.expand_as(g)), 1)):
@@ -145,7 +145,7 @@ def test_means_are_equivariant_under_translation(on: Group) -> None:
     close(on.mean(g[:, :1], weights[:, :1]), g[:, 0])
 
 
-@every
+@every_group
 @pytest.mark.parametrize("scale", [1e-100, 1e-6, 1.0, 1e100])
 def test_a_mean_is_an_element_for_any_weights(on: Group, scale: float) -> None:
     g = elements(on, 7, 3)
@@ -154,9 +154,9 @@ def test_a_mean_is_an_element_for_any_weights(on: Group, scale: float) -> None:
     close(mean, on.mean(g, torch.ones(7, 3, dtype=torch.float64)), atol=1e-10)
 
 
-@every
+@every_group
 def test_a_mean_with_zero_weights_has_finite_values_and_gradients(on: Group) -> None:
-    """Elements that cancel have no nearest element: zeros on the torus and in SU(2), whom nobody is drawn to."""
+    """Elements that cancel have no mean: it is zero on the torus and in SU(2), and attracts no element."""
     g = elements(on, 4, 2).requires_grad_()
     opposite = torch.stack([g[:, 0], -g[:, 0]], -2)
     mean = on.mean(opposite, torch.full((4, 2), 0.5, dtype=torch.float64))
@@ -165,7 +165,7 @@ def test_a_mean_with_zero_weights_has_finite_values_and_gradients(on: Group) -> 
     assert bool((drawn == 0).all())
 
 
-@every
+@every_group
 @pytest.mark.parametrize("length", [0.0, 1e-3, 1.0, 30.0])
 def test_retracted_elements_lie_on_the_group(on: Group, length: float) -> None:
     x = coordinates(on, 9)
@@ -179,7 +179,7 @@ def test_retracted_elements_lie_on_the_group(on: Group, length: float) -> None:
         close(on.points(after), on.points(x))
 
 
-@every
+@every_group
 def test_tangent_is_the_gradient_of_similarity_on_the_group(on: Group) -> None:
     x, m = coordinates(on, 5), torch.randn(5, on.ambient, dtype=torch.float64)
     a = torch.zeros(5, on.dim, dtype=torch.float64, requires_grad=True)
@@ -191,14 +191,14 @@ def test_tangent_is_the_gradient_of_similarity_on_the_group(on: Group) -> None:
         close((pull * along).sum(-1), slope[:, i], atol=1e-11)
 
 
-@every
+@every_group
 def test_tangent_is_the_projection_on_the_tangent_space(on: Group) -> None:
-    """What is left of the point is at right angles to every motion, and pulling again adds nothing."""
+    """The remainder is orthogonal to every tangent, and a second projection changes nothing."""
     x, m = coordinates(on, 5), torch.randn(5, on.ambient, dtype=torch.float64)
     g = on.points(x)
 
     def moved(change: Tensor) -> Tensor:
-        """How the element moves in space when its coordinates begin to change."""
+        """The derivative of the point with respect to its coordinates."""
         return torch.autograd.functional.jvp(lambda s: on.points(on.retract(x, s)), torch.zeros_like(x), change)[1]
 
     pulled = moved(on.tangent(g, m))
@@ -207,24 +207,24 @@ def test_tangent_is_the_projection_on_the_tangent_space(on: Group) -> None:
     close(on.tangent(g, pulled), on.tangent(g, m), atol=1e-11)
 
 
-@every
+@every_group
 def test_tangents_are_equivariant_under_translation(on: Group) -> None:
     g, m, c = elements(on, 5), torch.randn(5, on.ambient, dtype=torch.float64), elements(on, 5, seed=3)
     pull = on.tangent(g, m)
-    if on == TORUS:  # whose changes of coordinates are no points in space
+    if on == TORUS:  # its coordinates are angles, not points
         close(on.tangent(on.multiply(c, g), on.multiply(c, m)), pull)
         return
     close(on.tangent(on.multiply(c, g), on.multiply(c, m)), on.multiply(c, pull))
     close(on.tangent(on.multiply(g, c), on.multiply(m, c)), on.multiply(pull, c))
 
 
-@every
+@every_group
 def test_gradients_match_finite_differences(on: Group) -> None:
     x = coordinates(on, 2).requires_grad_()
     off = (x.detach() + 0.3 * torch.randn_like(x)).requires_grad_()
     m = torch.randn(2, on.ambient, dtype=torch.float64, requires_grad=True)
     a = torch.randn(2, on.dim, dtype=torch.float64, requires_grad=True)
-    # the first on the group itself, where derivatives of singular vectors are not finite
+    # `x` is on the group, where derivatives of singular vectors are not finite; `off` is not
     assert gradcheck(on.points, x, fast_mode=True)
     assert gradcheck(on.points, off, fast_mode=True)
     assert gradcheck(lambda x, m: on.tangent(on.points(x), m), (off, m), fast_mode=True)
@@ -264,13 +264,13 @@ def test_16_bit_elements_are_accurate_and_keep_their_dtype(on: Group) -> None:
     assert_close(on.points(x.bfloat16()).float(), on.points(x), rtol=0, atol=0.02)
 
 
-@every
+@every_group
 def test_elements_near_the_identity_have_the_given_spread(on: Group) -> None:
     near = on.points(near_identity(on, 500, spread=0.1).double())
     assert_elements(on, near)
-    one = on.points(on.identity().double()).expand_as(near)
-    away = on.distance(one, near)
-    assert float((away.square().mean() / on.dim).sqrt()) == pytest.approx(0.1, rel=0.15)
+    identity = on.points(on.identity().double()).expand_as(near)
+    distance = on.distance(identity, near)
+    assert float((distance.square().mean() / on.dim).sqrt()) == pytest.approx(0.1, rel=0.15)
 
 
 def test_so2_is_the_torus() -> None:
@@ -289,18 +289,18 @@ def test_groups_are_found_by_name() -> None:
     assert isinstance(SU2, Group)
 
 
-class Changed:
-    """Unit quaternions, with the method `what` replaced by `how`."""
+class Modified:
+    """Unit quaternions with one method replaced."""
 
-    def __init__(self, what: str, how: Callable[..., Any] | None) -> None:
-        self.name, self.what, self.how = "odd", what, how
+    def __init__(self, method: str, replacement: Callable[..., Any] | None) -> None:
+        self.name, self.method, self.replacement = "odd", method, replacement
 
     def __getattr__(self, name: str) -> Any:
-        if name != self.what:
+        if name != self.method:
             return getattr(SU2, name)
-        if self.how is None:
+        if self.replacement is None:
             raise AttributeError(name)
-        return self.how
+        return self.replacement
 
 
 def _explode(*given: Tensor) -> Tensor:
@@ -347,17 +347,17 @@ def unchecked() -> Iterator[None]:
 
 @pytest.mark.parametrize("breach", BREACHES)
 def test_a_group_that_violates_an_axiom_is_refused(breach: str, unchecked: None) -> None:
-    what, how, message = BREACHES[breach]
+    method, replacement, message = BREACHES[breach]
     with pytest.raises(UsageError, match=message) as raised:
-        check_axioms(Changed(what, how))
+        check_axioms(Modified(method, replacement))
     assert "'odd'" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 def test_a_missing_method_is_reported(unchecked: None) -> None:
-    check_axioms(Changed("", None))
+    check_axioms(Modified("", None))
     with pytest.raises(UsageError, match="is not a group: it has no multiply"):
-        check_axioms(Changed("multiply", None))
+        check_axioms(Modified("multiply", None))
 
 
 @pytest.mark.parametrize("on_the_group", [False, True])

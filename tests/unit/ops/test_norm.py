@@ -25,9 +25,9 @@ def gradients(y: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 @settings(deadline=None, max_examples=25)
 def test_values_and_gradients_match_pytorch(shape: list[int], shift: float, eps: float) -> None:
     x, weight = inputs(*shape, shift=shift)
-    got, want = rms_norm(x, weight, eps), F.rms_norm(x, x.shape[-1:], weight, eps)
-    assert_close(got, want, rtol=0, atol=1e-13)
-    for a, b in zip(gradients(got, x, weight), gradients(want, x, weight), strict=True):
+    actual, expected = rms_norm(x, weight, eps), F.rms_norm(x, x.shape[-1:], weight, eps)
+    assert_close(actual, expected, rtol=0, atol=1e-13)
+    for a, b in zip(gradients(actual, x, weight), gradients(expected, x, weight), strict=True):
         assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
@@ -54,12 +54,12 @@ def test_zeros_give_zeros_and_finite_gradients() -> None:
 def test_16_bit_inputs_are_summed_in_float32(dtype: torch.dtype, grad: bool) -> None:
     x, weight = inputs(3, 512, dtype=dtype, shift=200.0)
     with torch.set_grad_enabled(grad):
-        got = rms_norm(x, weight)
-        want = F.rms_norm(x.double(), (512,), weight.double(), 1e-5)
-    assert got.dtype == dtype
-    assert_close(got.double(), want, rtol=1e-2, atol=1e-3)
+        actual = rms_norm(x, weight)
+        expected = F.rms_norm(x.double(), (512,), weight.double(), 1e-5)
+    assert actual.dtype == dtype
+    assert_close(actual.double(), expected, rtol=1e-2, atol=1e-3)
     if grad:
-        for a, b in zip(gradients(got, x, weight), gradients(want, x, weight), strict=True):
+        for a, b in zip(gradients(actual, x, weight), gradients(expected, x, weight), strict=True):
             assert a.dtype == dtype
             assert_close(a.double(), b.double(), rtol=2e-2, atol=5e-2)
 
@@ -68,24 +68,26 @@ def test_16_bit_inputs_are_summed_in_float32(dtype: torch.dtype, grad: bool) -> 
 def test_autocast_keeps_the_input_dtype(grad: bool) -> None:
     x, weight = inputs(3, 8, dtype=torch.bfloat16)[0], torch.randn(8, requires_grad=True)
     with torch.set_grad_enabled(grad):
-        got = rms_norm(x, weight)
-        assert got.dtype == torch.bfloat16
-        assert_close(got.double(), F.rms_norm(x.double(), (8,), weight.double(), 1e-5), rtol=1e-2, atol=1e-2)
+        actual = rms_norm(x, weight)
+        assert actual.dtype == torch.bfloat16
+        assert_close(actual.double(), F.rms_norm(x.double(), (8,), weight.double(), 1e-5), rtol=1e-2, atol=1e-2)
     if grad:
-        assert [g.dtype for g in gradients(got, x, weight)] == [torch.bfloat16, torch.float32]
+        assert [g.dtype for g in gradients(actual, x, weight)] == [torch.bfloat16, torch.float32]
 
 
 def test_non_contiguous_inputs() -> None:
     x, weight = inputs(3, 4, 5)
     for view in (x.transpose(0, 1), x.permute(2, 0, 1)[:5].permute(1, 2, 0), x[:, ::2], x[:1].expand(3, 4, 5)):
-        got, want = rms_norm(view, weight), F.rms_norm(view, (5,), weight, 1e-5)
-        assert_close(got, want, rtol=0, atol=1e-13)
-        for a, b in zip(gradients(got, x, weight), gradients(want, x, weight), strict=True):
+        actual, expected = rms_norm(view, weight), F.rms_norm(view, (5,), weight, 1e-5)
+        assert_close(actual, expected, rtol=0, atol=1e-13)
+        for a, b in zip(gradients(actual, x, weight), gradients(expected, x, weight), strict=True):
             assert_close(a, b, rtol=0, atol=1e-12)
     strided = torch.randn(4, 3, dtype=torch.float64).t()
     flat, weight = inputs(3, 4)
-    got = torch.autograd.grad(rms_norm(flat, weight), flat, strided)[0]
-    assert_close(got, torch.autograd.grad(F.rms_norm(flat, (4,), weight, 1e-5), flat, strided)[0], rtol=0, atol=1e-12)
+    actual = torch.autograd.grad(rms_norm(flat, weight), flat, strided)[0]
+    assert_close(
+        actual, torch.autograd.grad(F.rms_norm(flat, (4,), weight, 1e-5), flat, strided)[0], rtol=0, atol=1e-12
+    )
 
 
 def test_inputs_are_not_modified() -> None:
@@ -99,7 +101,7 @@ def test_inputs_are_not_modified() -> None:
 
 
 def test_second_derivatives_are_right() -> None:
-    """A penalty on gradients, or a curvature, needs them; silently wrong ones would be worse than none."""
+    """Gradient penalties need second derivatives."""
     x, weight = inputs(3, 5)
     u, v = torch.randn(2, 3, 5, dtype=torch.float64)
 
@@ -107,6 +109,6 @@ def test_second_derivatives_are_right() -> None:
         (gradient,) = torch.autograd.grad((y * u).sum(), x, create_graph=True)
         return torch.autograd.grad((gradient * v).sum(), x)[0]
 
-    want = curvature(F.rms_norm(x, (5,), weight, 1e-5))
-    assert_close(curvature(rms_norm(x, weight)), want, rtol=0, atol=1e-10)
+    expected = curvature(F.rms_norm(x, (5,), weight, 1e-5))
+    assert_close(curvature(rms_norm(x, weight)), expected, rtol=0, atol=1e-10)
     assert torch.autograd.gradgradcheck(lambda x, weight: rms_norm(x, weight).square(), (x, weight))

@@ -14,17 +14,17 @@ from qkflow.ops.rotary import apply_rotary, halves_to_pairs, pairs_to_halves, ro
 BASE = 10000.0
 
 
-def turned(x: Tensor, offset: int | Tensor = 0, *, heads: int | None = None, base: float = BASE) -> Tensor:
-    by = rotary_factors(offset, x.shape[1], heads=heads or x.shape[2], width=x.shape[-1], base=base, like=x)
-    return apply_rotary(x, by)
+def rotated(x: Tensor, offset: int | Tensor = 0, *, heads: int | None = None, base: float = BASE) -> Tensor:
+    factors = rotary_factors(offset, x.shape[1], heads=heads or x.shape[2], width=x.shape[-1], base=base, like=x)
+    return apply_rotary(x, factors)
 
 
 def random(b: int = 2, t: int = 5, h: int = 3, k: int = 8) -> Tensor:
     return torch.randn(b, t, h, k, dtype=torch.float64)
 
 
-def by_hand(x: Tensor, first: list[int], base: float) -> Tensor:
-    """The formula with Python's complex numbers, one pair at a time; row b begins at position first[b]."""
+def naive_rotary(x: Tensor, first: list[int], base: float) -> Tensor:
+    """The formula with Python's complex numbers, one pair at a time; row b starts at position first[b]."""
     out = x.clone()
     for b, t, h, i in torch.cartesian_prod(*map(torch.arange, (*x.shape[:3], x.shape[3] // 2))).tolist():
         angle = (first[b] + t) * base ** (-2 * i / x.shape[3])
@@ -38,12 +38,12 @@ def by_hand(x: Tensor, first: list[int], base: float) -> Tensor:
 @pytest.mark.parametrize("k", [2, 6, 8])
 def test_rotations_match_the_formula(k: int, offset: int, base: float) -> None:
     x = random(k=k)
-    assert_close(turned(x, offset, base=base), by_hand(x, [offset, offset], base), rtol=0, atol=1e-11)
+    assert_close(rotated(x, offset, base=base), naive_rotary(x, [offset, offset], base), rtol=0, atol=1e-11)
 
 
 def test_rows_may_have_different_offsets() -> None:
     x = random()
-    assert_close(turned(x, torch.tensor([3, 11])), by_hand(x, [3, 11], BASE), rtol=0, atol=1e-12)
+    assert_close(rotated(x, torch.tensor([3, 11])), naive_rotary(x, [3, 11], BASE), rtol=0, atol=1e-12)
 
 
 @given(st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 5000))
@@ -51,48 +51,48 @@ def test_rows_may_have_different_offsets() -> None:
 def test_dot_products_depend_only_on_distance(a: int, b: int, shift: int) -> None:
     generator = torch.Generator().manual_seed(a)
     q, k = (torch.randn(1, 1, 1, 8, dtype=torch.float64, generator=generator) for _ in range(2))
-    here = (turned(q, a) * turned(k, b)).sum()
-    there = (turned(q, a + shift) * turned(k, b + shift)).sum()
-    assert_close(there, here, rtol=0, atol=1e-10)
+    score = (rotated(q, a) * rotated(k, b)).sum()
+    shifted_score = (rotated(q, a + shift) * rotated(k, b + shift)).sum()
+    assert_close(shifted_score, score, rtol=0, atol=1e-10)
 
 
 def test_rotations_keep_the_length_of_pairs() -> None:
     x = random()
-    assert_close(turned(x, 9).unflatten(-1, (-1, 2)).norm(dim=-1), x.unflatten(-1, (-1, 2)).norm(dim=-1))
+    assert_close(rotated(x, 9).unflatten(-1, (-1, 2)).norm(dim=-1), x.unflatten(-1, (-1, 2)).norm(dim=-1))
 
 
 def test_position_zero_is_the_identity() -> None:
     x = random(t=1)
-    assert torch.equal(turned(x), x)
+    assert torch.equal(rotated(x), x)
 
 
 @pytest.mark.parametrize("offset", [3, torch.tensor([3, 8])])
 def test_factors_may_have_more_heads(offset: int | Tensor) -> None:
     x = random(h=2)
-    assert torch.equal(turned(x, offset, heads=6), turned(x, offset))
+    assert torch.equal(rotated(x, offset, heads=6), rotated(x, offset))
 
 
 def test_cached_factors_are_correct_for_every_dtype() -> None:
-    """They are kept from call to call: what is kept must not be mistaken for what is asked."""
+    """Tables are cached between calls; a cached table must match the request."""
     x = random()
-    want = by_hand(x, [5, 5], BASE)
+    expected = naive_rotary(x, [5, 5], BASE)
     for _ in range(2):
         for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
             with mode():
-                assert_close(turned(x, 5), want, rtol=0, atol=1e-12)
-                assert_close(turned(x.float(), 5), want.float(), rtol=0, atol=1e-5)
-                assert_close(turned(x[..., :4], 5), by_hand(x[..., :4], [5, 5], BASE), rtol=0, atol=1e-12)
-                assert_close(turned(x[:, :2], 5), want[:, :2], rtol=0, atol=1e-12)
+                assert_close(rotated(x, 5), expected, rtol=0, atol=1e-12)
+                assert_close(rotated(x.float(), 5), expected.float(), rtol=0, atol=1e-5)
+                assert_close(rotated(x[..., :4], 5), naive_rotary(x[..., :4], [5, 5], BASE), rtol=0, atol=1e-12)
+                assert_close(rotated(x[:, :2], 5), expected[:, :2], rtol=0, atol=1e-12)
         leaf = x.clone().requires_grad_()
-        turned(leaf, 5).sum().backward()
+        rotated(leaf, 5).sum().backward()
         assert leaf.grad is not None
 
 
 def test_complex_numbers_and_cosines_give_the_same_values_and_gradients() -> None:
     x = random().requires_grad_()
-    by = rotary_factors(4, 5, heads=3, width=8, base=BASE, like=x)
-    assert by.is_complex()
-    complex_way, real_way = apply_rotary(x, by), apply_rotary(x, torch.view_as_real(by))
+    factors = rotary_factors(4, 5, heads=3, width=8, base=BASE, like=x)
+    assert factors.is_complex()
+    complex_way, real_way = apply_rotary(x, factors), apply_rotary(x, torch.view_as_real(factors))
     assert_close(real_way, complex_way, rtol=0, atol=1e-14)
     weight = torch.randn_like(x)
     gradients = [torch.autograd.grad(y, x, weight)[0] for y in (complex_way, real_way)]
@@ -102,9 +102,9 @@ def test_complex_numbers_and_cosines_give_the_same_values_and_gradients() -> Non
 @pytest.mark.parametrize("offset", [0, 10_000])
 def test_bfloat16_uses_float32_angles(offset: int) -> None:
     x = random().bfloat16()
-    got = turned(x, offset)
-    assert got.dtype == torch.bfloat16
-    assert_close(got.double(), by_hand(x.double(), [offset] * 2, BASE), rtol=0, atol=0.05)
+    actual = rotated(x, offset)
+    assert actual.dtype == torch.bfloat16
+    assert_close(actual.double(), naive_rotary(x.double(), [offset] * 2, BASE), rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_bfloat16_uses_float32_angles(offset: int) -> None:
     ids=["transposed", "odd offset", "every other head", "expanded"],
 )
 def test_non_contiguous_inputs(x: Tensor) -> None:
-    assert torch.equal(turned(x, 2), turned(x.contiguous(), 2))
+    assert torch.equal(rotated(x, 2), rotated(x.contiguous(), 2))
 
 
 def test_halves_become_pairs_and_back() -> None:
@@ -127,11 +127,11 @@ def test_halves_become_pairs_and_back() -> None:
 
 
 def test_rotating_pairs_equals_rotating_reordered_halves() -> None:
-    """Llama's way: x cos + (-second half, first half) sin."""
+    """As in Llama: x cos + (-second half, first half) sin."""
     x = random(h=1)
     angles = torch.arange(5.0, dtype=torch.float64)[:, None] * BASE ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     cos, sin = (torch.cat([f(angles)] * 2, -1)[None, :, None] for f in (torch.cos, torch.sin))
     first, second = x.chunk(2, -1)
     halves = x * cos + torch.cat([-second, first], -1) * sin
     order = halves_to_pairs(torch.arange(8), heads=1)
-    assert_close(turned(x[..., order]), halves[..., order], rtol=0, atol=1e-12)
+    assert_close(rotated(x[..., order]), halves[..., order], rtol=0, atol=1e-12)

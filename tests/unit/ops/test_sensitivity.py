@@ -1,4 +1,4 @@
-"""The Jacobian of a motion of pairs, block by block."""
+"""The Jacobian of a coupling, block by block."""
 
 import pytest
 import torch
@@ -27,13 +27,13 @@ def moved(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 @settings(deadline=None, max_examples=10)
 def test_blocks_match_torch_func_jacobian(n: int, g: int, seed: int) -> None:
     q, k = pairs(n, g, 3, seed=seed)
-    found = jacobian(moved, q, k)
+    result = jacobian(moved, q, k)
     for i in range(n):
         for j in range(g):
-            want = torch.autograd.functional.jacobian(moved, (q[i, j], k[i, j]))
+            expected = torch.autograd.functional.jacobian(moved, (q[i, j], k[i, j]))
             assert_close(
-                JacobianBlocks(*(block[i, j] for block in found)),
-                JacobianBlocks(*want[0], *want[1]),
+                JacobianBlocks(*(block[i, j] for block in result)),
+                JacobianBlocks(*expected[0], *expected[1]),
                 rtol=1e-12,
                 atol=1e-12,
             )
@@ -41,26 +41,26 @@ def test_blocks_match_torch_func_jacobian(n: int, g: int, seed: int) -> None:
 
 def test_norms_are_root_mean_squares_over_pairs() -> None:
     q, k = pairs(5, 4)
-    found = sensitivity(lambda q, k: (q + 0.25 * k, 3 * k - 0.5 * q), q, k)
-    assert (found.query_on_query, found.query_on_key) == pytest.approx((1.0, 0.25), abs=1e-15)
-    assert (found.key_on_query, found.key_on_key) == pytest.approx((0.5, 3.0), abs=1e-15)
-    assert (found.query_change, found.key_change) == pytest.approx((0.0, 2.0), abs=1e-15)
+    result = sensitivity(lambda q, k: (q + 0.25 * k, 3 * k - 0.5 * q), q, k)
+    assert (result.query_on_query, result.query_on_key) == pytest.approx((1.0, 0.25), abs=1e-15)
+    assert (result.key_on_query, result.key_on_key) == pytest.approx((0.5, 3.0), abs=1e-15)
+    assert (result.query_change, result.key_change) == pytest.approx((0.0, 2.0), abs=1e-15)
     blocks = jacobian(moved, *pairs(6, 3))
-    want = torch.stack([torch.linalg.matrix_norm(block) for block in blocks.key_on_query]).square().mean() / 3
-    assert sensitivity(moved, *pairs(6, 3)).key_on_query == pytest.approx(float(want.sqrt()))
+    expected = torch.stack([torch.linalg.matrix_norm(block) for block in blocks.key_on_query]).square().mean() / 3
+    assert sensitivity(moved, *pairs(6, 3)).key_on_query == pytest.approx(float(expected.sqrt()))
 
 
 def test_unused_inputs_have_zero_blocks() -> None:
-    found = sensitivity(lambda q, k: (2 * q, k), *pairs(3, 2))
-    assert (found.query_on_key, found.key_on_query, found.key_change) == (0.0, 0.0, 0.0)
+    result = sensitivity(lambda q, k: (2 * q, k), *pairs(3, 2))
+    assert (result.query_on_key, result.key_on_query, result.key_change) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_it_works_without_grad_mode(mode: type) -> None:
-    want = sensitivity(moved, *pairs(2, 3))
+    expected = sensitivity(moved, *pairs(2, 3))
     with mode():
         q, k = pairs(2, 3)
-        assert sensitivity(moved, q, k) == want
+        assert sensitivity(moved, q, k) == expected
     assert not q.requires_grad
 
 

@@ -33,7 +33,7 @@ from qkflow.probes.diagnostics import Diagnostic
 def model(mechanism: str | tuple[str, ...] = "standard", *, dropout: float = 0.0) -> Decoder:
     config = DecoderConfig(width=32, layers=3, heads=4, hidden=48, mechanism=mechanism, dropout=dropout)
     decoder = Decoder(config)
-    for parameter in decoder.parameters():  # blocks begin at zero: let every layer matter
+    for parameter in decoder.parameters():  # blocks are zero at initialization
         torch.nn.init.normal_(parameter, std=0.2)
     return decoder
 
@@ -66,7 +66,7 @@ def test_probing_leaves_the_model_unchanged() -> None:
     decoder = model(dropout=0.5).train()
     before = {name: value.clone() for name, value in decoder.state_dict().items()}
     first, second = attention_maps(decoder, TOKENS), attention_maps(decoder, TOKENS)
-    assert_close(first, second)  # no dropout while looking
+    assert_close(first, second)  # no dropout in probes
     assert decoder.training
     assert all(not block.mechanism._forward_pre_hooks for block in decoder.blocks)  # pyright: ignore
     assert_close(dict(decoder.state_dict()), before)
@@ -139,7 +139,7 @@ def test_max_pooling_is_normalised() -> None:
 def test_rollout_matches_the_matrix_product() -> None:
     attention_maps, actual = causal(), pool_maps(causal(), LENGTHS, "rollout")
     product = torch.eye(5, dtype=torch.float64)
-    for layer in attention_maps:  # as published: the first layer stands on the right
+    for layer in attention_maps:  # as published: the first layer is on the right
         product = (layer.mean(1) + torch.eye(5)) / 2 @ product
     assert_close(actual[0], product[0, 4])
     assert_close(actual[1], product[1, 2])
@@ -246,7 +246,7 @@ def test_instances_without_a_rationale_do_not_count() -> None:
 def test_confidence_is_the_percentage_with_mass_of_at_least_tau(tau: float, percent: float) -> None:
     assert confidence([0.1, 0.2, 0.5, 1.0], tau) == percent
     assert confidence(np.array([0.1, 0.2, 0.5, 1.0]), tau) == percent
-    assert confidence(torch.tensor([0.1, 0.2, 0.5, 1.0]), tau) == percent  # 0.2 in single precision, too
+    assert confidence(torch.tensor([0.1, 0.2, 0.5, 1.0]), tau) == percent  # also for 0.2 in single precision
 
 
 @given(masses=st.lists(st.floats(0, 1), min_size=1, max_size=12))
@@ -269,7 +269,7 @@ def test_entropy_is_in_nats_and_ignores_zeros() -> None:
 @pytest.mark.parametrize("n", [1, 2, 7])
 def test_effective_tokens_of_uniform_attention(n: int) -> None:
     row = torch.zeros(1, 9, dtype=torch.float64)
-    row[0, :n] = 0.3  # shares are made of it
+    row[0, :n] = 0.3  # the map is normalized
     assert_close(effective_tokens(row).item(), float(n))
 
 
@@ -303,7 +303,7 @@ def test_strongest_link_excludes_the_diagonal_and_keeps_its_sign() -> None:
 
 def test_rows_of_zeros_are_excluded_from_means() -> None:
     weights = torch.eye(3)[None].clone()
-    weights[0, 0] = 0  # as where only what came before is seen
+    weights[0, 0] = 0  # as in strictly causal maps
     assert attention_stats([weights]).layers[0].effective_tokens_mean == pytest.approx(1)
     assert math.isnan(attention_stats([torch.zeros(1, 2, 2)]).layers[0].effective_tokens_mean)
 
@@ -321,15 +321,15 @@ def test_token_positions_do_not_depend_on_the_tokenization(words: list[str], dat
     text = " ".join(words).encode()
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(text) - 1)))))
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True) if begin < end]
-    wanted = data.draw(st.sampled_from(words))
+    expected = data.draw(st.sampled_from(words))
     inside = set()
-    for place, word in enumerate(words):
-        if word == wanted:
-            begin = len(" ".join([*words[:place], ""]).encode())
+    for position, word in enumerate(words):
+        if word == expected:
+            begin = len(" ".join([*words[:position], ""]).encode())
             inside |= set(range(begin, begin + len(word.encode())))
     begins = [sum(map(len, pieces[:n])) for n in range(len(pieces))]
     overlap = [n for n, piece in enumerate(pieces) if inside & set(range(begins[n], begins[n] + len(piece)))]
-    assert token_positions(wanted, pieces) == tuple(overlap)
+    assert token_positions(expected, pieces) == tuple(overlap)
 
 
 def test_adjacent_tokens_are_not_part_of_a_word() -> None:

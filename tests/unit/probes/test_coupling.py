@@ -117,8 +117,8 @@ def test_sensitivity_equals_the_jacobian_of_the_module(name: str) -> None:
             return decoder(*rule_inputs)[after].view(3, 4)
 
         whole = torch.autograd.functional.jacobian(move, (q, k)[before][:1]).view(3, 4, 3, 4)  # pyright: ignore
-        own = torch.stack([whole[head, :, head] for head in range(3)])
-        return float((own.square().sum() / 3 / 4).sqrt())
+        diagonal = torch.stack([whole[head, :, head] for head in range(3)])
+        return float((diagonal.square().sum() / 3 / 4).sqrt())
 
     expected = [block(after, before) for after in (0, 1) for before in (0, 1)]
     actual = [getattr(result, field.name) for field in fields(result)][:4]
@@ -136,7 +136,7 @@ def test_sensitivity_samples_tokens_evenly() -> None:
     )
     assert coupling_sensitivity(decoder, q, k, max_pairs=1) == coupling_sensitivity(
         decoder, q[:1, :1], k[:1, :1]
-    )  # a token at least
+    )  # at least one token
 
 
 def test_stats_are_computed_in_float64_on_a_copy() -> None:
@@ -216,17 +216,17 @@ def test_pairs_without_a_coupling() -> None:
     assert diagnostics(decoder, x) == ()
 
 
-def titles(made: Mechanism) -> list[str]:
+def titles(module: Mechanism) -> list[str]:
     with torch.no_grad():
-        return [figure.title for figure in diagnostics(made, torch.randn(1, 6, 32, dtype=torch.float64))]
+        return [figure.title for figure in diagnostics(module, torch.randn(1, 6, 32, dtype=torch.float64))]
 
 
 def test_coupling_diagnostics_are_added_to_those_of_the_mechanism() -> None:
     strength, step, energy = titles(layer("standard+hamiltonian:force=potential"))
     assert titles(layer("standard+hamiltonian")) == titles(layer("standard+uncoupled")) == [strength, step]
     assert titles(layer("standard+affine")) == titles(layer("standard+nonlinear-query")) == [strength]
-    (own,) = titles(layer("differential"))
-    assert titles(layer("differential+hamiltonian:force=potential")) == [strength, step, energy, own]
+    (diagonal,) = titles(layer("differential"))
+    assert titles(layer("differential+hamiltonian:force=potential")) == [strength, step, energy, diagonal]
 
 
 def test_diagnostics_contain_the_stats() -> None:
@@ -252,7 +252,7 @@ TOKENS = [72, 101, 108, 108, 111, 256, 10]
 
 def model(mechanism: str | tuple[str, ...] = HYBRID, *, dropout: float = 0.0) -> Decoder:
     decoder = Decoder(DecoderConfig(width=32, layers=4, heads=4, hidden=48, mechanism=mechanism, dropout=dropout))
-    for parameter in decoder.parameters():  # blocks begin at zero: let every layer matter
+    for parameter in decoder.parameters():  # blocks are zero at initialization
         torch.nn.init.normal_(parameter, std=0.2)
     return decoder
 
@@ -292,7 +292,7 @@ def test_probing_leaves_the_model_unchanged() -> None:
     decoder = model(dropout=0.5).train()
     before = {name: value.clone() for name, value in decoder.state_dict().items()}
     state = torch.get_rng_state()
-    assert coupling_stats(decoder, TOKENS) == coupling_stats(decoder, torch.tensor(TOKENS))  # no dropout while looking
+    assert coupling_stats(decoder, TOKENS) == coupling_stats(decoder, torch.tensor(TOKENS))  # no dropout in probes
     assert decoder.training
     assert torch.equal(torch.get_rng_state(), state)
     assert_close(dict(decoder.state_dict()), before, rtol=0, atol=0)

@@ -25,7 +25,7 @@ from qkflow.probes.readers import ReaderOutput, reader
 
 
 class Words:
-    """Answers 1 with the log-odds that its words have together, and attends to each as much as it is told."""
+    """A classifier whose log-odds are the sum over its words, with prescribed attention."""
 
     def __init__(self, odds: Mapping[int, float], attends: Mapping[int, float] | None = None) -> None:
         self.odds, self.attends = odds, attends or {}
@@ -116,10 +116,10 @@ def test_aopc_averages_over_all_fractions() -> None:
 
 def test_random_ranking_scores_below_attention_on_the_decisive_word() -> None:
     draw = np.random.default_rng(0)
-    many = [text(*np.insert(draw.integers(1, 9, 19), draw.integers(20), 9).tolist()) for _ in range(300)]
+    instances = [text(*np.insert(draw.integers(1, 9, 19), draw.integers(20), 9).tolist()) for _ in range(300)]
     words = Words({9: 20.0}, {9: 2.0})
-    scores = evaluate_faithfulness(words, many, rankings=("attention", "gradient", "random"), fractions=(0.05,))
-    assert_allclose(scores.comprehensiveness, 0.5, atol=1e-6)  # one in twenty, and it is the one
+    scores = evaluate_faithfulness(words, instances, rankings=("attention", "gradient", "random"), fractions=(0.05,))
+    assert_allclose(scores.comprehensiveness, 0.5, atol=1e-6)  # one of twenty words, the decisive one
     assert_allclose(scores.rankings["gradient"].comprehensiveness, 0.5, atol=1e-6)
     assert 0.02 < scores.rankings["random"].comprehensiveness.mean() / 0.5 < 0.09
     assert_allclose(scores.sufficiency, 0, atol=1e-6)
@@ -127,26 +127,28 @@ def test_random_ranking_scores_below_attention_on_the_decisive_word() -> None:
 
 
 def test_random_ranking_depends_on_the_seed() -> None:
-    words, many = Words({1: 1.0, 2: -2.0}), texts(30)
-    first, again, other = (evaluate_faithfulness(words, many, rankings=["random"], seed=seed) for seed in (0, 0, 1))
+    words, instances = Words({1: 1.0, 2: -2.0}), texts(30)
+    first, again, other = (
+        evaluate_faithfulness(words, instances, rankings=["random"], seed=seed) for seed in (0, 0, 1)
+    )
     assert figures(first)["random comprehensiveness"].tolist() == figures(again)["random comprehensiveness"].tolist()
     assert figures(first)["random comprehensiveness"].tolist() != figures(other)["random comprehensiveness"].tolist()
 
 
 def test_random_ranking_differs_between_texts() -> None:
-    words, many = Words({}), [text(*range(first, first + 10)) for first in (1, 11, 21, 31, 41)]
-    evaluate_faithfulness(words, many, rankings=["random"], fractions=(0.05,))
+    words, instances = Words({}), [text(*range(first, first + 10)) for first in (1, 11, 21, 31, 41)]
+    evaluate_faithfulness(words, instances, rankings=["random"], fractions=(0.05,))
     alone = {row[0] % 10 for row in words.rows if len(row) == 1}
     assert len(alone) > 1
 
 
 def test_deletion_keeps_order_and_protected_tokens() -> None:
-    words, one = Words({3: 1.0}), text(1, 2, 3, 4, 5, 6, 7, kept=[2, 6])
-    evaluate_faithfulness(words, [one])
+    words, instance = Words({3: 1.0}), text(1, 2, 3, 4, 5, 6, 7, kept=[2, 6])
+    evaluate_faithfulness(words, [instance])
     for row in words.rows:
         assert 3 in row
         assert row[-1] == 7
-        assert list(row) == sorted(row)  # in order, nothing repeated; what `read` is given is packed to the left
+        assert list(row) == sorted(row)  # in order, without repetitions; inputs of `read` are packed to the left
     assert {len(row) for row in words.rows} == {7, 6, 4, 3, 5}  # all; without 1 and 3 of five; with 1 and 3 of them
 
 
@@ -156,9 +158,9 @@ def test_answer_is_read_at_the_last_remaining_token() -> None:
     assert sorted(words.rows) == [(6, 7), (6, 7, 8), (8,)]
 
 
-@pytest.mark.parametrize("one", [text(5), text(5, 6, kept=[0, 1])])
-def test_scores_are_zero_when_no_token_can_be_deleted(one: Instance) -> None:
-    scores = evaluate_faithfulness(Words({5: 1.0}), [one])
+@pytest.mark.parametrize("instance", [text(5), text(5, 6, kept=[0, 1])])
+def test_scores_are_zero_when_no_token_can_be_deleted(instance: Instance) -> None:
+    scores = evaluate_faithfulness(Words({5: 1.0}), [instance])
     for result in scores.rankings.values():
         for values in vars(result).values():
             assert values.tolist() == [0]
@@ -218,45 +220,50 @@ ALL: tuple[Ranking, ...] = ("attention", "gradient", "random")
 
 @pytest.mark.parametrize(("double", "digits"), [(True, 1e-10), (False, 1e-5)])
 def test_batched_equals_one_by_one(double: bool, digits: float) -> None:
-    read, many = reader(model().double() if double else model()), texts(5, longest=6)
-    alone = [figures(evaluate_faithfulness(read, [one], rankings=ALL, batch=1, fractions=(0.2, 0.5))) for one in many]
+    read, instances = reader(model().double() if double else model()), texts(5, longest=6)
+    alone = [
+        figures(evaluate_faithfulness(read, [instance], rankings=ALL, batch=1, fractions=(0.2, 0.5)))
+        for instance in instances
+    ]
     for batch in (3, 256):
         for name, actual in figures(
-            evaluate_faithfulness(read, many, rankings=ALL, batch=batch, fractions=(0.2, 0.5))
+            evaluate_faithfulness(read, instances, rankings=ALL, batch=batch, fractions=(0.2, 0.5))
         ).items():
             assert_allclose(
-                actual, np.concatenate([one[name] for one in alone]), rtol=digits, atol=digits, err_msg=name
+                actual, np.concatenate([instance[name] for instance in alone]), rtol=digits, atol=digits, err_msg=name
             )
 
 
 def test_result_does_not_depend_on_the_number_of_instances_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    words, many = Words({1: 1.0, 2: -2.0}, {2: 3.0}), texts(30)
-    expected = figures(evaluate_faithfulness(words, many))
+    words, instances = Words({1: 1.0, 2: -2.0}, {2: 3.0}), texts(30)
+    expected = figures(evaluate_faithfulness(words, instances))
     monkeypatch.setattr("qkflow.probes.faithfulness._INSTANCES_AT_ONCE", 4)
-    for name, actual in figures(evaluate_faithfulness(words, many)).items():
+    for name, actual in figures(evaluate_faithfulness(words, instances)).items():
         assert_allclose(actual, expected[name], rtol=1e-12, err_msg=name)
 
 
 def test_result_does_not_depend_on_the_order_of_instances() -> None:
-    read, many = reader(model().double()), texts()
-    mixed = np.random.default_rng(1).permutation(len(many))
+    read, instances = reader(model().double()), texts()
+    mixed = np.random.default_rng(1).permutation(len(instances))
     straight, shuffled = (
-        evaluate_faithfulness(read, many, rankings=ALL),
-        evaluate_faithfulness(read, [many[i] for i in mixed], rankings=ALL),
+        evaluate_faithfulness(read, instances, rankings=ALL),
+        evaluate_faithfulness(read, [instances[i] for i in mixed], rankings=ALL),
     )
     for name, actual in figures(shuffled).items():
         assert_allclose(actual, figures(straight)[name][mixed], rtol=1e-10, atol=1e-10, err_msg=name)
     for i, row in zip(mixed, shuffled.attention, strict=True):
         assert_allclose(row, straight.attention[i], atol=1e-10)
-        assert len(row) == len(many[i].tokens)
+        assert len(row) == len(instances[i].tokens)
 
 
 def test_mass_is_that_of_the_chosen_pooling() -> None:
-    read, many = reader(model().double()), texts()
-    result = {how: evaluate_faithfulness(read, many, pooling=how, rankings=()) for how in ("average", "max", "rollout")}
+    read, instances = reader(model().double()), texts()
+    result = {
+        how: evaluate_faithfulness(read, instances, pooling=how, rankings=()) for how in ("average", "max", "rollout")
+    }
     for how, scores in result.items():
         assert_allclose(scores.mass, scores.masses[how])
-        on_it = [row[list(one.rationale)].sum() for row, one in zip(scores.attention, many, strict=True)]
+        on_it = [row[list(instance.rationale)].sum() for row, instance in zip(scores.attention, instances, strict=True)]
         assert_allclose(scores.mass, on_it)
         assert_allclose(scores.effective, np.exp(scores.entropy))
     assert len({tuple(scores.mass) for scores in result.values()}) == 3
@@ -277,7 +284,7 @@ def test_batches_are_split_to_bound_memory(monkeypatch: pytest.MonkeyPatch) -> N
     evaluate_faithfulness(
         Counting({1: 1.0}), [text(*row) for row in np.random.default_rng(0).integers(1, 9, (200, 5)).tolist()]
     )
-    assert sizes[0] == (2, 5, True)  # the heads are not known yet
+    assert sizes[0] == (2, 5, True)  # the number of heads is not known yet
     assert sizes[1] == (128, 5, True)  # one
     assert all(b * t <= 20 for b, t, maps in sizes if not maps)
 

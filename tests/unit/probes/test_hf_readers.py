@@ -78,10 +78,10 @@ def test_language_model_answers_with_the_next_token(kind: str) -> None:
 
 def test_encoders_answer_at_the_first_token_by_default() -> None:
     model = hf("BertForSequenceClassification")
-    for answer_at, places in ((None, [0, 0]), ("first", [0, 0]), ("last", [4, 2])):
-        asked = reader(model, answer_at=answer_at).read(TOKENS, LENGTHS, maps=True).answer_positions
-        assert asked is not None
-        assert asked.tolist() == places
+    for answer_at, expected in ((None, [0, 0]), ("first", [0, 0]), ("last", [4, 2])):
+        positions = reader(model, answer_at=answer_at).read(TOKENS, LENGTHS, maps=True).answer_positions
+        assert positions is not None
+        assert positions.tolist() == expected
 
 
 def test_saliency_is_gradient_times_embedding() -> None:

@@ -224,7 +224,7 @@ def alternating(t: int, beta: float, lam: float) -> DeltaInputs:
 def model(mechanism: str | tuple[str, ...] = HYBRID, *, dropout: float = 0.0) -> Decoder:
     layers = len(mechanism) if isinstance(mechanism, tuple) else 1
     decoder = Decoder(DecoderConfig(width=32, layers=layers, heads=2, hidden=48, mechanism=mechanism, dropout=dropout))
-    for parameter in decoder.parameters():  # blocks are zero at initialisation
+    for parameter in decoder.parameters():  # blocks are zero at initialization
         torch.nn.init.normal_(parameter, std=0.2)
     return decoder
 
@@ -262,7 +262,7 @@ def test_error_bound_matches_the_published_formula() -> None:
     memory = torch.zeros(2, 3, 5, 4, dtype=torch.float64)
     x, moved = delta.k + delta.lam[..., None] * delta.q, []  # pyright: ignore[reportOptionalSubscript]
     for i in range(20):
-        if i:  # the change of value, and of direction as the memory of the token before sees it
+        if i:  # the change of the value, and of the direction seen by the previous memory
             turned = (memory @ (x[:, i] - x[:, i - 1])[..., None]).squeeze(-1)
             moved.append((delta.v[:, i] - delta.v[:, i - 1] - turned).norm(dim=-1))
         memory = memory + (delta.beta[:, i, :, None] * run.before[:, i])[..., None] * delta.k[:, i, :, None]

@@ -24,7 +24,7 @@ def classifier(mechanism: str = "standard", *, dropout: float = 0.0) -> Classifi
 def decoder() -> Decoder:
     torch.manual_seed(0)
     module = Decoder(DecoderConfig(width=16, layers=2, heads=2, hidden=8, vocabulary=12)).double()
-    for parameter in module.parameters():  # blocks begin at zero: let every layer matter
+    for parameter in module.parameters():  # blocks are zero at initialization
         nn.init.normal_(parameter, std=0.3)
     return module
 
@@ -59,8 +59,8 @@ def test_batched_reading_equals_single_texts(mechanism: str) -> None:
         alone = read.read(TOKENS[row, None, :length], LENGTHS[row, None], maps=True)
         assert alone.maps is not None
         assert_close(together.logits[row], alone.logits[0], rtol=1e-10, atol=1e-10)
-        for layer, own in zip(together.maps, alone.maps, strict=True):
-            assert_close(layer[row, :, :length, :length], own[0], rtol=1e-10, atol=1e-10)
+        for layer, single in zip(together.maps, alone.maps, strict=True):
+            assert_close(layer[row, :, :length, :length], single[0], rtol=1e-10, atol=1e-10)
             assert layer[row, :, length:].abs().sum() == layer[row, :, :, length:].abs().sum() == 0
 
 
@@ -89,19 +89,19 @@ def test_saliency_matches_finite_differences(make: type) -> None:
     read = reader(model)
     actual, best = read.saliency(TOKENS, LENGTHS), read.read(TOKENS, LENGTHS).logits.argmax(-1)
     for row, length in ((0, 5), (1, 3)):
-        for place in range(length):
+        for position in range(length):
             scores = []
-            for by in (1 - step, 1 + step):
-                hook = model.embedding.register_forward_hook(lambda _, __, x, p=place, b=by: _stretched(x, p, b))
+            for factor in (1 - step, 1 + step):
+                hook = model.embedding.register_forward_hook(lambda _, __, x, p=position, b=factor: _stretched(x, p, b))
                 scores.append(read.read(TOKENS[row, None, :length], LENGTHS[row, None]).logits[0, best[row]])
                 hook.remove()
-            assert_close(actual[row, place], (scores[1] - scores[0]).abs() / (2 * step), rtol=1e-6, atol=1e-8)
+            assert_close(actual[row, position], (scores[1] - scores[0]).abs() / (2 * step), rtol=1e-6, atol=1e-8)
     assert actual[1, 3:].abs().max() == 0
 
 
-def _stretched(x: Tensor, place: int, by: float) -> Tensor:
+def _stretched(x: Tensor, position: int, factor: float) -> Tensor:
     x = x.clone()
-    x[:, place] *= by
+    x[:, position] *= factor
     return x
 
 
@@ -117,7 +117,7 @@ def test_saliency_of_one_hot_tokens_is_the_gradient_at_their_index() -> None:
 def test_reading_leaves_the_model_unchanged(make: type) -> None:
     model = make().train()
     fractions = list(model.modules())
-    fractions[-1].eval()  # someone froze it
+    fractions[-1].eval()  # a frozen parameter
     modes, before = (
         [fraction.training for fraction in fractions],
         {name: x.clone() for name, x in model.state_dict().items()},

@@ -1,4 +1,4 @@
-"""Synchronisation of tokens: order, locking, energy, and the tables of `qkflow probe`."""
+"""Synchronization of tokens: order, locking, energy, and the tables of `qkflow probe`."""
 
 import json
 import math
@@ -52,8 +52,8 @@ def layer(spec: str, *, step: float = 0.3) -> SynchronyMechanism:
     return decoder
 
 
-def stream(made: SynchronyMechanism, t: int = 6) -> torch.Tensor:
-    return made.group.random(1, t, 72 // made.group.size).double().flatten(2)
+def stream(module: SynchronyMechanism, t: int = 6) -> torch.Tensor:
+    return module.group.random(1, t, 72 // module.group.size).double().flatten(2)
 
 
 def elements(on: Group, t: int, generator: int) -> torch.Tensor:
@@ -75,9 +75,9 @@ def test_locking_is_a_normalised_similarity_with_the_mean_squared_order(on: Grou
 @settings(deadline=None, max_examples=10)
 def test_common_translation_does_not_change_order_or_locking(on: Group, seed: int) -> None:
     points = elements(on, 5, seed)
-    by = on.points(on.random(1, 2, 3).double()).expand_as(points)
-    moved = on.multiply(by, points)
-    assert_close(order(moved), order(points), rtol=0, atol=1e-6)  # random elements are made in float32
+    shift = on.points(on.random(1, 2, 3).double()).expand_as(points)
+    moved = on.multiply(shift, points)
+    assert_close(order(moved), order(points), rtol=0, atol=1e-6)  # random elements are float32
     assert_close(locking(moved), locking(points), rtol=0, atol=1e-6)
 
 
@@ -101,9 +101,9 @@ def test_update_is_the_negative_energy_gradient(spec: str) -> None:
     points = decoder.points(x).unflatten(-1, (-1, on.ambient))[0]
     gathered = torch.einsum("hts,shv->thv", decoder.weights(x)[0], decoder.values(x)[0])
     kernel = [None if part is None else part.detach() for part in (decoder.lag, decoder.amplitude)]
-    here = x.clone().requires_grad_()
-    moved = decoder.points(here).unflatten(-1, (-1, on.ambient))[0]
-    (slope,) = torch.autograd.grad(row_energy(moved, gathered.detach(), on, *kernel).sum(), here)
+    leaf = x.clone().requires_grad_()
+    moved = decoder.points(leaf).unflatten(-1, (-1, on.ambient))[0]
+    (slope,) = torch.autograd.grad(row_energy(moved, gathered.detach(), on, *kernel).sum(), leaf)
     scale = decoder.elements * float(on.similarity(points[0, 0, 0], points[0, 0, 0]))
     assert_close(decoder(x)[0].detach(), -scale * slope, rtol=0, atol=1e-6)
 
@@ -156,8 +156,8 @@ def test_phase_figure_shows_the_most_and_least_ordered_coordinate() -> None:
 
 
 def test_phase_figure_limits_heads() -> None:
-    many = mechanism("kuramoto")(24, 12, 0, 1)
-    assert len(diagnostics(many, torch.randn(1, 5, 24))[-1].series) == 8
+    with_many_heads = mechanism("kuramoto")(24, 12, 0, 1)
+    assert len(diagnostics(with_many_heads, torch.randn(1, 5, 24))[-1].series) == 8
     single = mechanism("kuramoto")(2, 2, 0, 1)
     assert len(diagnostics(single, torch.randn(1, 1, 2))[-1].series) == 2
 
@@ -169,29 +169,29 @@ def model(mechanism: str = "kuramoto", *, layers: int = 2, dropout: float = 0.0)
     torch.manual_seed(0)
     shape = DecoderConfig(width=36, layers=layers, heads=4, hidden=24, mechanism=mechanism, dropout=dropout)
     decoder = Decoder(shape).double()
-    for block in decoder.blocks:  # zero at initialisation
+    for block in decoder.blocks:  # zero at initialization
         torch.nn.init.normal_(block.feed_forward.output.weight, std=0.3)  # pyright: ignore
     return decoder
 
 
-def phases_of(made: Decoder, tokens: list[int] = TOKENS) -> list[LayerPhases]:
-    result = layer_phases(made, tokens)
+def phases_of(module: Decoder, tokens: list[int] = TOKENS) -> list[LayerPhases]:
+    result = layer_phases(module, tokens)
     assert all(layer is not None for layer in result)
     return [layer for layer in result if layer is not None]
 
 
-def summaries(made: Decoder) -> list[PhaseStats]:
-    return [layer.summary() for layer in phases_of(made)]
+def summaries(module: Decoder) -> list[PhaseStats]:
+    return [layer.summary() for layer in phases_of(module)]
 
 
 @pytest.mark.parametrize("mechanism", ["kuramoto", "group:group=so3", "kuramoto:frustrated=True"])
 def test_output_of_a_layer_is_the_input_of_the_next(mechanism: str) -> None:
     decoder = model(mechanism, layers=3)
     result = phases_of(decoder)
-    for one, next_ in pairwise(result):
-        assert_close(one.after, next_.before, rtol=0, atol=1e-12)
-        assert not torch.allclose(one.before, one.attended)
-        assert not torch.allclose(one.attended, one.after)
+    for current, next_ in pairwise(result):
+        assert_close(current.after, next_.before, rtol=0, atol=1e-12)
+        assert not torch.allclose(current.before, current.attended)
+        assert not torch.allclose(current.attended, current.after)
     assert_close(result[0].attended.shape, result[0].before.shape)
     logits = decoder.logits(result[-1].after.flatten(1))
     assert_close(logits, decoder(torch.tensor([TOKENS]))[0][0].detach(), rtol=0, atol=1e-10)
@@ -218,8 +218,8 @@ def test_pairs_are_different_tokens_in_descending_order() -> None:
     layer = phases_of(model())[1]
     together, change = layer.locking("after").mean(0), (layer.locking("after") - layer.locking("before")).mean(0)
     all_pairs = [(t, u) for t in range(len(TOKENS)) for u in range(t) if TOKENS[t] != TOKENS[u]]
-    for by, measure in (("locking", together), ("change", change)):
-        pairs = layer.pairs(4, by=by)  # pyright: ignore[reportArgumentType]
+    for shift, measure in (("locking", together), ("change", change)):
+        pairs = layer.pairs(4, by=shift)  # pyright: ignore[reportArgumentType]
         result = [float(measure[pair.second, pair.first]) for pair in pairs]
         assert result == sorted((float(measure[t, u]) for t, u in all_pairs), reverse=True)[:4]
         assert all(pair.tokens == (TOKENS[pair.first], TOKENS[pair.second]) for pair in pairs)
@@ -230,8 +230,8 @@ def test_pairs_are_different_tokens_in_descending_order() -> None:
 def test_phases_do_not_depend_on_dropout_and_change_nothing() -> None:
     decoder = model(dropout=0.5).train()
     state = {name: part.clone() for name, part in decoder.state_dict().items()}
-    one, other = phases_of(decoder), phases_of(decoder)
-    assert_close(one[-1].after, other[-1].after, rtol=0, atol=0)
+    current, repeated = phases_of(decoder), phases_of(decoder)
+    assert_close(current[-1].after, repeated[-1].after, rtol=0, atol=0)
     assert decoder.training
     assert_close(decoder.state_dict(), state, rtol=0, atol=0)
     assert not any(block._forward_hooks for block in decoder.blocks)

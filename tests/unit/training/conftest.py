@@ -1,4 +1,4 @@
-"""A small corpus of documents, a cache of its own, one thread, and a config that trains in a moment."""
+"""Fixtures of the training tests: a small corpus, a separate cache, one thread, and small configs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TASK = "mqar:pairs=1+4,length=16,keys=6,values=3,train=60,validation=12,each=6"
 
 
 class Watcher(Callback):
-    """Keeps everything it is told, and does something at a step if asked to."""
+    """Records all events, and optionally acts on the model after a step."""
 
     def __init__(self, act: Callable[[int, nn.Module], None] = lambda step, model: None) -> None:
         self.events: list[tuple[str, Any]] = []
@@ -71,8 +71,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _alone(texts: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    build.load()  # from the suite's own cache, where they may be built already
+def _isolate(texts: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    build.load()  # from the cache of the test suite
     monkeypatch.setenv("QKFLOW_CACHE", str(texts.parent / "cache"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -87,7 +87,7 @@ def corpus(texts: Path) -> Corpus:
 
 @pytest.fixture
 def configure(texts: Path) -> Configure:
-    """Makes a config; what is not said is small."""
+    """Returns a config with small defaults."""
 
     def make(*, model: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
         shape = {"width": 16, "layers": 2, "heads": 2, "hidden": 32, **(model or {})}
@@ -99,13 +99,13 @@ def configure(texts: Path) -> Configure:
 
 @pytest.fixture
 def task_configure(configure: Configure) -> Configure:
-    """Makes a config that learns a small task, whose instances ask unequal numbers of questions."""
+    """Returns a config for a small recall task with different numbers of questions per instance."""
 
     def make(*, spec: str = TASK, model: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
         corpus = CorpusConfig(source=spec)
-        validate_input = open_corpus(corpus)
-        shape = {"vocabulary": validate_input.vocabulary, **(model or {})}
-        config = configure(**{"model": shape, "context": validate_input.context, **changes})
+        data = open_corpus(corpus)
+        shape = {"vocabulary": data.vocabulary, **(model or {})}
+        config = configure(**{"model": shape, "context": data.context, **changes})
         return dataclasses.replace(config, data=corpus)
 
     return make
@@ -118,7 +118,7 @@ def watcher() -> type[Watcher]:
 
 @pytest.fixture
 def at() -> Callable[..., Watcher]:
-    """Makes a watcher that does something to the model after a step."""
+    """Returns a watcher that acts on the model after a step."""
 
     def make(step: int, act: Callable[[nn.Module], None]) -> Watcher:
         return Watcher(lambda now, model: act(model) if now == step else None)
@@ -128,13 +128,13 @@ def at() -> Callable[..., Watcher]:
 
 @pytest.fixture
 def stop_at(at: Callable[..., Watcher]) -> Callable[[int], Watcher]:
-    """Makes a watcher that asks its own process to stop after a step."""
+    """Returns a watcher that stops the process with SIGTERM after a step."""
     return lambda step: at(step, lambda model: os.kill(os.getpid(), signal.SIGTERM))
 
 
 @pytest.fixture
-def begun(stop_at: Callable[[int], Watcher]) -> Callable[..., Path]:
-    """Makes a run that was stopped after some steps."""
+def stopped_run(stop_at: Callable[[int], Watcher]) -> Callable[..., Path]:
+    """Returns the folder of a run that was stopped after a step."""
 
     def make(config: TrainConfig, folder: Path, step: int) -> Path:
         with pytest.raises(Interrupted):
@@ -192,7 +192,7 @@ def answer_decoder() -> DecoderConfig:
 
 @pytest.fixture
 def task_config() -> Configure:
-    """Makes a config for five steps of a small classifier."""
+    """Returns a config for five steps of a small classifier."""
 
     def make(**changes: Any) -> TrainConfig:
         model = ClassifierConfig(width=8, layers=1, heads=2, vocabulary=len(TASK_WORDS), classes=2)

@@ -1,4 +1,4 @@
-"""Seconds into steps."""
+"""Conversion of a time budget to steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qkflow.training.step import Learner
 
 
 class Clock:
-    """Time that passes only when a step or an evaluation fragment so."""
+    """A clock that only steps and evaluations advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -25,7 +25,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A step takes half a second, the first ten; an evaluation a thousandth of a second a token."""
+    """A step takes half a second (the first takes ten), an evaluation a millisecond per token."""
     clock = Clock()
 
     def train_step(learner: Learner, should_stop: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checkpoints under damage: whatever is not exactly what was written is refused and named."""
+"""Damaged checkpoints are refused, and the error names the file."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def save(folder: Path, step: int) -> Path:
 
 def test_a_saved_checkpoint_is_loaded_completely(tmp_path: Path) -> None:
     path = save(tmp_path, 12)
-    found = checkpoint.load(path)
-    assert path == found.path == tmp_path / "checkpoints" / "step-00000012"
-    assert (found.step, found.extra) == (12, {"tokens": 36, "seconds": 4.0})
-    assert torch.equal(found.optimizer["exp_avg.a"], found.weights["a"] / 2)
+    loaded = checkpoint.load(path)
+    assert path == loaded.path == tmp_path / "checkpoints" / "step-00000012"
+    assert (loaded.step, loaded.extra) == (12, {"tokens": 36, "seconds": 4.0})
+    assert torch.equal(loaded.optimizer["exp_avg.a"], loaded.weights["a"] / 2)
     assert sorted(file.name for file in path.iterdir()) == sorted(FILES)
 
 
@@ -52,17 +52,17 @@ def test_a_flipped_bit_is_detected_and_the_previous_checkpoint_is_used(tmp_path:
     file = save(tmp_path, 2) / name
     whole = file.read_bytes()
     for part in range(64):
-        for place in {part * len(whole) // 64, (part + 1) * len(whole) // 64 - 1}:
-            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
-            found, refused = checkpoint.load_latest(tmp_path)
-            assert found is not None
-            assert found.step == 1
+        for position in {part * len(whole) // 64, (part + 1) * len(whole) // 64 - 1}:
+            file.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << bit]) + whole[position + 1 :])
+            loaded, refused = checkpoint.load_latest(tmp_path)
+            assert loaded is not None
+            assert loaded.step == 1
             assert list(refused) == [file.parent]
-            assert str(file) in refused[file.parent], place
+            assert str(file) in refused[file.parent], position
     file.write_bytes(whole)
-    found, refused = checkpoint.load_latest(tmp_path)
-    assert found is not None
-    assert (found.step, refused) == (2, {})
+    loaded, refused = checkpoint.load_latest(tmp_path)
+    assert loaded is not None
+    assert (loaded.step, refused) == (2, {})
 
 
 def damages(name: str) -> dict[str, Callable[[Path], object]]:
@@ -89,9 +89,9 @@ def test_a_damaged_file_is_detected_and_the_previous_checkpoint_is_used(tmp_path
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     damages(name)[damage](path)
-    found, refused = checkpoint.load_latest(tmp_path)
-    assert found is not None
-    assert found.step == 1
+    loaded, refused = checkpoint.load_latest(tmp_path)
+    assert loaded is not None
+    assert loaded.step == 1
     assert list(refused) == [path]
 
 
@@ -155,7 +155,7 @@ def test_a_refused_checkpoint_is_renamed_and_not_found_again(tmp_path: Path) -> 
 
 
 class FullDisk:
-    """Every call that makes or completes a file fails from the n-th on."""
+    """Make every call that creates or renames a file fail from the n-th on."""
 
     def __init__(self, patch: pytest.MonkeyPatch, first: int) -> None:
         self.first, self.calls = first, 0

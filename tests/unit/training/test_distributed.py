@@ -1,4 +1,4 @@
-"""Who the processes of a run are, how they share a batch out, and what one process alone does not notice of it."""
+"""Process groups, splitting a batch among processes, and single-process runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_without_torchrun_there_is_one_process(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(name, raising=False)
     with join("fsdp") as world:
         assert type(world) is SingleProcess
-    monkeypatch.setenv("WORLD_SIZE", "4")  # someone else's: whoever joins needs the rest, too
+    monkeypatch.setenv("WORLD_SIZE", "4")  # set by another launcher: the other variables are required
     with join() as world:
         assert type(world) is SingleProcess
     assert not torch.distributed.is_initialized()
@@ -88,9 +88,9 @@ def test_a_restart_is_detected_from_the_environment(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_restarted_command_resumes_its_own_run_only(
-    configure: Any, tmp_path: Path, begun: Any, watcher: Any, monkeypatch: pytest.MonkeyPatch
+    configure: Any, tmp_path: Path, stopped_run: Any, watcher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = begun(configure(), tmp_path / "run", 2)
+    folder = stopped_run(configure(), tmp_path / "run", 2)
     with pytest.raises(UsageError, match="already holds a run"):
         train(configure(), folder)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -99,7 +99,7 @@ def test_a_restarted_command_resumes_its_own_run_only(
     recorder = watcher()
     train(configure(), folder, callbacks=[recorder])
     assert recorder.events[0] == ("start", 2)
-    train(configure(), tmp_path / "new")  # killed before it had begun
+    train(configure(), tmp_path / "new")  # killed before the first step
 
 
 def test_ranks_have_different_seeds_and_rank_0_that_of_a_single_process() -> None:
@@ -114,7 +114,7 @@ def test_the_number_of_micro_batches_is_minimal(rows: int, most: int, more: int)
     assert rows % count == 0
     assert rows // count <= most
     assert not any(rows % fewer == 0 and rows // fewer <= most for fewer in range(1, count))
-    assert n_micro_batches(rows * more, rows) == more  # one process makes as many as the config fragment
+    assert n_micro_batches(rows * more, rows) == more  # one process uses the number in the config
 
 
 def pair(kind: Any) -> ProcessGroup:

@@ -1,4 +1,4 @@
-"""Finding where a number stopped being finite."""
+"""Locating the first non-finite value."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_hooks_are_removed_when_the_forward_pass_fails() -> None:
 
 
 class Explodes(torch.autograd.Function):
-    """Finite on the way there, infinite on the way back."""
+    """A finite forward pass with an infinite gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

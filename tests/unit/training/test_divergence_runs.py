@@ -1,4 +1,4 @@
-"""A run whose numbers stop being finite."""
+"""Runs with non-finite losses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_non_finite_loss_reports_step_layer_and_checkpoint(
     assert "(--lr, was 0.003)" in text
     assert "\n" not in text
     assert sorted(path.name[-1] for path in (folder / "checkpoints").iterdir()) == ["2", "4"]
-    assert train(None, folder, resume=True).step == 9  # the poison was not in the checkpoint
+    assert train(None, folder, resume=True).step == 9  # the checkpoint has no NaN
 
 
 def test_a_non_finite_evaluation_raises_a_divergence_error(configure: Any, tmp_path: Path, at: Any) -> None:

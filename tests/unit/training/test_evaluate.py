@@ -38,7 +38,7 @@ def decoder(configure: Any, **shape: Any) -> Decoder:
 
 
 def one_by_one(model: Decoder, split: Split, context: int) -> list[float]:
-    """Each document in windows of its own, one at a time: what the batched form is held to."""
+    """The loss of one document at a time, as a reference for the batched form."""
     totals = []
     for begin, end in split.documents.tolist():
         total = 0.0
@@ -106,16 +106,16 @@ def test_summary_values_follow_from_the_documents() -> None:
 
 
 def test_an_evaluation_can_be_stopped_between_batches(configure: Any) -> None:
-    asked = []
+    calls = []
 
     def should_stop() -> bool:
-        asked.append(True)
-        return len(asked) == 2
+        calls.append(True)
+        return len(calls) == 2
 
     model = decoder(configure)
     with pytest.raises(Interrupted):
         evaluate(model, split_of(9, 9, 9, 9), context=16, batch=1, should_stop=should_stop)
-    assert len(asked) == 2
+    assert len(calls) == 2
 
 
 def test_a_non_finite_loss_names_the_layer(configure: Any) -> None:

@@ -1,4 +1,4 @@
-"""A run that begins with weights that are there already."""
+"""Runs that start from existing weights."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_a_run_starts_from_initial_weights_and_stores_them(
 ) -> None:
     train(configure(steps=1, lr=1e-9), tmp_path / "run", initial=weights)
     assert read_config(tmp_path / "run").initial == digest(weights)
-    kept = load_tensors(tmp_path / "run" / "initial.safetensors")
+    stored = load_tensors(tmp_path / "run" / "initial.safetensors")
     after = load_tensors(tmp_path / "run" / "weights.safetensors")
     for name, tensor in weights.items():
-        assert torch.equal(kept[name], tensor)
+        assert torch.equal(stored[name], tensor)
         torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-6)
     train(configure(steps=1, lr=1e-9), tmp_path / "drawn")
     drawn = load_tensors(tmp_path / "drawn" / "weights.safetensors")
@@ -88,9 +88,9 @@ def test_a_config_with_initial_weights_requires_them(
     configure: Any, tmp_path: Path, weights: dict[str, torch.Tensor]
 ) -> None:
     config = configure(initial=digest(weights))
-    for given in (None, {name: tensor + 1 for name, tensor in weights.items()}):
+    for initial in (None, {name: tensor + 1 for name, tensor in weights.items()}):
         with pytest.raises(UsageError, match="starts from the weights"):
-            train(config, tmp_path / "run", initial=given)
+            train(config, tmp_path / "run", initial=initial)
     train(config, tmp_path / "run", initial=weights)
 
 
@@ -121,7 +121,7 @@ def test_init_starts_from_the_weights_of_a_run(
 def test_a_different_tokenizer_is_refused(
     configure: Any, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever their number: the weights would be read as if they meant other words."""
+    """Even if the numbers of tokens agree, the ids would mean other tokens."""
     train(configure(steps=1), tmp_path / "text")
     (tmp_path / "small.json").write_text(json.dumps({"batch": 4, "steps": 1, "device": "cpu"}))
     rest = ["--config", str(tmp_path / "small.json"), "--out", str(tmp_path / "out")]

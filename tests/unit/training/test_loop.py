@@ -1,4 +1,4 @@
-"""A run from its first file to its last, watched, stopped and resumed."""
+"""Runs: files, callbacks, stopping and resuming."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_stop_during_an_evaluation_repeats_it_once(
 
     def interrupted(*args: Any, **options: Any) -> Any:
         calls.append(1)
-        if len(calls) == 2:  # the one after step 2
+        if len(calls) == 2:  # the checkpoint after step 2
             os.kill(os.getpid(), signal.SIGINT)
         return evaluate(*args, **options)
 
@@ -184,33 +184,33 @@ def test_metrics_are_synced_before_each_checkpoint(
 
 
 def test_a_resumed_run_uses_its_original_number_of_threads(
-    configure: Any, tmp_path: Path, begun: Any, stop_at: Any, at: Any
+    configure: Any, tmp_path: Path, stopped_run: Any, stop_at: Any, at: Any
 ) -> None:
-    folder = begun(configure(), tmp_path / "run", 1)
-    seen: list[int] = []
+    folder = stopped_run(configure(), tmp_path / "run", 1)
+    thread_counts: list[int] = []
     torch.set_num_threads(2)
-    recorder = at(2, lambda model: seen.append(torch.get_num_threads()))
+    recorder = at(2, lambda model: thread_counts.append(torch.get_num_threads()))
     stopper = stop_at(2)
     with pytest.raises(Interrupted):
         train(None, folder, resume=True, callbacks=[recorder, stopper])
-    assert seen == [1]
+    assert thread_counts == [1]
     assert any("threads=2, the run was started with 1: using 1" in notice for notice in recorder.notices)
-    recorder = at(3, lambda model: seen.append(torch.get_num_threads()))
+    recorder = at(3, lambda model: thread_counts.append(torch.get_num_threads()))
     train(None, folder, resume=True, callbacks=[recorder], cpu_threads=2)
-    assert seen == [1, 2]
+    assert thread_counts == [1, 2]
     assert any("threads was 1 when the run started and is 2 now" in notice for notice in recorder.notices)
 
 
 @pytest.mark.compiled
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own compiler does it
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # from torch.compile
 def test_a_compiled_run_keeps_parameter_names_and_resumes_bit_for_bit(
-    configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Any
+    configure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_run: Any
 ) -> None:
     compile_model = Decoder.compile
     monkeypatch.setattr(Decoder, "compile", lambda self, **options: compile_model(self, backend="eager", **options))
     config = configure(compile=True, evaluate_every=2, model={"layers": 1})
     train(config, tmp_path / "whole")
-    begun(config, tmp_path / "run", 2)
+    stopped_run(config, tmp_path / "run", 2)
     train(None, tmp_path / "run", resume=True)
     weights = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("whole", "run")]
     assert weights[0] == weights[1]

@@ -221,16 +221,16 @@ def test_ratios_multiply_the_options_of_a_mechanism(task_config: Make) -> None:
     model = initial_model(config)
     options, qk = model.param_options(), qk_names(model)  # type: ignore[operator]
     groups = build_optimizer(model, config).param_groups
-    found = {
+    learning_rates = {
         id(p): (group["rate"], group["circuit"], group["weight_decay"]) for group in groups for p in group["params"]
     }
     for name, parameter in model.named_parameters():
-        own = options[name]
-        rate, circuit, decay = found[id(parameter)]
-        assert rate == pytest.approx(own.rate * (3.0 if name == "embedding.weight" else 1.0))
+        expected = options[name]
+        rate, circuit, decay = learning_rates[id(parameter)]
+        assert rate == pytest.approx(expected.rate * (3.0 if name == "embedding.weight" else 1.0))
         assert (circuit == "qk") == (name in qk)
-        assert decay == (0.1 if own.decay and parameter.ndim >= 2 else 0.0)
-    assert len(found) == len(list(model.parameters()))
+        assert decay == (0.1 if expected.decay and parameter.ndim >= 2 else 0.0)
+    assert len(learning_rates) == len(list(model.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_a_diverging_task_run_raises(sign_task: Task, task_config: Make, tmp_pat
 
 
 class Norms:
-    """A measurement of the norm of the embeddings, which disturbs everything that it may."""
+    """A measurement that uses the random generator and the gradients, which training must restore."""
 
     def __init__(self, steps: tuple[int, ...], value: Callable[[float], Any] = float) -> None:
         self.measured_steps, self.value, self.modes = steps, value, set[bool]()

@@ -31,10 +31,10 @@ def test_records_after_the_checkpoint_and_truncated_lines_are_removed(
     records = written(path, 5)
     path.write_bytes(path.read_bytes()[: -tear or None])
     trim_metrics(path, keep)
-    kept = read_metrics(path)
-    assert kept == [record for record in records if record["step"] <= keep][: len(kept)]
-    assert len(kept) == 2 * (keep + 1) or keep == 4
-    assert path.read_bytes() == b"".join(json.dumps(record).encode() + b"\n" for record in kept)
+    remaining = read_metrics(path)
+    assert remaining == [record for record in records if record["step"] <= keep][: len(remaining)]
+    assert len(remaining) == 2 * (keep + 1) or keep == 4
+    assert path.read_bytes() == b"".join(json.dumps(record).encode() + b"\n" for record in remaining)
 
 
 def test_a_file_without_changes_is_not_rewritten(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two processes are one: the same batches, the same numbers, and whatever happens to one of them happens to both."""
+"""Two processes train the same model as one, and an event in one of them affects both."""
 
 from __future__ import annotations
 
@@ -36,82 +36,94 @@ CASES: dict[str, dict[str, Any]] = {
     "coupled": {"mechanism": "coupled:sharing=layers", "crossing": False},
     "task": {"source": TASK, "accumulate": 4},
 }
-"""What both kinds of sharing are held to one process with: in float64, where rounding hides nothing, but one."""
+"""Configs for which two processes are compared with one; all but the first in float64."""
 STOPPED = {"steps": 6, "dropout": 0.1, "checkpoint_every": 2, "evaluate_every": 2}
-STEADY = {**STOPPED, "dropout": 0.0}
+NO_DROPOUT = {**STOPPED, "dropout": 0.0}
 
 
 def config(texts: Path, **changes: Any) -> dict[str, Any]:
-    """A small run; what belongs to its model is sorted out."""
+    """Return the config of a small run; changes of the model are recognized by name."""
     corpus = CorpusConfig(source=str(changes.pop("source", texts)))
-    validate_input = open_corpus(corpus)
-    shape = {"width": 16, "layers": 2, "heads": 2, "hidden": 24, "vocabulary": validate_input.vocabulary}
+    data = open_corpus(corpus)
+    shape = {"width": 16, "layers": 2, "heads": 2, "hidden": 24, "vocabulary": data.vocabulary}
     shape |= {name: changes.pop(name) for name in ("mechanism", "dropout") if name in changes}
-    small = {"steps": 4, "context": validate_input.context or 16, "batch": 4, "log_every": 1, "evaluate_tokens": 300}
+    small = {"steps": 4, "context": data.context or 16, "batch": 4, "log_every": 1, "evaluate_tokens": 300}
     return to_dict(
         TrainConfig(data=corpus, model=DecoderConfig(**shape), device="cpu", threads=1, **{**small, **changes})
     )
 
 
-def orders(place: Path, texts: Path) -> list[dict[str, Any]]:
-    """Everything that the two processes are to do. What breaks their bond comes last."""
-    made: list[dict[str, Any]] = []
+def jobs(folder: Path, texts: Path) -> list[dict[str, Any]]:
+    """Return all jobs of the two processes. The last one breaks their connection."""
+    job_list: list[dict[str, Any]] = []
 
-    def add(name: str, parallel: str | None = None, *, folder: str = "", **order: Any) -> None:
-        run = str(place / (folder or name))
-        made.append({"name": name, "parallel": parallel, "folder": run, "config": config(texts), **order})
+    def add(name: str, parallel: str | None = None, *, run: str = "", **job: Any) -> None:
+        path = str(folder / (run or name))
+        job_list.append({"name": name, "parallel": parallel, "folder": path, "config": config(texts), **job})
 
     for kind in KINDS:
         for name, changes in CASES.items():
             add(f"{name}-{kind}", kind, config=config(texts, **changes), double=name != "float32")
-        stop = {"rank": 1, "step": 4, "what": "stop"}
-        stopped, steady = config(texts, **STOPPED), config(texts, **STEADY)
-        add(f"whole-{kind}", kind, config=stopped)
-        add(f"stopped-{kind}", kind, config=stopped, act=stop)
-        add(f"resumed-{kind}", kind, folder=f"stopped-{kind}", resume=True)
-        add(f"fewer-{kind}", kind, config=steady, act=stop)
-        add(f"more-{kind}", kind, resume=True)
-        spoilt = config(texts, **{**STEADY, "checkpoint_every": None, "evaluate_every": 9})
-        add(f"spoilt-{kind}", kind, config=spoilt, act={"rank": 1, "step": 2, "what": "nan"})
-        add(f"uneven-{kind}", kind, config=config(texts, batch=3))
+        stop = {"rank": 1, "step": 4, "kind": "stop"}
+        stopped, no_dropout = config(texts, **STOPPED), config(texts, **NO_DROPOUT)
+        add(f"uninterrupted-{kind}", kind, config=stopped)
+        add(f"stopped-{kind}", kind, config=stopped, event=stop)
+        add(f"resumed-{kind}", kind, run=f"stopped-{kind}", resume=True)
+        add(f"two-to-one-{kind}", kind, config=no_dropout, event=stop)
+        add(f"one-to-two-{kind}", kind, resume=True)
+        diverging = config(texts, **{**NO_DROPOUT, "checkpoint_every": None, "evaluate_every": 9})
+        add(f"diverging-{kind}", kind, config=diverging, event={"rank": 1, "step": 2, "kind": "nan"})
+        add(f"indivisible-{kind}", kind, config=config(texts, batch=3))
         add(f"budget-{kind}", kind, budget=0.2)
-    add("full", "fsdp", config=config(texts, **STOPPED), act={"rank": 1, "step": 3, "what": "room"})
-    add("emptied", "fsdp", folder="full", resume=True)
-    add("early", "fsdp", config=config(texts, **STOPPED), act={"rank": 1, "step": 0, "what": "stop"})
-    add("late", "fsdp", folder="early", resume=True)
-    add("begun", "fsdp", folder="crossed", config=config(texts, **STEADY), act={"rank": 0, "step": 4, "what": "stop"})
-    add("crossed", "ddp", resume=True)
-    run = ["train", str(texts), "--steps", "2", "--size", "100k", "--context", "16"]
-    add("spoken", command=[*run, "--batch", "4", "--out", str(place / "spoken")])
-    timed = ["--size", "100k", "--context", "16", "--batch", "4", "--budget", "5s", "--out", str(place / "spoken")]
-    add("timed", command=["train", str(texts), *timed], restarts=[0, 1])
-    add("cut", "ddp", folder="again", config=config(texts, **STEADY), act={"rank": 0, "step": 4, "what": "stop"})
-    add("again", "ddp", config=config(texts, **STEADY), restarts=[0, 1])
-    add("changed", "fsdp", folder="again", resume=True)
-    add("worthless", command=["train", str(texts), *timed[:-3], "0s", "--out", str(place / "worthless")])
-    add("refused", command=[*run, "--batch", "5", "--out", str(place / "refused")])
-    add("homeless", command=run)
-    add("alone", "ddp", config=config(texts, **STEADY), act={"rank": 1, "step": 3, "what": "raise"})
-    return made
+    add("full-disk", "fsdp", config=config(texts, **STOPPED), event={"rank": 1, "step": 3, "kind": "full disk"})
+    add("full-disk-resumed", "fsdp", run="full-disk", resume=True)
+    add("stopped-early", "fsdp", config=config(texts, **STOPPED), event={"rank": 1, "step": 0, "kind": "stop"})
+    add("stopped-early-resumed", "fsdp", run="stopped-early", resume=True)
+    add(
+        "fsdp-to-ddp-stopped",
+        "fsdp",
+        run="fsdp-to-ddp",
+        config=config(texts, **NO_DROPOUT),
+        event={"rank": 0, "step": 4, "kind": "stop"},
+    )
+    add("fsdp-to-ddp", "ddp", resume=True)
+    command = ["train", str(texts), "--steps", "2", "--size", "100k", "--context", "16"]
+    add("printed", command=[*command, "--batch", "4", "--out", str(folder / "printed")])
+    budget = ["--size", "100k", "--context", "16", "--batch", "4", "--budget", "5s", "--out", str(folder / "printed")]
+    add("restarted-budget", command=["train", str(texts), *budget], restarts=[0, 1])
+    add(
+        "restarted-stopped",
+        "ddp",
+        run="restarted",
+        config=config(texts, **NO_DROPOUT),
+        event={"rank": 0, "step": 4, "kind": "stop"},
+    )
+    add("restarted", "ddp", config=config(texts, **NO_DROPOUT), restarts=[0, 1])
+    add("restarted-fsdp", "fsdp", run="restarted", resume=True)
+    add("zero-budget", command=["train", str(texts), *budget[:-3], "0s", "--out", str(folder / "zero-budget")])
+    add("refused", command=[*command, "--batch", "5", "--out", str(folder / "refused")])
+    add("no-out", command=command)
+    add("one-fails", "ddp", config=config(texts, **NO_DROPOUT), event={"rank": 1, "step": 3, "kind": "raise"})
+    return job_list
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What two processes did."""
+    """The results of two processes."""
 
-    place: Path
+    folder: Path
     texts: Path
 
     def __getitem__(self, name: str) -> list[dict[str, Any]]:
-        """How an order went, for each process."""
-        return [json.loads((self.place / "answers" / f"{name}.{rank}.json").read_text()) for rank in (0, 1)]
+        """Return the result of a job for each process."""
+        return [json.loads((self.folder / "results" / f"{name}.{rank}.json").read_text()) for rank in (0, 1)]
 
     def outcomes(self, name: str) -> list[Any]:
-        return [answer["outcome"] for answer in self[name]]
+        return [result["outcome"] for result in self[name]]
 
     def single(self, name: str, changes: dict[str, Any], *, double: bool = False) -> Path:
-        """The same run in one process."""
-        folder = self.place / f"single-{name}-{os.getpid()}"
+        """Return the same run in one process."""
+        folder = self.folder / f"single-{name}-{os.getpid()}"
         if not folder.exists():
             torch.set_default_dtype(torch.float64 if double else torch.float32)
             try:
@@ -129,48 +141,52 @@ class Stopper(Callback):
 
 @pytest.fixture(scope="session")
 def suite_cache() -> str:
-    """Where kernels may have been built already."""
+    """The cache of the test suite, with compiled kernels."""
     return os.environ["QKFLOW_CACHE"]
 
 
 @pytest.fixture
 def pair(suite_cache: str, texts: Path, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Pair:
-    """The two processes, which all who test share: they run once."""
+    """Two processes that run all jobs once and are shared by all tests."""
     base = tmp_path_factory.getbasetemp()
-    place = (base if worker_id == "master" else base.parent) / "pair"
-    with locked(place.with_name("pair.lock"), wait=True):
-        if not place.exists():
-            here = place.with_name("pair-texts")
-            shutil.copytree(texts, here)
-            start(place, here, suite_cache)
-    return Pair(place, place.with_name("pair-texts"))
+    folder = (base if worker_id == "master" else base.parent) / "pair"
+    copied_texts = folder.with_name("pair-texts")
+    with locked(folder.with_name("pair.lock"), wait=True):
+        if not folder.exists():
+            shutil.copytree(texts, copied_texts)
+            run_jobs(folder, copied_texts, suite_cache)
+    return Pair(folder, copied_texts)
 
 
-def start(place: Path, texts: Path, cache: str) -> None:
-    (place / "answers").mkdir(parents=True)
-    (place / "orders.json").write_text(json.dumps(orders(place, texts)))
-    for kind in KINDS:  # what one process began and both go on with
+def run_jobs(folder: Path, texts: Path, cache: str) -> None:
+    (folder / "results").mkdir(parents=True)
+    (folder / "jobs.json").write_text(json.dumps(jobs(folder, texts)))
+    for kind in KINDS:  # started by one process, resumed by two
         with pytest.raises(Interrupted):
-            train(from_dict(TrainConfig, config(texts, **STEADY)), place / f"more-{kind}", callbacks=[Stopper()])
+            train(
+                from_dict(TrainConfig, config(texts, **NO_DROPOUT)),
+                folder / f"one-to-two-{kind}",
+                callbacks=[Stopper()],
+            )
     environment = {**os.environ, "CORPORA": os.environ["QKFLOW_CACHE"], "QKFLOW_CACHE": cache, "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("pair.py")
-    both = [
-        subprocess.Popen([sys.executable, "-W", "error", str(script), str(rank), str(place)], env=environment)
+    script = Path(__file__).with_name("two_process_worker.py")
+    processes = [
+        subprocess.Popen([sys.executable, "-W", "error", str(script), str(rank), str(folder)], env=environment)
         for rank in (0, 1)
     ]
-    assert [process.wait(timeout=300) for process in both] == [0, 0]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
 
 
-def drift(one: Path, other: Path) -> dict[str, float]:
-    """How far two runs are apart at most, relatively; the batches have to be the same."""
-    found: dict[str, float] = {}
-    for a, b in zip(read_metrics(one / "metrics.jsonl"), read_metrics(other / "metrics.jsonl"), strict=True):
+def largest_differences(run: Path, other: Path) -> dict[str, float]:
+    """Return the largest relative difference of each metric of two runs with the same batches."""
+    differences: dict[str, float] = {}
+    for a, b in zip(read_metrics(run / "metrics.jsonl"), read_metrics(other / "metrics.jsonl"), strict=True):
         assert (a["kind"], a["step"], a.get("batch")) == (b["kind"], b["step"], b.get("batch"))
         for name in ("loss", "grad_norm", "bits_per_byte", "accuracy"):
             if a.get(name):
                 key = f"held-out {name}" if a["kind"] == "eval" else name
-                found[key] = max(found.get(key, 0.0), abs(a[name] - b[name]) / abs(a[name]))
-    return found
+                differences[key] = max(differences.get(key, 0.0), abs(a[name] - b[name]) / abs(a[name]))
+    return differences
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -178,13 +194,13 @@ def drift(one: Path, other: Path) -> dict[str, float]:
 def test_two_processes_train_the_same_model_as_one(pair: Pair, name: str, kind: str) -> None:
     assert pair.outcomes(f"{name}-{kind}") == ["finished", "finished"]
     double = name != "float32"
-    one, two = pair.single(name, CASES[name], double=double), pair.place / f"{name}-{kind}"
-    apart = drift(one, two)
-    assert len(apart) >= 4
-    assert max(apart.values()) < (1e-12 if double else 1e-6)
-    weights, others = load_tensors(one / "weights.safetensors"), load_tensors(two / "weights.safetensors")
+    one, two = pair.single(name, CASES[name], double=double), pair.folder / f"{name}-{kind}"
+    differences = largest_differences(one, two)
+    assert len(differences) >= 4
+    assert max(differences.values()) < (1e-12 if double else 1e-6)
+    weights, weights_of_two = load_tensors(one / "weights.safetensors"), load_tensors(two / "weights.safetensors")
     for key, tensor in weights.items():
-        torch.testing.assert_close(others[key], tensor, rtol=0, atol=1e-12 if double else 1e-5)
+        torch.testing.assert_close(weights_of_two[key], tensor, rtol=0, atol=1e-12 if double else 1e-5)
     documents = [np.load(folder / "documents.npy", allow_pickle=False) for folder in (one, two)]
     assert np.array_equal(documents[0]["tokens"], documents[1]["tokens"])
     np.testing.assert_allclose(documents[0]["nats"], documents[1]["nats"], rtol=1e-12 if double else 1e-5)
@@ -195,72 +211,75 @@ def test_two_processes_train_the_same_model_as_one(pair: Pair, name: str, kind: 
 def test_a_signal_to_one_process_stops_both_and_the_run_resumes_bit_for_bit(
     pair: Pair, kind: str, numbers: Numbers
 ) -> None:
-    """With dropout: the processes draw masks of their own, and draw them again."""
+    """The processes draw different dropout masks, and the same ones after resuming."""
     assert pair.outcomes(f"stopped-{kind}") == ["Interrupted", "Interrupted"]
     assert "stopped after step 4 of 6" in pair[f"stopped-{kind}"][0]["message"]
     assert pair.outcomes(f"resumed-{kind}") == ["finished", "finished"]
     assert pair[f"resumed-{kind}"][0]["notices"] == []
-    assert numbers(pair.place / f"stopped-{kind}") == numbers(pair.place / f"whole-{kind}")
+    assert numbers(pair.folder / f"stopped-{kind}") == numbers(pair.folder / f"uninterrupted-{kind}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_resumes_a_run_of_two(pair: Pair, tmp_path: Path, watcher: Any, kind: str) -> None:
     folder, recorder = tmp_path / "run", watcher()
-    shutil.copytree(pair.place / f"fewer-{kind}", folder)
+    shutil.copytree(pair.folder / f"two-to-one-{kind}", folder)
     before = load_run(folder)
     assert (before.step, before.finished) == (4, False)
     train(None, folder, resume=True, callbacks=[recorder])
     assert ("start", 4) in recorder.events
     assert any("processes was 2 when the run started and is 1 now" in notice for notice in recorder.notices)
-    assert max(drift(pair.single("steady", STEADY), folder).values()) < 1e-6
+    assert max(largest_differences(pair.single("no-dropout", NO_DROPOUT), folder).values()) < 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_resume_a_run_of_one(pair: Pair, kind: str) -> None:
-    assert pair.outcomes(f"more-{kind}") == ["finished", "finished"]
-    assert max(drift(pair.single("steady", STEADY), pair.place / f"more-{kind}").values()) < 1e-6
-    record = json.loads((pair.place / f"more-{kind}" / "environment.json").read_text())
+    assert pair.outcomes(f"one-to-two-{kind}") == ["finished", "finished"]
+    assert (
+        max(largest_differences(pair.single("no-dropout", NO_DROPOUT), pair.folder / f"one-to-two-{kind}").values())
+        < 1e-6
+    )
+    record = json.loads((pair.folder / f"one-to-two-{kind}" / "environment.json").read_text())
     assert (record["processes"], record["parallel"]) == (1, None)
     assert [(session["processes"], session["parallel"]) for session in record["resumed"]] == [(2, kind)]
 
 
 def test_a_stop_before_the_first_step_writes_a_checkpoint(pair: Pair, numbers: Numbers) -> None:
-    assert pair.outcomes("early") == ["Interrupted", "Interrupted"]
-    assert "stopped after step 0 of 6, checkpoint written" in pair["early"][0]["message"]
-    assert pair.outcomes("late") == ["finished", "finished"]
-    assert numbers(pair.place / "early") == numbers(pair.place / "whole-fsdp")
+    assert pair.outcomes("stopped-early") == ["Interrupted", "Interrupted"]
+    assert "stopped after step 0 of 6, checkpoint written" in pair["stopped-early"][0]["message"]
+    assert pair.outcomes("stopped-early-resumed") == ["finished", "finished"]
+    assert numbers(pair.folder / "stopped-early") == numbers(pair.folder / "uninterrupted-fsdp")
 
 
 def test_ddp_resumes_a_run_of_fsdp(pair: Pair) -> None:
-    assert pair.outcomes("crossed") == ["finished", "finished"]
-    assert max(drift(pair.single("steady", STEADY), pair.place / "crossed").values()) < 1e-6
+    assert pair.outcomes("fsdp-to-ddp") == ["finished", "finished"]
+    assert max(largest_differences(pair.single("no-dropout", NO_DROPOUT), pair.folder / "fsdp-to-ddp").values()) < 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_divergence_on_one_rank_stops_both(pair: Pair, kind: str) -> None:
-    for answer in pair[f"spoilt-{kind}"]:
-        assert answer["outcome"] == "DivergenceError"
-        assert "the loss of step 3 is not finite" in answer["message"]
-        assert "blocks.1.mechanism.value" in answer["message"]
+    for result in pair[f"diverging-{kind}"]:
+        assert result["outcome"] == "DivergenceError"
+        assert "the loss of step 3 is not finite" in result["message"]
+        assert "blocks.1.mechanism.value" in result["message"]
 
 
 def test_a_full_disk_on_one_rank_stops_both_and_loses_nothing(pair: Pair, numbers: Numbers) -> None:
-    for answer in pair["full"]:
-        assert answer["outcome"] == "DiskError"
-        assert "process 1 could not write" in answer["message"]
-        assert "free some space, then run" in answer["message"]
-    assert pair.outcomes("emptied") == ["finished", "finished"]
-    assert numbers(pair.place / "full") == numbers(pair.place / "whole-fsdp")
-    assert not list((pair.place / "full" / "checkpoints").glob(".*"))
+    for result in pair["full-disk"]:
+        assert result["outcome"] == "DiskError"
+        assert "process 1 could not write" in result["message"]
+        assert "free some space, then run" in result["message"]
+    assert pair.outcomes("full-disk-resumed") == ["finished", "finished"]
+    assert numbers(pair.folder / "full-disk") == numbers(pair.folder / "uninterrupted-fsdp")
+    assert not list((pair.folder / "full-disk" / "checkpoints").glob(".*"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_indivisible_batch_is_refused_on_both_ranks(pair: Pair, kind: str) -> None:
     message = "a batch of 3 sequences is not divisible among 2 processes: use --batch 2 or 4, or use 3 processes"
-    assert [(answer["outcome"], answer["message"]) for answer in pair[f"uneven-{kind}"]] == [
+    assert [(result["outcome"], result["message"]) for result in pair[f"indivisible-{kind}"]] == [
         ("UsageError", message)
     ] * 2
-    assert not (pair.place / f"uneven-{kind}").exists()
+    assert not (pair.folder / f"indivisible-{kind}").exists()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -270,36 +289,36 @@ def test_both_ranks_compute_the_same_number_of_steps_for_a_budget(pair: Pair, ki
 
 
 def test_only_rank_0_prints(pair: Pair) -> None:
-    first, second = pair["spoken"]
+    first, second = pair["printed"]
     assert (first["outcome"], second["outcome"]) == (0, 0)
-    assert "on 2 processes (ddp)" in first["said"]
+    assert "on 2 processes (ddp)" in first["stdout"]
     first, refused = pair["refused"]
     assert first["outcome"] == 2
-    assert first["complained"].count("is not divisible among 2 processes") == 1
+    assert first["stderr"].count("is not divisible among 2 processes") == 1
     assert refused["outcome"] != 0
-    assert "use --out RUN" in pair["homeless"][0]["complained"]
-    for silent in (second, refused, pair["homeless"][1]):
-        assert (silent["said"], silent["complained"]) == ("", "")
+    assert "use --out RUN" in pair["no-out"][0]["stderr"]
+    for silent in (second, refused, pair["no-out"][1]):
+        assert (silent["stdout"], silent["stderr"]) == ("", "")
 
 
 def test_a_restart_counted_by_one_machine_resumes_on_all(pair: Pair) -> None:
-    assert pair.outcomes("cut") == ["Interrupted", "Interrupted"]
-    assert pair.outcomes("again") == ["finished", "finished"]
-    assert max(drift(pair.single("steady", STEADY), pair.place / "again").values()) < 1e-6
-    assert pair.outcomes("timed") == [0, 0]  # and neither measures a budget anew, which takes both
-    assert "spoken is finished (2 steps)" in " ".join(pair["timed"][0]["said"].split())
+    assert pair.outcomes("restarted-stopped") == ["Interrupted", "Interrupted"]
+    assert pair.outcomes("restarted") == ["finished", "finished"]
+    assert max(largest_differences(pair.single("no-dropout", NO_DROPOUT), pair.folder / "restarted").values()) < 1e-6
+    assert pair.outcomes("restarted-budget") == [0, 0]  # neither process measures the budget again
+    assert "printed is finished (2 steps)" in " ".join(pair["restarted-budget"][0]["stdout"].split())
 
 
 def test_a_zero_budget_is_refused_on_both_ranks_and_printed_once(pair: Pair) -> None:
-    first, second = pair["worthless"]
+    first, second = pair["zero-budget"]
     assert (first["outcome"], second["outcome"] != 0) == (2, True)
-    assert first["complained"].count("--budget must be a number and a unit") == 1
-    assert (second["said"], second["complained"]) == ("", "")
+    assert first["stderr"].count("--budget must be a number and a unit") == 1
+    assert (second["stdout"], second["stderr"]) == ("", "")
 
 
 def test_a_process_that_fails_alone_does_not_block_the_other(pair: Pair) -> None:
-    other, failed = pair["alone"]
-    assert failed["message"] == "a process on its own"
+    other, failed = pair["one-fails"]
+    assert failed["message"] == "an error in one process"
     assert other["outcome"] == "LostProcessError"
     assert "another process of this run has exited" in other["message"]
 
@@ -308,35 +327,35 @@ def test_torch_reads_sharded_checkpoints_without_pickle(pair: Pair) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    path = checkpoint.find(pair.place / "fewer-fsdp")[-1]
-    found = checkpoint.load(path)
+    path = checkpoint.find(pair.folder / "two-to-one-fsdp")[-1]
+    loaded = checkpoint.load(path)
     assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"}
     assert len(list(path.iterdir())) == 5
-    theirs = {f"weights.{name}": torch.zeros_like(tensor) for name, tensor in found.weights.items()}
+    tensors = {f"weights.{name}": torch.zeros_like(tensor) for name, tensor in loaded.weights.items()}
     with pytest.warns(UserWarning, match="single process"):
-        load(theirs, storage_reader=HuggingFaceStorageReader(path=str(path)), no_dist=True)
-    assert len(theirs) > 10
-    for name, tensor in found.weights.items():
-        assert torch.equal(theirs[f"weights.{name}"], tensor)
+        load(tensors, storage_reader=HuggingFaceStorageReader(path=str(path)), no_dist=True)
+    assert len(tensors) > 10
+    for name, tensor in loaded.weights.items():
+        assert torch.equal(tensors[f"weights.{name}"], tensor)
 
 
-@pytest.mark.parametrize("damage", ["flipped", "missing", "pickle", "stranger"])
+@pytest.mark.parametrize("damage", ["flipped", "missing", "pickle", "unexpected"])
 def test_a_damaged_shard_is_detected_and_the_previous_checkpoint_is_used(
     pair: Pair, tmp_path: Path, damage: str
 ) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(pair.place / "fewer-fsdp", folder)
+    shutil.copytree(pair.folder / "two-to-one-fsdp", folder)
     before, newest = checkpoint.find(folder)
-    piece = newest / "shard-00002-model-00001-of-00002.safetensors"
-    content = bytearray(piece.read_bytes())
+    shard = newest / "shard-00002-model-00001-of-00002.safetensors"
+    content = bytearray(shard.read_bytes())
     if damage == "missing":
-        piece.unlink()
-    elif damage == "stranger":
-        piece = newest / "shard-00003-model-00001-of-00002.safetensors"
-        piece.write_bytes(content)
+        shard.unlink()
+    elif damage == "unexpected":
+        shard = newest / "shard-00003-model-00001-of-00002.safetensors"
+        shard.write_bytes(content)
     else:
         content[len(content) // 2] ^= 1
-        piece.write_bytes(b"\x80\x04\x95" + content if damage == "pickle" else content)
+        shard.write_bytes(b"\x80\x04\x95" + content if damage == "pickle" else content)
     loaded = load_run(folder)
     assert loaded.step == int(before.name[5:]) == 2
-    assert str(piece) in loaded.notices[0]
+    assert str(shard) in loaded.notices[0]

@@ -1,4 +1,4 @@
-"""Queries and keys with a rate of their own in a training run."""
+"""Training with a separate learning rate for queries and keys."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from qkflow.training.step import Learner
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
-    build.load()  # from the suite's own cache, where they may be built already
+    build.load()  # from the cache of the test suite
 
 
 def learner(config: Any, corpus: Any) -> Learner:
-    made = Learner(config, open_objective(config), torch.device("cpu"))
+    perturbed = Learner(config, open_objective(config), torch.device("cpu"))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in made.model.parameters():  # at the start, nothing passes the branches
+        for parameter in perturbed.model.parameters():  # branches are zero at initialization
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return made
+    return perturbed
 
 
 def after(config: Any, corpus: Any, steps: int) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    made = learner(config, corpus)
-    records = [made.train_step(lambda: False) for _ in range(steps)]
-    return records, made.model.state_dict()
+    perturbed = learner(config, corpus)
+    records = [perturbed.train_step(lambda: False) for _ in range(steps)]
+    return records, perturbed.model.state_dict()
 
 
 def test_only_queries_and_keys_move_r_times_as_far(configure: Any, corpus: Any) -> None:
@@ -74,8 +74,8 @@ def test_a_ratio_multiplies_the_rates_of_a_mechanism(configure: Any, spec: str) 
     groups = build_optimizer(model, config).param_groups
     listed = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(listed) == sorted(map(id, model.parameters()))
-    said = {id(m.get_parameter(name)) for m in model.mechanisms for name in m.circuits().qk}
-    assert {id(p) for group in groups if group["circuit"] == "qk" for p in group["params"]} == said
+    declared = {id(m.get_parameter(name)) for m in model.mechanisms for name in m.circuits().qk}
+    assert {id(p) for group in groups if group["circuit"] == "qk" for p in group["params"]} == declared
     param_options, names = model.param_options(), {id(p): name for name, p in model.named_parameters()}
     for group in groups:
         rates = {param_options[names[id(p)]].rate if names[id(p)] in param_options else 1.0 for p in group["params"]}
@@ -88,11 +88,11 @@ def test_a_model_without_queries_and_keys_is_refused(configure: Any) -> None:
 
 
 def test_a_run_with_a_growing_ratio_resumes_bit_for_bit(
-    configure: Any, begun: Callable[..., Path], tmp_path: Path
+    configure: Any, stopped_run: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = configure(qk_ratio=2.0, qk_growth=6.0)
     whole = train(config, tmp_path / "whole")
-    begun(config, tmp_path / "cut", 2)
+    stopped_run(config, tmp_path / "cut", 2)
     train(None, tmp_path / "cut", resume=True)
     assert (tmp_path / "cut" / "weights.safetensors").read_bytes() == (
         whole.folder / "weights.safetensors"

@@ -1,4 +1,4 @@
-"""Accuracy cell by cell, its interval, and the file that keeps it."""
+"""Accuracy by cell, its interval, and its file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qkflow.training.recall import GRADED
 
 
 def evaluated(*rows: tuple[int, int, int, int, int]) -> Evaluation:
-    """An evaluation of instances with pairs, length, depth, questions and right answers."""
+    """Return an evaluation of instances with pairs, length, depth, questions and correct answers."""
     return Evaluation(np.ones(len(rows), DOCUMENT), np.array(list(rows), GRADED))
 
 
@@ -30,8 +30,10 @@ def test_instances_are_counted_per_cell() -> None:
     assert [(cell.pairs, cell.length, cell.depth) for cell in cells] == [(4, 64, None), (8, 64, None)]
     assert [(cell.instances, cell.questions, cell.right) for cell in cells] == [(2, 8, 5), (2, 16, 12)]
     assert [cell.squares for cell in cells] == pytest.approx([1 + 1 / 16, 1 / 4 + 1])
-    places = [(cell.length, cell.depth) for cell in by_cell(evaluated((-1, 512, 0, 1, 1), (-1, 256, 100, 1, 1)))]
-    assert places == [(256, 100), (512, 0)]
+    lengths_and_depths = [
+        (cell.length, cell.depth) for cell in by_cell(evaluated((-1, 512, 0, 1, 1), (-1, 256, 100, 1, 1)))
+    ]
+    assert lengths_and_depths == [(256, 100), (512, 0)]
     assert by_cell(Evaluation(np.ones(3, DOCUMENT))) == ()
 
 
@@ -42,11 +44,11 @@ def test_one_question_per_instance_gives_wilsons_interval() -> None:
 
 
 def test_correlated_questions_widen_the_interval() -> None:
-    apart, joined = cell_of([4] * 50, 8), cell_of([8] * 25 + [0] * 25, 8)
-    assert apart.accuracy == joined.accuracy == 0.5
+    spread, joined = cell_of([4] * 50, 8), cell_of([8] * 25 + [0] * 25, 8)
+    assert spread.accuracy == joined.accuracy == 0.5
     assert joined.interval == pytest.approx(cell_of([1] * 25 + [0] * 25, 1).interval, abs=0.005)
-    assert joined.high - joined.low > 2 * (apart.high - apart.low)
-    assert cell_of([8] * 50, 8).interval == cell_of([1] * 50, 1).interval  # all right: how alike they are is not known
+    assert joined.high - joined.low > 2 * (spread.high - spread.low)
+    assert cell_of([8] * 50, 8).interval == cell_of([1] * 50, 1).interval  # all correct: their correlation is unknown
 
 
 @pytest.mark.parametrize(
@@ -54,12 +56,12 @@ def test_correlated_questions_widen_the_interval() -> None:
     [(0.5, 0.7, 60), (20.0, 0.7, 60), (1.0, 0.95, 60), (2.0, 0.6, 5), (1.0, 0.7, 10)],
 )
 def test_the_interval_has_its_nominal_coverage(alike: float, accuracy: float, instances: int) -> None:
-    """Instances differ in how hard they are; the smaller `alike`, the more their questions share a fate."""
+    """Instances differ in difficulty: the smaller `alike`, the more correlated the questions of an instance."""
     generator = np.random.default_rng(0)
     parts = generator.beta(accuracy * alike, (1 - accuracy) * alike, (600, instances))
     rights = generator.binomial(8, parts)
-    held = [cell.low <= accuracy <= cell.high for cell in (cell_of(row.tolist(), 8) for row in rights)]
-    assert 0.9 <= np.mean(held) <= 0.98  # counting every question as independent, 0.6 at the first
+    is_covered = [cell.low <= accuracy <= cell.high for cell in (cell_of(row.tolist(), 8) for row in rights)]
+    assert 0.9 <= np.mean(is_covered) <= 0.98  # with independent questions, the first would be 0.6
 
 
 @given(rights=st.lists(st.integers(0, 6), min_size=1, max_size=8))

@@ -1,4 +1,4 @@
-"""Evaluation on a task: what is scored, and what counts as right."""
+"""Evaluation on recall tasks: scored tokens and correct answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END = WORDS
 
 
 def split_of(*lengths: int, widest: int = 3) -> Split:
-    """Instances of some lengths with two answers of one to `widest` tokens each."""
+    """Return instances of several lengths with two answers of one to `widest` tokens each."""
     generator = np.random.default_rng(sum(lengths))
     tokens, spans, answers, sizes = [END], [], [], []
     for length in lengths:
@@ -50,12 +50,12 @@ def decoder(mechanism: str = "standard") -> Decoder:
     model = Decoder(DecoderConfig(**shape))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(std=0.4)  # at the start, layers hardly see anything
+            parameter.normal_(std=0.4)  # blocks are nearly zero at initialization
     return model.eval()
 
 
 def learn(model: Decoder, split: Split, steps: int) -> None:
-    """Learn the answers of a split by heart, some of them."""
+    """Memorize some answers of a split."""
     held_out = HeldOutSplit(split, context=8)
     examples, mask = held_out.examples(held_out.windows, max(window.length for window in held_out.windows))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -97,10 +97,10 @@ def test_a_question_is_correct_iff_greedy_decoding_gives_its_answer(mechanism: s
         for owner, first in zip(owners, split.answers[:, 0], strict=True)
     ]
     written = generate(model, prompts, tokens=3, sampling=Sampling(temperature=0.0))
-    wanted = [split.tokens[first:last].tolist() for first, last in split.answers]
-    same = [row[: len(answer)] == answer for row, answer in zip(written, wanted, strict=True)]
+    expected = [split.tokens[first:last].tolist() for first, last in split.answers]
+    same = [row[: len(answer)] == answer for row, answer in zip(written, expected, strict=True)]
     right = np.bincount(owners, weights=same).astype(int)
-    assert {len(answer) for answer, found in zip(wanted, same, strict=True) if found} == {1, 2, 3}
+    assert {len(answer) for answer, is_same in zip(expected, same, strict=True) if is_same} == {1, 2, 3}
     assert result.cells is not None
     assert result.cells["right"].tolist() == right.tolist()
     assert set(right.tolist()) == {0, 1, 2}
@@ -109,7 +109,7 @@ def test_a_question_is_correct_iff_greedy_decoding_gives_its_answer(mechanism: s
 
 
 def test_a_partly_correct_answer_is_wrong() -> None:
-    """Whatever is asked, the model fragment the word it fragment most: of two different words, it has one at most."""
+    """A model that always predicts the same word has at most one of two different answers."""
     model = decoder()
     with torch.no_grad():
         for block in model.blocks:

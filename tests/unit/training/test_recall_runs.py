@@ -1,4 +1,4 @@
-"""A run on a task: what it learns from, what it leaves, and how it is resumed."""
+"""Runs on recall tasks: training, files and resuming."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_micro_batches_with_unequal_numbers_of_answers_sum_to_the_whole_batch(
     task_configure: Any, accumulate: int
 ) -> None:
     whole, parts = (learner_of(task_configure(accumulate=n, batch=8, clip=None)) for n in (1, accumulate))
-    given = get_batch(whole.objective.corpus.train, seed=0, step=0, batch_size=8, context=16)
-    assert given.scored is not None
-    assert len({int(mask.sum()) for mask in np.split(given.scored, accumulate)}) > 1
+    batch = get_batch(whole.objective.corpus.train, seed=0, step=0, batch_size=8, context=16)
+    assert batch.scored is not None
+    assert len({int(mask.sum()) for mask in np.split(batch.scored, accumulate)}) > 1
     one, other = whole.train_step(lambda: False), parts.train_step(lambda: False)
     assert one["batch"] == other["batch"]
     assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
@@ -57,7 +57,7 @@ def test_a_delta_memory_learns_to_recall(task_configure: Any) -> None:
         learner.train_step(lambda: False)
     accuracy = learner.evaluate(learner.objective.validation(None), lambda: False).accuracy
     assert accuracy is not None
-    assert accuracy > 0.85  # guessing gives 0.25, one of the two values of an instance 0.63
+    assert accuracy > 0.85  # chance is 0.25; guessing one of the two values of an instance gives 0.63
 
 
 @pytest.mark.parametrize("changes", [{}, {"crossing": False}, {"compile": True}])
@@ -69,8 +69,8 @@ def test_the_loss_is_the_mean_over_answers(
     with torch.no_grad():
         for parameter in learner.model.parameters():
             parameter.normal_(std=0.3)
-    given = get_batch(learner.objective.corpus.train, seed=0, step=0, batch_size=4, context=16)
-    tokens, scored = torch.from_numpy(given.tokens), torch.from_numpy(given.scored)
+    batch = get_batch(learner.objective.corpus.train, seed=0, step=0, batch_size=4, context=16)
+    tokens, scored = torch.from_numpy(batch.tokens), torch.from_numpy(batch.scored)
     with torch.no_grad():
         logits = learner.model(tokens[:, :-1])[0]
         expected = F.cross_entropy(logits[scored], tokens[:, 1:][scored])
@@ -81,7 +81,7 @@ def test_the_loss_is_the_mean_over_answers(
 def test_a_recall_run_evaluates_its_test_grid(task_configure: Any, tmp_path: Path, watcher: Any) -> None:
     config, recorder = task_configure(steps=3, evaluate_every=2), watcher()
     result = train(config, tmp_path / "run", callbacks=[recorder])
-    assert len(recorder.notices) == 1  # answering can take a while
+    assert len(recorder.notices) == 1  # answering is slow
     assert recorder.notices[0].startswith("evaluating the 12 test instances of mqar")
     records = [record for record in figures(tmp_path / "run") if record["kind"] == "eval"]
     assert [record["step"] for record in records] == [0, 2, 3]
@@ -95,10 +95,10 @@ def test_a_recall_run_evaluates_its_test_grid(task_configure: Any, tmp_path: Pat
     assert recall.cells == by_cell(evaluate(loaded.model, corpus.test, context=16))
 
 
-def test_a_stopped_recall_run_resumes_bit_for_bit(task_configure: Any, tmp_path: Path, begun: Any) -> None:
+def test_a_stopped_recall_run_resumes_bit_for_bit(task_configure: Any, tmp_path: Path, stopped_run: Any) -> None:
     config = task_configure(steps=6, evaluate_every=2, model={"dropout": 0.2, "layers": 1})
     train(config, tmp_path / "whole")
-    train(None, begun(config, tmp_path / "run", 3), resume=True)
+    train(None, stopped_run(config, tmp_path / "run", 3), resume=True)
     for name in FILES:
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert figures(tmp_path / "run") == figures(tmp_path / "whole")
@@ -147,7 +147,7 @@ def test_missing_result_files_of_a_finished_run_are_restored(
             ("evaluate", 4),
             ("end", 4),
         ]
-        assert len(recorder.notices) == (name == "recall.json")  # only then are questions answered again
+        assert len(recorder.notices) == (name == "recall.json")  # only then are questions graded again
         assert [(folder / file).read_bytes() for file in FILES] == before
     assert (folder / "metrics.jsonl").read_bytes() == metrics
 
@@ -183,20 +183,20 @@ def test_a_budget_includes_the_test_evaluation(task_configure: Any, monkeypatch:
 def test_test_speed_is_measured_on_instances_of_every_length(
     task_configure: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, now = [], [0.0]
+    calls, clock = [], [0.0]
 
     class Timed(Learner):
-        """A second for each evaluation of validation instances, a hundred for one of test instances."""
+        """Evaluating a validation instance takes one second, a test instance a hundred."""
 
         def evaluate(self, held_out: Any, should_stop: Any) -> Any:
             is_test = held_out.split is self.objective.corpus.test  # type: ignore[attr-defined]
-            now[0] += 100 if is_test else 1
+            clock[0] += 100 if is_test else 1
             if is_test:
-                asked.append({window.length for window in held_out.windows})
+                calls.append({window.length for window in held_out.windows})
 
     monkeypatch.setattr(budget, "Learner", Timed)
-    monkeypatch.setattr(budget.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(budget.time, "perf_counter", lambda: clock[0])
     spec = "s-niah-1:length=64,lengths=64+512,depths=0+100,train=40,validation=8,each=4"
     speed = budget.measure_speed(task_configure(spec=spec, evaluate_batch=2, batch=4), 0.0)
-    assert asked == [{64, 512}]
+    assert calls == [{64, 512}]
     assert (speed.token, speed.answer) == (1 / 128, 100 / 576)

@@ -1,4 +1,4 @@
-"""The run folder: what may begin, go on or be loaded in it, and what is refused."""
+"""The run folder: starting, resuming, loading, and errors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_a_folder_in_use_is_refused(configure: Any, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lock"]
 
 
-def test_a_folder_that_holds_a_run_is_refused(configure: Any, tmp_path: Path, begun: Any) -> None:
-    begun(configure(), tmp_path / "run", 1)
+def test_a_folder_that_holds_a_run_is_refused(configure: Any, tmp_path: Path, stopped_run: Any) -> None:
+    stopped_run(configure(), tmp_path / "run", 1)
     with pytest.raises(UsageError, match="already holds a run: use `qkflow train --resume"):
         train(configure(), tmp_path / "run")
     (tmp_path / "file").touch()
@@ -43,8 +43,8 @@ def test_resuming_needs_a_run_and_starting_needs_a_config(configure: Any, tmp_pa
         train(None, tmp_path / "none")
 
 
-def test_another_config_is_refused(configure: Any, tmp_path: Path, begun: Any) -> None:
-    folder = begun(configure(), tmp_path / "run", 1)
+def test_another_config_is_refused(configure: Any, tmp_path: Path, stopped_run: Any) -> None:
+    folder = stopped_run(configure(), tmp_path / "run", 1)
     with pytest.raises(UsageError, match="the config differs from that of"):
         train(configure(lr=1e-4), folder, resume=True)
     data = json.loads((folder / "config.json").read_text())
@@ -59,10 +59,10 @@ def test_another_config_is_refused(configure: Any, tmp_path: Path, begun: Any) -
         train(None, folder, resume=True)
 
 
-def test_changed_data_is_refused(configure: Any, texts: Path, tmp_path: Path, begun: Any) -> None:
+def test_changed_data_is_refused(configure: Any, texts: Path, tmp_path: Path, stopped_run: Any) -> None:
     shutil.copytree(texts, tmp_path / "texts")
     config = dataclasses.replace(configure(), data=CorpusConfig(source=str(tmp_path / "texts")))
-    folder = begun(config, tmp_path / "run", 1)
+    folder = stopped_run(config, tmp_path / "run", 1)
     (tmp_path / "texts" / "1.txt").write_text("something else " * 30)
     with pytest.raises(UsageError, match=r"has changed since"):
         train(None, folder, resume=True)
@@ -84,8 +84,10 @@ def test_settings_that_do_not_fit_the_corpus_are_refused_without_creating_a_fold
     assert not (tmp_path / "run").exists()
 
 
-def test_load_run_reads_final_weights_or_the_latest_checkpoint(configure: Any, tmp_path: Path, begun: Any) -> None:
-    folder = begun(configure(), tmp_path / "run", 2)
+def test_load_run_reads_final_weights_or_the_latest_checkpoint(
+    configure: Any, tmp_path: Path, stopped_run: Any
+) -> None:
+    folder = stopped_run(configure(), tmp_path / "run", 2)
     loaded = load_run(folder)
     assert (loaded.step, loaded.finished, loaded.notices, loaded.model.training) == (2, False, (), False)
     train(None, folder, resume=True)
@@ -96,13 +98,13 @@ def test_load_run_reads_final_weights_or_the_latest_checkpoint(configure: Any, t
     assert (loaded.step, loaded.finished, len(loaded.notices)) == (4, False, 1)
 
 
-def test_load_run_refuses_other_files(configure: Any, tmp_path: Path, begun: Any) -> None:
+def test_load_run_refuses_other_files(configure: Any, tmp_path: Path, stopped_run: Any) -> None:
     torch.save({"a": torch.zeros(3)}, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match="can run code when it is opened"):
         load_run(tmp_path / "model.pt")
     with pytest.raises(UsageError, match="holds no run"):
         load_run(tmp_path)
-    folder = begun(configure(), tmp_path / "run", 1)
+    folder = stopped_run(configure(), tmp_path / "run", 1)
     shutil.rmtree(folder / "checkpoints")
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         load_run(folder)
@@ -117,8 +119,8 @@ def test_pickled_documents_are_refused(configure: Any, tmp_path: Path) -> None:
     assert file.read_bytes() == whole
 
 
-def test_temporary_files_of_a_killed_process_are_removed(configure: Any, tmp_path: Path, begun: Any) -> None:
-    folder = begun(configure(), tmp_path / "run", 1)
+def test_temporary_files_of_a_killed_process_are_removed(configure: Any, tmp_path: Path, stopped_run: Any) -> None:
+    folder = stopped_run(configure(), tmp_path / "run", 1)
     (folder / "checkpoints" / ".step-00000002.77.tmp").mkdir()
     (folder / ".weights.safetensors.77.tmp").touch()
     train(None, folder, resume=True)

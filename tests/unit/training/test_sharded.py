@@ -1,4 +1,4 @@
-"""Pieces of tensors: put together by anyone, and refused where they do not fit."""
+"""Shards of tensors are assembled for any number of processes, and refused if they do not fit."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ WHOLE = torch.arange(12.0).reshape(6, 2)
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], offsets: Any) -> Path:
-    places = (
-        {name: {"saved_offsets": place} for name, place in offsets.items()} if isinstance(offsets, dict) else offsets
+    metadata = (
+        {name: {"saved_offsets": offset} for name, offset in offsets.items()} if isinstance(offsets, dict) else offsets
     )
-    save_file(dict(tensors), path, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
+    save_file(dict(tensors), path, metadata={"DCP_SHARDING_INFO": json.dumps(metadata)})
     return path
 
 
 def shards(folder: Path, cuts: list[tuple[int, int]]) -> list[Path]:
-    """The rows of `WHOLE` in pieces, as they are cut."""
+    """The rows of `WHOLE` in shards."""
     return [
         write(folder / f"{number}.safetensors", {"weights.a": WHOLE[first:last].clone()}, {"weights.a": [first, 0]})
         for number, (first, last) in enumerate(cuts)
@@ -46,9 +46,9 @@ def shards(folder: Path, cuts: list[tuple[int, int]]) -> list[Path]:
 
 @pytest.mark.parametrize("cuts", [[(0, 6)], [(3, 6), (0, 3)], [(0, 1), (1, 2), (2, 6)], [(0, 6), (6, 6)]])
 def test_shards_of_any_size_are_assembled(tmp_path: Path, cuts: list[tuple[int, int]]) -> None:
-    found = ShardedTensors(shards(tmp_path, cuts), "weights")
-    assert list(found) == ["a"]
-    assert torch.equal(found["a"], WHOLE)
+    tensors = ShardedTensors(shards(tmp_path, cuts), "weights")
+    assert list(tensors) == ["a"]
+    assert torch.equal(tensors["a"], WHOLE)
     assert len(ShardedTensors(shards(tmp_path, cuts), "optimizer")) == 0
 
 
@@ -67,7 +67,7 @@ def test_gaps_and_overlaps_are_refused(tmp_path: Path, cuts: list[tuple[int, int
     "offsets",
     [
         *(None, [], "weights.a", {"b": [0, 0]}),
-        *({"weights.a": place} for place in (None, [0], [0, 1], [-1, 0], ["0", 0], [0.0, 0])),
+        *({"weights.a": offset} for offset in (None, [0], [0, 1], [-1, 0], ["0", 0], [0.0, 0])),
     ],
 )
 def test_a_header_without_the_position_of_a_shard_is_refused(tmp_path: Path, offsets: Any) -> None:
@@ -132,11 +132,11 @@ def test_a_full_disk_at_any_call_keeps_the_previous_sharded_checkpoint(
             save(3)
         except DiskError:
             refusals += 1
-        found, refused = checkpoint.load_latest(tmp_path)
-        assert found is not None
-        assert found.step in (2, 3)  # in place, and only the list of names not yet on the disk
+        tensors, refused = checkpoint.load_latest(tmp_path)
+        assert tensors is not None
+        assert tensors.step in (2, 3)  # the files are in place, but the manifest is not written
         assert refused == {}
-        assert torch.equal(found.weights["a"], WHOLE + found.step)
+        assert torch.equal(tensors.weights["a"], WHOLE + tensors.step)
         assert not list((tmp_path / "checkpoints").glob(".*"))
         shutil.rmtree(tmp_path / "checkpoints" / "step-00000003", ignore_errors=True)
     assert refusals >= 6

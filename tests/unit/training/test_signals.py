@@ -1,4 +1,4 @@
-"""Being asked to stop."""
+"""Stop signals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_second_signal_ends_the_process_at_once(number: signal.Signals) -> N
     code = (
         "import os, sys, signal\n"
         "from importlib.util import module_from_spec, spec_from_file_location\n"
-        "spec = spec_from_file_location('signals', sys.argv[1])\n"  # the file alone: importing torch takes seconds
+        "spec = spec_from_file_location('signals', sys.argv[1])\n"  # not the package: importing torch is slow
         "module = module_from_spec(spec)\n"
         "spec.loader.exec_module(module)\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -47,7 +47,7 @@ def test_the_second_signal_ends_the_process_at_once(number: signal.Signals) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_patient_process_ignores_the_second_signal(number: signal.Signals) -> None:
-    """From whoever signals a whole job, and once more from torchrun, which passes it on."""
+    """A scheduler signals all processes, and torchrun forwards the signal again."""
     with stop_on_signals(patient=True) as stop:
         for _ in range(3):
             os.kill(os.getpid(), number)
@@ -56,16 +56,16 @@ def test_a_patient_process_ignores_the_second_signal(number: signal.Signals) -> 
 
 def test_no_handlers_are_installed_outside_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    seen = []
+    received = []
 
     def look() -> None:
         with stop_on_signals() as stop:
-            seen.append((stop(), signal.getsignal(signal.SIGTERM)))
+            received.append((stop(), signal.getsignal(signal.SIGTERM)))
 
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    assert seen == [(False, before)]
+    assert received == [(False, before)]
 
 
 def test_an_ignored_signal_stays_ignored() -> None:

@@ -1,4 +1,4 @@
-"""One step of training."""
+"""Training steps."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def test_accumulated_micro_batches_equal_the_whole_batch(configure: Any, corpus:
         records = [learner.train_step(lambda: False) for _ in range(3)]
         models.append((records, learner.model))
     for records, model in models[1:]:
-        for one, other in zip(models[0][0], records, strict=True):
-            assert one["batch"] == other["batch"]
-            assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-            assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-        for one, other in zip(models[0][1].parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+        for expected, actual in zip(models[0][0], records, strict=True):
+            assert expected["batch"] == actual["batch"]
+            assert expected["loss"] == pytest.approx(actual["loss"], rel=1e-5)
+            assert expected["grad_norm"] == pytest.approx(actual["grad_norm"], rel=1e-4)
+        for expected, actual in zip(models[0][1].parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(expected, actual, rtol=1e-3, atol=1e-4)
 
 
 def test_without_crossing_a_document_does_not_see_the_previous_one(configure: Any, corpus: Any) -> None:
-    def loss_of_the_second(crossing: bool, first: int) -> float:
+    def second_loss(crossing: bool, first: int) -> float:
         learner = make_learner(configure(crossing=crossing))
         window = torch.tensor([[first, first, corpus.end, 97, 98, 97, 98]])
         torch.manual_seed(0)
         with torch.no_grad():
             for parameter in learner.model.parameters():
-                parameter.normal_(std=0.3)  # at the start, layers hardly see anything
+                parameter.normal_(std=0.3)  # blocks are nearly zero at initialization
             losses = []
             for tokens in (window, window[:, :3]):
                 starts = None if crossing else tokens[:, :-1] == corpus.end
@@ -47,8 +47,8 @@ def test_without_crossing_a_document_does_not_see_the_previous_one(configure: An
                 losses.append(learner.objective.loss(learner.module, examples))
             return float(losses[0] * 6 - losses[1] * 2)
 
-    assert loss_of_the_second(False, 97) == pytest.approx(loss_of_the_second(False, 120), abs=1e-5)
-    assert loss_of_the_second(True, 97) != pytest.approx(loss_of_the_second(True, 120), abs=1e-5)
+    assert second_loss(False, 97) == pytest.approx(second_loss(False, 120), abs=1e-5)
+    assert second_loss(True, 97) != pytest.approx(second_loss(True, 120), abs=1e-5)
 
 
 def test_gradients_are_clipped_to_the_maximum_norm(configure: Any, corpus: Any) -> None:

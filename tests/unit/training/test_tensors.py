@@ -1,4 +1,4 @@
-"""Tensors on disk: what is written comes back, and nothing else is ever opened."""
+"""Tensors on disk: saving and loading are exact, and other files are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qkflow.training.tensors import load_model_tensors, load_tensors, model_tens
 
 
 class Payload:
-    """Unpickling it leaves a file behind."""
+    """Its pickle creates a file when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,7 +48,7 @@ def test_a_hostile_file_is_refused_without_running_it(tmp_path: Path, kind: str,
         load_tensors(tmp_path / name)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "it ran").exists()
-    if kind not in ("pickle 0", "pickle 1"):  # those two have no mark of their own
+    if kind not in ("pickle 0", "pickle 1"):  # these two formats have no magic number
         assert "can run code when it is opened" in str(caught.value)
 
 
@@ -62,10 +62,10 @@ def test_saved_tensors_are_loaded_with_type_and_shape(tmp_path: Path) -> None:
         "whole": torch.arange(4),
     }
     save_tensors(tmp_path / "t.safetensors", tensors)
-    found = load_tensors(tmp_path / "t.safetensors")
-    assert found.keys() == tensors.keys()
+    loaded = load_tensors(tmp_path / "t.safetensors")
+    assert loaded.keys() == tensors.keys()
     assert all(
-        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items()
+        torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype for name, tensor in tensors.items()
     )
 
 
@@ -82,21 +82,21 @@ def test_any_altered_byte_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     save_tensors(path, {"a": torch.arange(64.0)})
     whole = path.read_bytes()
-    for place in range(len(whole) - 256, len(whole), 5):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+    for position in range(len(whole) - 256, len(whole), 5):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :])
         with pytest.raises(CheckpointError, match="altered"):
             load_tensors(path)
 
 
 def test_a_header_whose_length_looks_like_a_pickle_is_still_read(tmp_path: Path) -> None:
-    """The first byte of a safetensors file is part of a length: 0x80 is as good as any, and so is `PK`."""
-    seen = set()
+    """A safetensors file starts with a length, which may look like a pickle (0x80) or a zip file (`PK`)."""
+    errors = set()
     for count in range(1, 64):
         path = tmp_path / f"{count}"
         save_tensors(path, {f"{i:04d}": torch.zeros(1) for i in range(count)})
-        seen.add(path.read_bytes()[0])
+        errors.add(path.read_bytes()[0])
         assert len(load_tensors(path)) == count
-    assert 0x80 in seen
+    assert 0x80 in errors
 
 
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:

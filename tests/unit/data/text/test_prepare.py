@@ -101,8 +101,8 @@ def test_equal_lines_are_in_one_split(tmp_path: Path) -> None:
     rows = [json.dumps({"text": f"line {number % 200}"}) for number in range(600)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     corpus = open_corpus(config(tmp_path / "a.jsonl"))
-    seen = [set(texts(corpus, split)) for split in splits(corpus).values()]
-    assert sum(map(len, seen)) == len(set.union(*seen)) == 200
+    documents = [set(texts(corpus, split)) for split in splits(corpus).values()]
+    assert sum(map(len, documents)) == len(set.union(*documents)) == 200
     assert sum(len(split.documents) for split in splits(corpus).values()) == 600
 
 

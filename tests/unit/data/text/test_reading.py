@@ -44,9 +44,9 @@ def test_lines_of_a_compressed_file(tmp_path: Path) -> None:
 
 
 def test_folder_yields_text_files_in_path_order(tmp_path: Path) -> None:
-    wanted = ["b/c.md", "b.txt", "a.py", "z.jsonl.gz", "b/README"]
+    expected = ["b/c.md", "b.txt", "a.py", "z.jsonl.gz", "b/README"]
     others = [".hidden.txt", ".git/config.txt", "picture.png", "b/data.csv", "b/__pycache__/x.pyc"]
-    for name in wanted + others:
+    for name in expected + others:
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(gzip.compress(b"text") if name.endswith(".gz") else b"text")
     junk = {"__MACOSX/one.txt": b"x", "in/.one.txt": b"x"}

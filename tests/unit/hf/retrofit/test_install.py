@@ -51,9 +51,9 @@ def test_a_drift_equals_adding_key_rows_to_query_rows(models: Any, kind: str) ->
                 parameter.fill_(0.7)
         for layer in plain.modules():
             _add_keys_to_queries(layer, 0.7)
-    want = plain(tokens).logits
-    assert_close(model(tokens).logits, want, rtol=1e-10, atol=1e-10)
-    assert (want - models(kind, dtype=torch.float64)(tokens).logits).abs().max() > 1e-3
+    expected = plain(tokens).logits
+    assert_close(model(tokens).logits, expected, rtol=1e-10, atol=1e-10)
+    assert (expected - models(kind, dtype=torch.float64)(tokens).logits).abs().max() > 1e-3
 
 
 def _add_keys_to_queries(layer: Any, step: float) -> None:
@@ -79,15 +79,15 @@ def _add_keys_to_queries(layer: Any, step: float) -> None:
 
 def test_the_coupling_comes_before_query_and_key_norms(models: Any) -> None:
     model = models.randomise_couplings(retrofit(models("qwen3")))
-    layer, seen = model.model.layers[0].self_attn, {}
+    layer, captured = model.model.layers[0].self_attn, {}
     for name in ("q_norm", "k_norm", "q_proj", "k_proj"):
         getattr(layer, name).register_forward_hook(
-            lambda _, args, out, name=name: seen.update({name: (args[0] if "norm" in name else out)})
+            lambda _, args, out, name=name: captured.update({name: (args[0] if "norm" in name else out)})
         )
     model(models.tokens())
-    q, k = (seen[name].unflatten(-1, (-1, 8)) for name in ("q_proj", "k_proj"))
-    assert_close((seen["q_norm"], seen["k_norm"]), layer.coupling(q, k), rtol=0, atol=0)
-    assert (seen["q_norm"] - q).abs().max() > 0.1
+    q, k = (captured[name].unflatten(-1, (-1, 8)) for name in ("q_proj", "k_proj"))
+    assert_close((captured["q_norm"], captured["k_norm"]), layer.coupling(q, k), rtol=0, atol=0)
+    assert (captured["q_norm"] - q).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(
@@ -143,11 +143,11 @@ def test_checkpointing_gives_the_same_gradients_to_every_parameter(models: Any, 
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         model(tokens, labels=tokens, use_cache=False).loss.backward()
-    for (name, one), (_, two) in zip(stored.named_parameters(), again.named_parameters(), strict=True):
-        assert one.grad is not None, name
-        assert two.grad is not None, name
-        assert_close(two.grad, one.grad, rtol=1e-10, atol=1e-12)
-        assert ".coupling." not in name or one.grad.abs().max() > 0, name
+    for (name, original), (_, reloaded) in zip(stored.named_parameters(), again.named_parameters(), strict=True):
+        assert original.grad is not None, name
+        assert reloaded.grad is not None, name
+        assert_close(reloaded.grad, original.grad, rtol=1e-10, atol=1e-12)
+        assert ".coupling." not in name or original.grad.abs().max() > 0, name
 
 
 def test_a_step_size_of_zero_has_a_gradient(models: Any) -> None:
@@ -208,11 +208,11 @@ def test_cross_attention_is_not_coupled(models: Any) -> None:
 
 def test_copies_keep_the_coupling_and_share_no_weights(models: Any) -> None:
     model, tokens = models.randomise_couplings(retrofit(models("llama"))), models.tokens()
-    want = model(tokens).logits
+    expected = model(tokens).logits
     twins = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     models.randomise_couplings(model, scale=0.0)
     for twin in twins:
-        assert_close(twin(tokens).logits, want, rtol=0, atol=0)
+        assert_close(twin(tokens).logits, expected, rtol=0, atol=0)
 
 
 def test_attentions_are_returned(models: Any) -> None:
@@ -234,9 +234,9 @@ def test_autocast_runs_the_coupling(models: Any) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_coupled_model_is_one_graph(models: Any, kind: str) -> None:
     model, tokens = models.randomise_couplings(retrofit(models(kind))), models.tokens()
-    want = model(tokens, use_cache=False).logits
+    expected = model(tokens, use_cache=False).logits
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert_close(compiled(tokens, use_cache=False).logits, want, rtol=1e-5, atol=1e-5)
+    assert_close(compiled(tokens, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_coupling_that_is_not_the_identity_or_cannot_train_is_refused(models: Any) -> None:

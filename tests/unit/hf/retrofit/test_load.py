@@ -83,8 +83,8 @@ def _truncate(folder: Path) -> None:
 
 def _remove_coupling(folder: Path) -> None:
     path = folder / "model.safetensors"
-    kept = {name: tensor for name, tensor in safetensors.load_file(path).items() if "coupling" not in name}
-    safetensors.save_file(kept, path, metadata={"format": "pt"})
+    without_coupling = {name: tensor for name, tensor in safetensors.load_file(path).items() if "coupling" not in name}
+    safetensors.save_file(without_coupling, path, metadata={"format": "pt"})
 
 
 def _replace_by_link(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of the delta rule share: its forms, arguments for them, all that comes of a call, and a comparison."""
+"""Helpers for tests of the delta rule: backends, inputs, results and comparisons."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from torch.nn.functional import normalize
 from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import BACKENDS, delta_rule
 
-Case = dict[str, Tensor]
-Form = Callable[..., tuple[Tensor, Tensor]]
-FORMS = tuple(name for name in BACKENDS if name != "triton")
-"""Those that know float64 and run anywhere; `test_triton.py` is about the other one."""
+Inputs = dict[str, Tensor]
+Rule = Callable[..., tuple[Tensor, Tensor]]
+CPU_BACKENDS = tuple(name for name in BACKENDS if name != "triton")
+"""Backends that support float64 and run on any machine; `test_triton.py` tests the other one."""
 
 
-def _able(name: str) -> str:
+def _skip_if_missing(name: str) -> str:
     if name == "cpu" and build.load_error() is not None:
         pytest.skip(str(build.load_error()))
     return name
 
 
-@pytest.fixture(scope="session", params=FORMS)
+@pytest.fixture(scope="session", params=CPU_BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
-    """Every form that can run here."""
-    return _able(request.param)
+    """Every backend that can run on this machine."""
+    return _skip_if_missing(request.param)
 
 
-@pytest.fixture(scope="session", params=[name for name in FORMS if name != "naive"])
+@pytest.fixture(scope="session", params=[name for name in CPU_BACKENDS if name != "naive"])
 def fast(request: pytest.FixtureRequest) -> str:
-    """Every form but the one they are held to."""
-    return _able(request.param)
+    """Every backend except the reference."""
+    return _skip_if_missing(request.param)
 
 
-def case(
+def make_inputs(
     t: int,
     *,
     rows: int = 2,
@@ -48,15 +48,15 @@ def case(
     key: int = 4,
     value: int = 3,
     rho: float = 0.0,
-    apart: bool = False,
+    separate: bool = False,
     without: Collection[str] = (),
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
-) -> Case:
-    """Arguments of `delta_rule`, also the optional ones unless it is to be `without` them; queries and keys are units.
+) -> Inputs:
+    """Return arguments of `delta_rule`, except those in `without`; queries and keys are unit vectors.
 
-    With `rho` all queries and keys of a sequence share that much of one direction (or, `apart`, of one for the queries
-    and one for the keys) and every token writes almost all it can: there fast forms lose their digits.
+    With `rho`, all queries and keys of a sequence have a common direction (with `separate`, one for queries and another
+    for keys) and beta is close to 1: the case in which fast implementations lose precision.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -69,12 +69,12 @@ def case(
     common, other = unit(rows, 1, heads, key), unit(rows, 1, heads, key)
     q, k = (
         normalize(rho * direction + (1 - rho) * unit(rows, t, heads, key), dim=-1)
-        for direction in (other if apart else common, common)
+        for direction in (other if separate else common, common)
     )
     beta, lam = noise(rows, t, heads).sigmoid(), noise(rows, t, heads).sigmoid()
     if rho:
         beta, lam = torch.full_like(beta, 0.99), (1.5 * lam).clamp(max=1.0)
-    made = {
+    inputs = {
         "q": q,
         "k": k,
         "v": noise(rows, t, heads, value),
@@ -83,7 +83,7 @@ def case(
         "lam": lam,
         "state": noise(rows, heads, value, key),
     }
-    return {name: x.to(dtype) for name, x in made.items() if name not in without}
+    return {name: x.to(dtype) for name, x in inputs.items() if name not in without}
 
 
 def published(
@@ -96,7 +96,7 @@ def published(
     state: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The equation of the paper with its matrices written out, for tests alone: not a line of it is the package's."""
+    """The equation of the paper with explicit matrices; it uses no code of the package."""
     n, t, h, width = q.shape
     S = q.new_zeros(n, h, v.shape[-1], width) if state is None else state
     outputs = []
@@ -109,21 +109,21 @@ def published(
     return torch.stack(outputs, 1) * (width**-0.5 if scale is None else scale), S
 
 
-def outcome(given: Mapping[str, Tensor], form: Form = delta_rule, **options: object) -> Case:
-    """All that can be right or wrong: outputs `o`, the `final` state, and the gradient of each argument by its name.
+def results(inputs: Mapping[str, Tensor], rule: Rule = delta_rule, **options: object) -> Inputs:
+    """Return the outputs `o`, the `final` state, and the gradient of each argument by its name.
 
-    The gradient is of a random sum of outputs and final state, the same sum for the same shapes.
+    The gradient is that of a weighted sum of outputs and final state, with the same random weights for the same shapes.
     """
-    leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
-    o, final = form(**leaves, **options)
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    o, final = rule(**leaves, **options)
     gradients = torch.autograd.grad((o, final), tuple(leaves.values()), (_weight(o), _weight(final)))
     return {"o": o.detach(), "final": final.detach(), **dict(zip(leaves, gradients, strict=True))}
 
 
 @cache
-def truth(t: int, scale: float | None = None, **options: Any) -> Case:
-    """What comes of `case(t, **options)` by the published equation, in float64; not to be written to."""
-    return outcome({name: x.double() for name, x in case(t, **options).items()}, published, scale=scale)
+def expected(t: int, scale: float | None = None, **options: Any) -> Inputs:
+    """Return the results of `make_inputs(t, **options)` by the published equation in float64. Do not modify them."""
+    return results({name: x.double() for name, x in make_inputs(t, **options).items()}, published, scale=scale)
 
 
 def _weight(x: Tensor) -> Tensor:
@@ -131,17 +131,21 @@ def _weight(x: Tensor) -> Tensor:
     return torch.randn(x.shape, generator=g, dtype=torch.float64).to(x)
 
 
-def agree(got: Mapping[str, Tensor], want: Mapping[str, Tensor], within: float = 1e-10, least: float = 1e-2) -> None:
-    """Every number is right up to `within` of the largest of its tensor, or of `least` where that is larger."""
-    assert got.keys() == want.keys()
-    for name, b in want.items():
-        a, b = got[name].detach().double(), b.detach().double()
+def assert_agree(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-10, min_scale: float = 1e-2
+) -> None:
+    """Check that errors are below `tolerance`, relative to the largest value of each tensor (at least `min_scale`)."""
+    assert actual.keys() == expected.keys()
+    for name, b in expected.items():
+        a, b = actual[name].detach().double(), b.detach().double()
         assert a.shape == b.shape, name
-        off = float((a - b).abs().max()) / max(least, float(b.abs().max())) if a.numel() else 0.0
-        assert off <= within, f"{name} is off by {off:.1e} of its largest value, more than {within:g}"
+        error = float((a - b).abs().max()) / max(min_scale, float(b.abs().max())) if a.numel() else 0.0
+        assert error <= tolerance, f"the relative error of {name} is {error:.1e}, more than {tolerance:g}"
 
 
 @pytest.fixture(scope="session")
-def bench() -> SimpleNamespace:
-    """The helpers of this folder: nothing can be imported from beside a test."""
-    return SimpleNamespace(case=case, published=published, outcome=outcome, truth=truth, agree=agree)
+def helpers() -> SimpleNamespace:
+    """The helpers of this folder as a fixture, because test modules cannot import each other."""
+    return SimpleNamespace(
+        make_inputs=make_inputs, published=published, results=results, expected=expected, assert_agree=assert_agree
+    )

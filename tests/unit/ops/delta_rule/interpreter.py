@@ -1,4 +1,4 @@
-"""Triton's interpreter without what makes it slow: for tests that load this file by its path."""
+"""A faster Triton interpreter. Tests load this file by its path."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """Exchange the language's functions for the interpreter's once, not anew for each function that a kernel calls."""
+    """Patch Triton's functions once instead of for every function that a kernel calls."""
     language = pytest.importorskip("triton.language")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     patch, builder, scopes = interpreter._patch_lang, interpreter.interpreter_builder, {}
 
     def once(function: Any) -> Any:
-        seen = frozenset(id(x) for x in function.__globals__.values() if x is language or x is language.core)
-        if seen not in scopes:
-            scopes[seen] = patch(function)
+        language_ids = frozenset(id(x) for x in function.__globals__.values() if x is language or x is language.core)
+        if language_ids not in scopes:
+            scopes[language_ids] = patch(function)
         return interpreter._LangPatchScope()
 
     unchecked = dataclasses.replace(builder.options, sanitize_overflow=False)

@@ -88,8 +88,8 @@ def test_use_backend_is_restored_after_an_exception() -> None:
     assert choose_backend(CPU) == "cpu"
 
 
-def test_use_backend_selects_the_backend_that_runs(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, backends = bench.case(5), []
+def test_use_backend_selects_the_backend_that_runs(helpers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, backends = helpers.make_inputs(5), []
     run = dispatch._run
 
     def record(*args: Any) -> Any:
@@ -155,11 +155,11 @@ def test_an_unsupported_gpu_falls_back_with_one_warning(
         choose_backend(gpu, "triton")
 
 
-def test_triton_on_a_cpu_requires_the_interpreter(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_on_a_cpu_requires_the_interpreter(helpers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "INTERPRETED", False)
     monkeypatch.setattr(dispatch, "_HAS_TRITON", True)
     with pytest.raises(UsageError, match=r"on a CPU, .*TRITON_INTERPRET=1.*use backend 'chunked'"):
-        delta_rule(**bench.case(3, dtype=torch.float32), backend="triton")
+        delta_rule(**helpers.make_inputs(3, dtype=torch.float32), backend="triton")
 
 
 def test_importing_the_package_does_not_import_triton() -> None:
@@ -168,44 +168,44 @@ def test_importing_the_package_does_not_import_triton() -> None:
 
 
 @pytest.mark.usefixtures("without_kernels")
-def test_the_cpu_backend_without_a_compiler_raises_with_the_reason(bench: Any) -> None:
+def test_the_cpu_backend_without_a_compiler_raises_with_the_reason(helpers: Any) -> None:
     with pytest.raises(UsageError, match=r"cannot run: there is no C compiler .*; use backend 'chunked'"):
-        delta_rule(**bench.case(3), backend="cpu")
+        delta_rule(**helpers.make_inputs(3), backend="cpu")
 
 
 @pytest.mark.usefixtures("with_kernels")
-def test_the_cpu_backend_on_another_device_raises(bench: Any) -> None:
+def test_the_cpu_backend_on_another_device_raises(helpers: Any) -> None:
     with pytest.raises(UsageError, match=r"the tensors are on meta"):
-        delta_rule(**{name: x.to("meta") for name, x in bench.case(3).items()}, backend="cpu")
+        delta_rule(**{name: x.to("meta") for name, x in helpers.make_inputs(3).items()}, backend="cpu")
 
 
-def test_meta_tensors_give_the_shapes(bench: Any) -> None:
-    given = {name: x.to("meta") for name, x in bench.case(70).items()}
-    o, final = delta_rule(**given)
-    assert (o.shape, final.shape) == (given["v"].shape, given["state"].shape)
+def test_meta_tensors_give_the_shapes(helpers: Any) -> None:
+    inputs = {name: x.to("meta") for name, x in helpers.make_inputs(70).items()}
+    o, final = delta_rule(**inputs)
+    assert (o.shape, final.shape) == (inputs["v"].shape, inputs["state"].shape)
 
 
-def test_fake_tensors_give_the_shapes(bench: Any, backend: str) -> None:
+def test_fake_tensors_give_the_shapes(helpers: Any, backend: str) -> None:
     with FakeTensorMode() as mode:
-        given = {name: mode.from_tensor(x) for name, x in bench.case(5).items()}
-        o, final = delta_rule(**given, backend=backend)
-    assert (o.shape, final.shape) == (given["v"].shape, given["state"].shape)
+        inputs = {name: mode.from_tensor(x) for name, x in helpers.make_inputs(5).items()}
+        o, final = delta_rule(**inputs, backend=backend)
+    assert (o.shape, final.shape) == (inputs["v"].shape, inputs["state"].shape)
 
 
 @pytest.mark.parametrize("t", [1, 64, 70])
-def test_flops_are_counted(bench: Any, fast: str, t: int) -> None:
-    given = {name: x.requires_grad_() for name, x in bench.case(t, rows=3, heads=2, key=8, value=4).items()}
+def test_flops_are_counted(helpers: Any, fast: str, t: int) -> None:
+    inputs = {name: x.requires_grad_() for name, x in helpers.make_inputs(t, rows=3, heads=2, key=8, value=4).items()}
     with FlopCounterMode(display=False) as forward, torch.no_grad():
-        plain = delta_rule(**given, backend=fast)
+        plain = delta_rule(**inputs, backend=fast)
     assert forward.get_total_flops() == 3 * delta_rule_flops(t, 2, 8, 4)
     with FlopCounterMode(display=False) as both:
-        o, final = delta_rule(**given, backend=fast)
+        o, final = delta_rule(**inputs, backend=fast)
         (o.sum() + final.sum()).backward()
     assert 2.5 * forward.get_total_flops() <= both.get_total_flops() <= 4 * forward.get_total_flops()
-    bench.agree({"o": o, "final": final}, dict(zip(("o", "final"), plain, strict=True)))
+    helpers.assert_agree({"o": o, "final": final}, dict(zip(("o", "final"), plain, strict=True)))
 
 
-def test_uninitialized_memory_is_never_read(bench: Any, fast: str) -> None:
+def test_uninitialized_memory_is_never_read(helpers: Any, fast: str) -> None:
     """Uninitialized tensors are filled with NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
@@ -213,55 +213,57 @@ def test_uninitialized_memory_is_never_read(bench: Any, fast: str) -> None:
     try:
         assert torch.empty(3).isnan().all()
         for t, chunk in ((1, None), (5, None), (70, None), (70, 7)):
-            bench.agree(bench.outcome(bench.case(t), backend=fast, chunk=chunk), bench.truth(t))
+            helpers.assert_agree(
+                helpers.results(helpers.make_inputs(t), backend=fast, chunk=chunk), helpers.expected(t)
+            )
             with torch.no_grad():
-                o, final = delta_rule(**bench.case(t), backend=fast, chunk=chunk)
-            bench.agree({"o": o, "final": final}, {name: bench.truth(t)[name] for name in ("o", "final")})
+                o, final = delta_rule(**helpers.make_inputs(t), backend=fast, chunk=chunk)
+            helpers.assert_agree({"o": o, "final": final}, {name: helpers.expected(t)[name] for name in ("o", "final")})
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_nan_stays_in_its_row_and_head(bench: Any, fast: str, dtype: torch.dtype) -> None:
-    given = bench.case(70, rows=3, heads=2, dtype=dtype)
-    want = bench.outcome(given, backend=fast)
-    given["v"] = given["v"].clone()
-    given["v"][1, 3, 0] = torch.nan
-    got = bench.outcome(given, backend=fast)
-    assert got["o"][1, 3:, 0].isnan().all()
-    for name in want:
+def test_a_nan_stays_in_its_row_and_head(helpers: Any, fast: str, dtype: torch.dtype) -> None:
+    inputs = helpers.make_inputs(70, rows=3, heads=2, dtype=dtype)
+    clean = helpers.results(inputs, backend=fast)
+    inputs["v"] = inputs["v"].clone()
+    inputs["v"][1, 3, 0] = torch.nan
+    actual = helpers.results(inputs, backend=fast)
+    assert actual["o"][1, 3:, 0].isnan().all()
+    for name in clean:
         for row, head in ((0, 0), (1, 1), (2, 0), (2, 1)):
             at = (row, head) if name in ("state", "final") else (row, slice(None), head)
-            assert torch.equal(got[name][at], want[name][at]), name
+            assert torch.equal(actual[name][at], clean[name][at]), name
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
-def test_the_number_of_threads_changes_no_result(bench: Any) -> None:
+def test_the_number_of_threads_changes_no_result(helpers: Any) -> None:
     if error := build.load_error():
         pytest.skip(error)
-    inputs, outcomes, before = bench.case(70, rows=3, dtype=torch.float32), [], torch.get_num_threads()
+    inputs, outcomes, before = helpers.make_inputs(70, rows=3, dtype=torch.float32), [], torch.get_num_threads()
     try:
         for threads in (1, 2, 3, 2, 16):
             torch.set_num_threads(threads)
-            outcomes.append(bench.outcome(inputs, backend="cpu"))
+            outcomes.append(helpers.results(inputs, backend="cpu"))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(outcomes[0][name], other[name]) for other in outcomes[1:] for name in other)
 
 
-def test_results_are_deterministic(bench: Any, fast: str) -> None:
-    given = bench.case(70, dtype=torch.float32)
-    first, again = bench.outcome(given, backend=fast), bench.outcome(given, backend=fast)
+def test_results_are_deterministic(helpers: Any, fast: str) -> None:
+    inputs = helpers.make_inputs(70, dtype=torch.float32)
+    first, again = helpers.results(inputs, backend=fast), helpers.results(inputs, backend=fast)
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 @pytest.mark.parametrize("t", [1, 70])
-def test_denormal_numbers_still_work_after_a_call(bench: Any, fast: str, t: int) -> None:
+def test_denormal_numbers_still_work_after_a_call(helpers: Any, fast: str, t: int) -> None:
     """The kernel flushes them to zero, but only while it runs."""
     tiny = torch.tensor(1e-40)
     assert float(tiny * 0.5) > 0
-    bench.outcome(bench.case(t), backend=fast)
+    helpers.results(helpers.make_inputs(t), backend=fast)
     with torch.no_grad():
-        delta_rule(**bench.case(t), backend=fast)
+        delta_rule(**helpers.make_inputs(t), backend=fast)
     assert float(tiny * 0.5) > 0

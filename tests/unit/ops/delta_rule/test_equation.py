@@ -1,4 +1,4 @@
-"""The laws of the delta rule, for every form of it: it is the published recurrence, however it is cut."""
+"""Every backend of the delta rule equals the published recurrence, for any split into chunks."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ CHUNKS = (1, 2, 3, 5, 8, 16, 31, 32, 33, 64, 100, 127, 128)
     ],
 )
 def test_values_and_gradients_match_the_published_equation(
-    bench: Any, backend: str, t: int, key: int, value: int, rho: float
+    helpers: Any, backend: str, t: int, key: int, value: int, rho: float
 ) -> None:
-    made = {"key": key, "value": value, "rho": rho}
-    bench.agree(bench.outcome(bench.case(t, **made), backend=backend), bench.truth(t, **made))
+    options = {"key": key, "value": value, "rho": rho}
+    helpers.assert_agree(
+        helpers.results(helpers.make_inputs(t, **options), backend=backend), helpers.expected(t, **options)
+    )
 
 
-def test_the_widest_heads_across_a_chunk_boundary(bench: Any, fast: str) -> None:
-    made = {"rows": 1, "heads": 1, "key": 256, "value": 256}
-    want = bench.outcome(bench.case(66, **made), backend="naive")
-    bench.agree(bench.outcome(bench.case(66, **made), backend=fast), want)
+def test_the_widest_heads_across_a_chunk_boundary(helpers: Any, fast: str) -> None:
+    options = {"rows": 1, "heads": 1, "key": 256, "value": 256}
+    expected = helpers.results(helpers.make_inputs(66, **options), backend="naive")
+    helpers.assert_agree(helpers.results(helpers.make_inputs(66, **options), backend=fast), expected)
 
 
 @pytest.mark.parametrize("scale", [None, 0.7])
@@ -53,35 +55,35 @@ def test_the_widest_heads_across_a_chunk_boundary(bench: Any, fast: str) -> None
     "without", [tuple(x for x, out in zip(OPTIONS, outs, strict=True) if out) for outs in product([0, 1], repeat=3)]
 )
 def test_every_optional_input_may_be_omitted(
-    bench: Any, backend: str, without: tuple[str, ...], scale: float | None
+    helpers: Any, backend: str, without: tuple[str, ...], scale: float | None
 ) -> None:
-    made: dict[str, Any] = {"without": without, "rho": 0.95, "apart": True}
-    got = bench.outcome(bench.case(21, **made), scale=scale, backend=backend, chunk=8)
-    bench.agree(got, bench.truth(21, scale, **made))
+    options: dict[str, Any] = {"without": without, "rho": 0.95, "separate": True}
+    actual = helpers.results(helpers.make_inputs(21, **options), scale=scale, backend=backend, chunk=8)
+    helpers.assert_agree(actual, helpers.expected(21, scale, **options))
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_the_chunk_size_changes_nothing(bench: Any, fast: str, chunk: int) -> None:
-    got = bench.outcome(bench.case(150, rows=1, rho=0.95), backend=fast, chunk=chunk)
-    bench.agree(got, bench.truth(150, rows=1, rho=0.95))
+def test_the_chunk_size_changes_nothing(helpers: Any, fast: str, chunk: int) -> None:
+    actual = helpers.results(helpers.make_inputs(150, rows=1, rho=0.95), backend=fast, chunk=chunk)
+    helpers.assert_agree(actual, helpers.expected(150, rows=1, rho=0.95))
 
 
-def test_the_transposed_index_order_is_detected(bench: Any) -> None:
-    """The official kernel has k_i in row i and x_j in column j; the published equation has it the other way round."""
-    given = bench.case(64, rows=1, heads=3, key=16, value=16)
-    want = bench.published(**given)[0]
+def test_the_transposed_index_order_is_detected(helpers: Any) -> None:
+    """The official kernel has k_i in row i and x_j in column j; in the published equation it is the other way round."""
+    inputs = helpers.make_inputs(64, rows=1, heads=3, key=16, value=16)
+    expected = helpers.published(**inputs)[0]
     for chunk in (4, 8, 16, 32):
-        assert _off(_by_chunks(**given, chunk=chunk, swapped=False), want) < 1e-12
-        assert _off(_by_chunks(**given, chunk=chunk, swapped=True), want) > 0.05
-    small, large = (_by_chunks(**given, chunk=chunk, swapped=True) for chunk in (4, 32))
-    assert _off(small, large) > 0.05
+        assert _relative_error(_chunked(**inputs, chunk=chunk, swapped=False), expected) < 1e-12
+        assert _relative_error(_chunked(**inputs, chunk=chunk, swapped=True), expected) > 0.05
+    small, large = (_chunked(**inputs, chunk=chunk, swapped=True) for chunk in (4, 32))
+    assert _relative_error(small, large) > 0.05
 
 
-def _off(got: Tensor, want: Tensor) -> float:
-    return float((got - want).abs().max() / want.abs().max())
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def _by_chunks(
+def _chunked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -92,7 +94,7 @@ def _by_chunks(
     chunk: int,
     swapped: bool,
 ) -> Tensor:
-    """Chunk by chunk, with X K^T or with K X^T in the system that is solved; nothing else differs."""
+    """The chunked form with X K^T or K X^T in the linear system; nothing else differs."""
     S, outputs = state, []
     for i in range(0, q.shape[1], chunk):
         Q, K, V = (x[:, i : i + chunk].transpose(1, 2) for x in (q, k, v))
@@ -110,43 +112,43 @@ def _by_chunks(
 @given(t=st.integers(2, 40), at=st.floats(0, 1), chunk=st.sampled_from([1, 7, 16, 64]), state=st.booleans())
 @settings(deadline=None, max_examples=15)
 def test_a_split_sequence_equals_the_whole(
-    bench: Any, backend: str, t: int, at: float, chunk: int, state: bool
+    helpers: Any, backend: str, t: int, at: float, chunk: int, state: bool
 ) -> None:
     cut = 1 + round(at * (t - 2))
-    given = bench.case(t, rho=0.95, without=() if state else ("state",))
+    inputs = helpers.make_inputs(t, rho=0.95, without=() if state else ("state",))
     call = partial(delta_rule, backend=backend, chunk=chunk)
-    bench.agree(bench.outcome(given, partial(_pieces, call, [cut, t - cut])), bench.outcome(given, call))
+    helpers.assert_agree(helpers.results(inputs, partial(_pieces, call, [cut, t - cut])), helpers.results(inputs, call))
 
 
-def test_decoding_equals_the_whole(bench: Any, backend: str) -> None:
-    given = bench.case(19, rho=0.95)
-    got = bench.outcome(given, partial(_pieces, partial(delta_rule, backend=backend), [1] * 19))
-    bench.agree(got, bench.truth(19, rho=0.95))
+def test_decoding_equals_the_whole(helpers: Any, backend: str) -> None:
+    inputs = helpers.make_inputs(19, rho=0.95)
+    actual = helpers.results(inputs, partial(_pieces, partial(delta_rule, backend=backend), [1] * 19))
+    helpers.assert_agree(actual, helpers.expected(19, rho=0.95))
     with torch.inference_mode():
-        o, final = _pieces(partial(delta_rule, backend=backend), [1] * 19, **given)
-    bench.agree({"o": o, "final": final}, {name: got[name] for name in ("o", "final")})
+        o, final = _pieces(partial(delta_rule, backend=backend), [1] * 19, **inputs)
+    helpers.assert_agree({"o": o, "final": final}, {name: actual[name] for name in ("o", "final")})
 
 
 def _pieces(call: Any, sizes: list[int], state: Tensor | None = None, **tokens: Tensor) -> tuple[Tensor, Tensor]:
     outputs: list[Tensor] = []
-    for parts in zip(*(x.split(sizes, 1) for x in tokens.values()), strict=True):
-        o, state = call(**dict(zip(tokens, parts, strict=True)), state=state)
+    for piece in zip(*(x.split(sizes, 1) for x in tokens.values()), strict=True):
+        o, state = call(**dict(zip(tokens, piece, strict=True)), state=state)
         outputs.append(o)
     assert state is not None
     return torch.cat(outputs, 1), state
 
 
 @pytest.mark.parametrize("without", [(), ("log_alpha",), ("lam",), ("log_alpha", "lam")])
-def test_writing_contracts_the_error_by_the_stated_factor(bench: Any, backend: str, without: tuple[str, ...]) -> None:
+def test_writing_contracts_the_error_by_the_stated_factor(helpers: Any, backend: str, without: tuple[str, ...]) -> None:
     r"""v_t - S_t x_t = (1 - \beta_t a_t)(v_t - \alpha_t S_{t-1} x_t) with a_t = k_t \cdot x_t."""
-    given = bench.case(12, without=without, rho=0.5)
-    before = given.pop("state")
+    inputs = helpers.make_inputs(12, without=without, rho=0.5)
+    before = inputs.pop("state")
     for i in range(12):
-        token = {name: x[:, i : i + 1] for name, x in given.items()}
+        token = {name: x[:, i : i + 1] for name, x in inputs.items()}
         _, after = delta_rule(**token, state=before, backend=backend)
-        q, k, v, beta = (given[name][:, i] for name in ("q", "k", "v", "beta"))
-        x = k if "lam" in without else k + given["lam"][:, i, :, None] * q
-        alpha = 1.0 if "log_alpha" in without else given["log_alpha"][:, i, :, None, None].exp()
+        q, k, v, beta = (inputs[name][:, i] for name in ("q", "k", "v", "beta"))
+        x = k if "lam" in without else k + inputs["lam"][:, i, :, None] * q
+        alpha = 1.0 if "log_alpha" in without else inputs["log_alpha"][:, i, :, None, None].exp()
         left, right = v - _read(after, x), v - _read(alpha * before, x)
         factor = 1 - beta * (k * x).sum(-1)
         torch.testing.assert_close(left, factor[..., None] * right, rtol=0, atol=1e-12)
@@ -157,42 +159,42 @@ def _read(S: Tensor, x: Tensor) -> Tensor:
     return (S @ x[..., None])[..., 0]
 
 
-def test_the_state_stays_bounded_over_100_000_tokens(bench: Any, fast: str) -> None:
-    """Of random tokens only: there are sequences over which it grows without a bound, and decay alone ends them."""
+def test_the_state_stays_bounded_over_100_000_tokens(helpers: Any, fast: str) -> None:
+    """For random tokens only: for some sequences, the memory grows without bound unless it decays."""
     state, largest = None, 0.0
     for seed in range(20):
-        given = bench.case(
+        inputs = helpers.make_inputs(
             5_000, rows=1, key=8, value=4, seed=seed, dtype=torch.float32, without=("log_alpha", "state")
         )
-        _, state = delta_rule(**given, state=state, backend=fast)
+        _, state = delta_rule(**inputs, state=state, backend=fast)
         largest = max(largest, float(state.norm(dim=(-1, -2)).max()))
     assert 1 < largest < 100
 
 
 @pytest.mark.parametrize("name", ["lam", "log_alpha"])
-def test_a_zero_gate_equals_no_gate(bench: Any, backend: str, name: str) -> None:
-    given = bench.case(70, rho=0.95)
-    zero = bench.outcome({**given, name: torch.zeros_like(given[name])}, backend=backend)
-    absent = bench.outcome({x: y for x, y in given.items() if x != name}, backend=backend)
+def test_a_zero_gate_equals_no_gate(helpers: Any, backend: str, name: str) -> None:
+    inputs = helpers.make_inputs(70, rho=0.95)
+    zero = helpers.results({**inputs, name: torch.zeros_like(inputs[name])}, backend=backend)
+    absent = helpers.results({x: y for x, y in inputs.items() if x != name}, backend=backend)
     del zero[name]
-    bench.agree(zero, absent, within=1e-12)
+    helpers.assert_agree(zero, absent, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("strength", [0.0, 1.0, 2.0])
-def test_the_limits_of_beta_are_correct(bench: Any, backend: str, strength: float) -> None:
-    given = bench.case(70, without=("lam",))
-    given["beta"] = torch.full_like(given["beta"], strength)
-    bench.agree(bench.outcome(given, backend=backend), bench.outcome(given, bench.published))
+def test_the_limits_of_beta_are_correct(helpers: Any, backend: str, strength: float) -> None:
+    inputs = helpers.make_inputs(70, without=("lam",))
+    inputs["beta"] = torch.full_like(inputs["beta"], strength)
+    helpers.assert_agree(helpers.results(inputs, backend=backend), helpers.results(inputs, helpers.published))
 
 
-def test_beta_zero_leaves_the_state_unchanged(bench: Any, backend: str) -> None:
-    given = bench.case(5, without=("log_alpha",))
-    given["beta"] = torch.zeros_like(given["beta"])
-    assert torch.equal(delta_rule(**given, backend=backend)[1], given["state"])
+def test_beta_zero_leaves_the_state_unchanged(helpers: Any, backend: str) -> None:
+    inputs = helpers.make_inputs(5, without=("log_alpha",))
+    inputs["beta"] = torch.zeros_like(inputs["beta"])
+    assert torch.equal(delta_rule(**inputs, backend=backend)[1], inputs["state"])
 
 
-def test_inputs_are_not_modified(bench: Any, backend: str) -> None:
-    given = bench.case(70)
-    before = {name: x.clone() for name, x in given.items()}
-    bench.outcome(given, backend=backend)
-    assert all(torch.equal(x, before[name]) for name, x in given.items())
+def test_inputs_are_not_modified(helpers: Any, backend: str) -> None:
+    inputs = helpers.make_inputs(70)
+    before = {name: x.clone() for name, x in inputs.items()}
+    helpers.results(inputs, backend=backend)
+    assert all(torch.equal(x, before[name]) for name, x in inputs.items())

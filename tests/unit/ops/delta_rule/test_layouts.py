@@ -1,4 +1,4 @@
-"""Padding and packing: every sequence is computed as if it were alone, whatever stands around it."""
+"""Padding and packing: every sequence is computed independently of the others and of padding."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ LAYOUTS = {
 
 
 def separately(layout: Layout, state: Tensor | None = None, **tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """One call of the reference for each sequence, with its tokens cut out and its outputs put back."""
+    """Call the reference for each sequence separately, and put the outputs in their positions."""
     v, n = tokens["v"], len(layout.lengths)
     before = v.new_zeros(n, v.shape[2], v.shape[3], tokens["q"].shape[3]) if state is None else state
     o, finals = torch.zeros_like(v), []
     for i in range(n):
-        here, final = layout.sequences == i, before[i : i + 1]
-        if here.any():
-            own = {name: x[here][None] for name, x in tokens.items()}
-            part, final = delta_rule(**own, state=final, backend="naive")
-            o = o.index_put(torch.where(here), part[0])
+        is_in_sequence, final = layout.sequences == i, before[i : i + 1]
+        if is_in_sequence.any():
+            sequence = {name: x[is_in_sequence][None] for name, x in tokens.items()}
+            part, final = delta_rule(**sequence, state=final, backend="naive")
+            o = o.index_put(torch.where(is_in_sequence), part[0])
         finals.append(final)
     return o, torch.cat(finals)
 
 
-def arguments(bench: Any, layout: Layout, without: tuple[str, ...] = ()) -> dict[str, Tensor]:
+def arguments(helpers: Any, layout: Layout, without: tuple[str, ...] = ()) -> dict[str, Tensor]:
     rows, t = layout.valid.shape
-    made = bench.case(t, rows=rows, rho=0.95, without=without)
+    inputs = helpers.make_inputs(t, rows=rows, rho=0.95, without=without)
     if "state" not in without:
-        made["state"] = bench.case(1, rows=len(layout.lengths), seed=5)["state"]
-    return made
+        inputs["state"] = helpers.make_inputs(1, rows=len(layout.lengths), seed=5)["state"]
+    return inputs
 
 
-def littered(layout: Layout, made: dict[str, Tensor], garbage: float) -> dict[str, Tensor]:
-    """The same arguments with something else at padding."""
+def with_garbage(layout: Layout, inputs: dict[str, Tensor], garbage: float) -> dict[str, Tensor]:
+    """The same arguments with other values at padding."""
     hole = ~layout.valid
     return {
         name: x if name == "state" else x.masked_fill(hole.view(*hole.shape, *[1] * (x.ndim - 2)), garbage)
-        for name, x in made.items()
+        for name, x in inputs.items()
     }
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[Any, Any]:
-    """What comes of the sequences one by one: slow, and the same for every form."""
+def single_results() -> dict[Any, Any]:
+    """The results of the sequences one at a time, shared by all backends because they are slow."""
     return {}
 
 
@@ -67,33 +67,33 @@ def alone() -> dict[Any, Any]:
 )
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_sequences_are_independent(
-    bench: Any, alone: dict[Any, Any], backend: str, name: str, without: tuple[str, ...], garbage: float
+    helpers: Any, single_results: dict[Any, Any], backend: str, name: str, without: tuple[str, ...], garbage: float
 ) -> None:
     layout = LAYOUTS[name]
-    made = arguments(bench, layout, without)
-    if (name, without) not in alone:
-        alone[name, without] = bench.outcome(made, partial(separately, layout))
-    got = bench.outcome(littered(layout, made, garbage), layout=layout, backend=backend, chunk=4)
-    bench.agree(got, alone[name, without])
+    inputs = arguments(helpers, layout, without)
+    if (name, without) not in single_results:
+        single_results[name, without] = helpers.results(inputs, partial(separately, layout))
+    actual = helpers.results(with_garbage(layout, inputs, garbage), layout=layout, backend=backend, chunk=4)
+    helpers.assert_agree(actual, single_results[name, without])
 
 
 @pytest.mark.parametrize("name", ["right", "left", "wide"])
-def test_outputs_and_gradients_at_padding_are_zero(bench: Any, backend: str, name: str) -> None:
+def test_outputs_and_gradients_at_padding_are_zero(helpers: Any, backend: str, name: str) -> None:
     layout = LAYOUTS[name]
-    given = littered(layout, arguments(bench, layout), math.nan)
-    got = bench.outcome(given, layout=layout, backend=backend)
+    inputs = with_garbage(layout, arguments(helpers, layout), math.nan)
+    actual = helpers.results(inputs, layout=layout, backend=backend)
     for part in ("o", "q", "k", "v", "beta", "log_alpha", "lam"):
-        assert not got[part][~layout.valid].any(), part
+        assert not actual[part][~layout.valid].any(), part
 
 
-def test_a_row_without_tokens_keeps_its_state(bench: Any, backend: str) -> None:
+def test_a_row_without_tokens_keeps_its_state(helpers: Any, backend: str) -> None:
     layout = LAYOUTS["left"]
-    given = arguments(bench, layout)
-    _, final = delta_rule(**given, layout=layout, backend=backend)
-    assert torch.equal(final[2], given["state"][2])
+    inputs = arguments(helpers, layout)
+    _, final = delta_rule(**inputs, layout=layout, backend=backend)
+    assert torch.equal(final[2], inputs["state"][2])
 
 
-def test_a_layout_without_padding_changes_nothing(bench: Any, backend: str) -> None:
-    given = bench.case(9)
-    got = bench.outcome(given, layout=Layout.padded([9, 9], 9), backend=backend)
-    bench.agree(got, bench.outcome(given, backend=backend), within=1e-14)
+def test_a_layout_without_padding_changes_nothing(helpers: Any, backend: str) -> None:
+    inputs = helpers.make_inputs(9)
+    actual = helpers.results(inputs, layout=Layout.padded([9, 9], 9), backend=backend)
+    helpers.assert_agree(actual, helpers.results(inputs, backend=backend), tolerance=1e-14)

@@ -22,7 +22,7 @@ CASES = [
     *((name, 256, torch.float32, 90) for name in FORWARD),
     *((name, 128, torch.bfloat16, 80) for name in BACKWARD),
     *((name, 128, torch.float32, 90) for name in BACKWARD),
-    *((name, 128, torch.float16, 90) for name in ("chunk_states", "chunk_states_backward")),  # the fullest registers
+    *((name, 128, torch.float16, 90) for name in ("chunk_states", "chunk_states_backward")),  # the most registers
     *((name, 64, torch.bfloat16, 90) for name in ("chunk_states", "chunk_states_backward")),  # other tiles at 64
 ]
 """The largest widths without spills, and tiles that differ at 64; `benchmarks/triton_resources.py` has all widths."""

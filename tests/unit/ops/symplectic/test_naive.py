@@ -1,4 +1,4 @@
-"""What the integrators and couplings promise: form, volume, order, reversal, energy and inverse."""
+"""Properties of integrators and couplings: symplecticity, volume, order, reversibility, energy and inverse."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def noise(*shape: int, seed: int) -> Tensor:
 
 
 def pair(*shape: int, seed: int, rho: float = 0.0) -> tuple[Tensor, Tensor]:
-    """A query and a key; `rho` gives all of them a direction in common."""
+    """Return queries and keys; with `rho` they have a common direction."""
     q, k, common = noise(3, *shape, WIDTH, seed=seed)
     common = common.reshape(-1, WIDTH)[0]
     return rho * common + (1 - rho) * q, rho * common + (1 - rho) * k
@@ -106,14 +106,14 @@ def test_euler_preserves_neither_volume_nor_the_symplectic_form(force: Callable[
 
 
 def oscillator() -> tuple[naive.Force, Tensor]:
-    """A force whose motion is a rotation, and where a time of 1 brings the points."""
+    """A force whose exact solution is a rotation, and that solution at time 1."""
     q, k = pair(16, seed=7)
     c, s = math.cos(1.0), math.sin(1.0)
     return (lambda q: -q), torch.cat([c * q + s * k, c * k - s * q], -1)
 
 
 def confined() -> tuple[naive.Force, Tensor]:
-    """A potential, and where a time of 1 brings the points in so many steps that their error counts for nothing."""
+    """A potential, and its solution at time 1 with many small steps."""
     return potential(3), torch.cat(leapfrog(*pair(16, seed=7), potential(3), 1 / 2048, 2048), -1)
 
 
@@ -122,9 +122,9 @@ def confined() -> tuple[naive.Force, Tensor]:
 def test_integrators_have_their_stated_order(
     scheme: Scheme, order: int, motion: Callable[[], tuple[naive.Force, Tensor]]
 ) -> None:
-    force, want = motion()
+    force, expected = motion()
     counts = torch.tensor([8, 16, 32, 64])
-    errors = [(torch.cat(scheme(*pair(16, seed=7), force, 1 / n, n), -1) - want).norm() for n in counts.tolist()]
+    errors = [(torch.cat(scheme(*pair(16, seed=7), force, 1 / n, n), -1) - expected).norm() for n in counts.tolist()]
     x, y = -counts.double().log(), torch.stack(errors).log()
     slope = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
     assert float(slope) == pytest.approx(order, abs=0.05)
@@ -137,8 +137,8 @@ def test_leapfrog_is_reversible(
     force: Callable[[int], naive.Force], seed: int, steps: int, dt: float, rho: float
 ) -> None:
     q, k = pair(4, seed=seed, rho=rho)
-    there = leapfrog(q, k, force(seed), dt, steps)
-    back = leapfrog(there[0], -there[1], force(seed), dt, steps)
+    moved = leapfrog(q, k, force(seed), dt, steps)
+    back = leapfrog(moved[0], -moved[1], force(seed), dt, steps)
     assert_close((back[0], -back[1]), (q, k), rtol=0, atol=1e-12)
 
 
@@ -146,8 +146,8 @@ def test_leapfrog_is_reversible(
 @pytest.mark.parametrize("scheme", [euler, symplectic_euler])
 def test_the_other_integrators_are_not_reversible(scheme: Scheme, force: Callable[[int], naive.Force]) -> None:
     q, k = pair(4, seed=0)
-    there = scheme(q, k, force(0), 0.1)
-    back = scheme(there[0], -there[1], force(0), 0.1)
+    moved = scheme(q, k, force(0), 0.1)
+    back = scheme(moved[0], -moved[1], force(0), 0.1)
     assert max(float((back[0] - q).norm()), float((back[1] + k).norm())) > 1e-3
 
 
@@ -183,8 +183,9 @@ def test_one_step_matches_its_formula(force: Callable[[int], naive.Force]) -> No
 
 
 def growth(scheme: Scheme) -> tuple[float, float]:
-    """The largest energy error over the second half of 1,000 steps in units of the first half's, and of the energy at
-    the start: medians over 32 draws of weights and points.
+    """Return the largest energy error of the second half of 1,000 steps, relative to the first half and to the start.
+
+    Both are medians over 32 random weights and points.
     """
     (w, b, a), moved = well(11, 32), pair(32, seed=12)
     energies = [naive.energy(*moved, w, b, a)]
@@ -259,9 +260,9 @@ def affine_layers(count: int, seed: int) -> list[tuple[naive.Shift, naive.Shift]
 @several
 def test_an_affine_coupling_is_invertible(seed: int, count: int, rho: float) -> None:
     layers, at = affine_layers(count, seed), pair(4, seed=seed, rho=rho)
-    there = naive.affine_coupling(*at, layers)
-    assert max(float((a - b).abs().max()) for a, b in zip(at, there, strict=True)) > 0.01
-    assert_close(naive.affine_coupling_inverse(*there, layers), at, rtol=0, atol=1e-10)
+    moved = naive.affine_coupling(*at, layers)
+    assert max(float((a - b).abs().max()) for a, b in zip(at, moved, strict=True)) > 0.01
+    assert_close(naive.affine_coupling_inverse(*moved, layers), at, rtol=0, atol=1e-10)
     back = naive.affine_coupling_inverse(*at, layers)
     assert_close(naive.affine_coupling(*back, layers), at, rtol=0, atol=1e-10)
 

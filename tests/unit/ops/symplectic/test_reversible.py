@@ -1,4 +1,4 @@
-"""The fast form against the plain one: the same values and gradients, from memory that does not grow with the steps."""
+"""The reversible form equals the naive one in values and gradients, and its memory does not grow with the steps."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from qkflow.ops.symplectic.reversible import Activation, drift_kick_reversible
 NAMES = ("q", "k", "dt", "w1", "b1", "w2", "b2")
 INTEGRATORS: tuple[Integrator, ...] = ("symplectic-euler", "leapfrog")
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "sigmoid")
-Parts = tuple[float, ...]
-Form = Callable[[Sequence[Tensor], Parts, Activation], tuple[Tensor, Tensor]]
+Coefficients = tuple[float, ...]
+Rule = Callable[[Sequence[Tensor], Coefficients, Activation], tuple[Tensor, Tensor]]
 
 
 @pytest.fixture(autouse=True, params=["torch", "native"])
 def side(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Everything holds with the kernels in C and without them."""
+    """Run every test with and without the C kernels."""
     if request.param == "torch":
         monkeypatch.setattr(build, "is_loaded", lambda: False)
     elif build.load_error() is not None:
@@ -37,7 +37,7 @@ def side(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def inputs(*rows: int, width: int = 4, hidden: int = 6, seed: int = 0, rho: float = 0.0) -> list[Tensor]:
-    """q, k, dt, w1, b1, w2, b2; `rho` gives all queries and keys a direction in common."""
+    """q, k, dt, w1, b1, w2, b2; with `rho`, queries and keys have a common direction."""
     g = torch.Generator().manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:
@@ -50,32 +50,32 @@ def inputs(*rows: int, width: int = 4, hidden: int = 6, seed: int = 0, rho: floa
     return [x.requires_grad_() for x in (q, k, dt, *weights)]
 
 
-def plain(args: Sequence[Tensor], parts: Parts, activation: Activation) -> tuple[Tensor, Tensor]:
+def plain(args: Sequence[Tensor], coefficients: Coefficients, activation: Activation) -> tuple[Tensor, Tensor]:
     q, k, dt, w1, b1, w2, b2 = args
     act = torch.nn.functional.silu if activation == "silu" else torch.sigmoid
-    return drift_kick(q, k, lambda q: linear(act(linear(q, w1, b1)), w2, b2), dt, parts)
+    return drift_kick(q, k, lambda q: linear(act(linear(q, w1, b1)), w2, b2), dt, coefficients)
 
 
-def fast(args: Sequence[Tensor], parts: Parts, activation: Activation) -> tuple[Tensor, Tensor]:
+def fast(args: Sequence[Tensor], coefficients: Coefficients, activation: Activation) -> tuple[Tensor, Tensor]:
     q, k, dt, *force = args
-    return drift_kick_reversible(q, k, (force[0], force[1], force[2], force[3]), dt, parts, activation)
+    return drift_kick_reversible(q, k, (force[0], force[1], force[2], force[3]), dt, coefficients, activation)
 
 
-def cut(integrator: Integrator, steps: int, folded: bool) -> Parts:
-    """The drifts; the caller has done the first one where it is folded."""
-    parts = drift_coefficients(integrator, steps)
-    return (0.0, *parts[1:]) if folded else parts
+def cut(integrator: Integrator, steps: int, folded: bool) -> Coefficients:
+    """The drift coefficients; a folded first drift is 0."""
+    coefficients = drift_coefficients(integrator, steps)
+    return (0.0, *coefficients[1:]) if folded else coefficients
 
 
-def gradients(form: Form, args: list[Tensor], parts: Parts, activation: Activation) -> tuple[Tensor, ...]:
-    outputs = form(args, parts, activation)
+def gradients(form: Rule, args: list[Tensor], coefficients: Coefficients, activation: Activation) -> tuple[Tensor, ...]:
+    outputs = form(args, coefficients, activation)
     g = torch.Generator().manual_seed(99)
     weights = [torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.dtype) for x in outputs]
     return torch.autograd.grad(outputs, args, weights)
 
 
-def agree(got: Sequence[Tensor], want: Sequence[Tensor], *, within: float = 1e-12) -> None:
-    for name, a, b in zip(NAMES, got, want, strict=False):
+def agree(actual: Sequence[Tensor], expected: Sequence[Tensor], *, within: float = 1e-12) -> None:
+    for name, a, b in zip(NAMES, actual, expected, strict=False):
         scale = max(1.0, float(b.detach().abs().max()))
         assert_close(a, b, rtol=0, atol=within * scale, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -101,80 +101,83 @@ def test_values_and_gradients_match_the_naive_form(
     seed: int,
     rho: float,
 ) -> None:
-    args, parts = inputs(n, width=widths[0], hidden=widths[1], seed=seed, rho=rho), cut(integrator, steps, folded)
-    agree(fast(args, parts, activation), plain(args, parts, activation))
-    agree(gradients(fast, args, parts, activation), gradients(plain, args, parts, activation))
+    args, coefficients = (
+        inputs(n, width=widths[0], hidden=widths[1], seed=seed, rho=rho),
+        cut(integrator, steps, folded),
+    )
+    agree(fast(args, coefficients, activation), plain(args, coefficients, activation))
+    agree(gradients(fast, args, coefficients, activation), gradients(plain, args, coefficients, activation))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_large_and_non_finite_values_stay_in_their_row(activation: Activation) -> None:
-    args, parts = inputs(40), cut("leapfrog", 2, False)
+    args, coefficients = inputs(40), cut("leapfrog", 2, False)
     with torch.no_grad():
         args[0][3], args[0][5], args[1][7] = 1e5, -1e5, torch.nan
-    got, want = fast(args, parts, activation), plain(args, parts, activation)
+    actual, expected = fast(args, coefficients, activation), plain(args, coefficients, activation)
     finite = torch.arange(40) != 7
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert_close(a[finite], b[finite], rtol=1e-12, atol=1e-12)
         assert a[7].isnan().all()
     args = inputs(40)
     with torch.no_grad():
         args[0][3], args[0][5] = 1e5, -1e5
-    agree(gradients(fast, args, parts, activation), gradients(plain, args, parts, activation))
+    agree(gradients(fast, args, coefficients, activation), gradients(plain, args, coefficients, activation))
 
 
 @pytest.mark.parametrize("output", [0, 1])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_unused_outputs_give_no_gradient(output: int, activation: Activation) -> None:
     for integrator, steps, folded in product(INTEGRATORS, (1, 2, 5), (False, True)):
-        args, parts = inputs(5), cut(integrator, steps, folded)
-        got, want = (
-            torch.autograd.grad(form(args, parts, activation)[output].square().sum(), args, allow_unused=True)
+        args, coefficients = inputs(5), cut(integrator, steps, folded)
+        actual, expected = (
+            torch.autograd.grad(form(args, coefficients, activation)[output].square().sum(), args, allow_unused=True)
             for form in (fast, plain)
         )
         zero = [torch.zeros_like(x) for x in args]
-        agree(*([z if x is None else x for x, z in zip(grads, zero, strict=True)] for grads in (got, want)))
+        agree(*([z if x is None else x for x, z in zip(grads, zero, strict=True)] for grads in (actual, expected)))
 
 
 @pytest.mark.parametrize("integrator", INTEGRATORS)
 def test_non_contiguous_inputs(integrator: Integrator) -> None:
-    parts = cut(integrator, 3, False)
+    coefficients = cut(integrator, 3, False)
     strided = []
     for x in inputs(6):
         y = torch.stack([x.detach(), x.detach()], -1)[..., 0]
         strided.append((y.mT.contiguous().mT if y.ndim == 2 else y).requires_grad_())
     assert not strided[0].is_contiguous()
-    agree(fast(strided, parts, "silu"), plain(inputs(6), parts, "silu"))
-    agree(gradients(fast, strided, parts, "silu"), gradients(plain, inputs(6), parts, "silu"))
-    outputs = fast(inputs(6), parts, "silu")
+    agree(fast(strided, coefficients, "silu"), plain(inputs(6), coefficients, "silu"))
+    agree(gradients(fast, strided, coefficients, "silu"), gradients(plain, inputs(6), coefficients, "silu"))
+    outputs = fast(inputs(6), coefficients, "silu")
     one = torch.ones((), dtype=torch.float64)
     args = inputs(6)
-    expanded = torch.autograd.grad(fast(args, parts, "silu"), args, [one.expand(x.shape) for x in outputs])
-    agree(expanded, torch.autograd.grad(plain(args, parts, "silu"), args, [torch.ones_like(x) for x in outputs]))
+    expanded = torch.autograd.grad(fast(args, coefficients, "silu"), args, [one.expand(x.shape) for x in outputs])
+    agree(expanded, torch.autograd.grad(plain(args, coefficients, "silu"), args, [torch.ones_like(x) for x in outputs]))
 
 
 @pytest.mark.parametrize("folded", [False, True])
 def test_leading_dimensions_are_rows(folded: bool) -> None:
-    args, parts = inputs(2, 5, 3), cut("symplectic-euler", 2, folded)
-    agree(fast(args, parts, "silu"), plain(args, parts, "silu"))
-    agree(gradients(fast, args, parts, "silu"), gradients(plain, args, parts, "silu"))
+    args, coefficients = inputs(2, 5, 3), cut("symplectic-euler", 2, folded)
+    agree(fast(args, coefficients, "silu"), plain(args, coefficients, "silu"))
+    agree(gradients(fast, args, coefficients, "silu"), gradients(plain, args, coefficients, "silu"))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("integrator", INTEGRATORS)
 def test_values_are_the_same_without_grad(integrator: Integrator, activation: Activation) -> None:
     for steps, folded in product((1, 4), (False, True)):
-        args, parts = inputs(5), cut(integrator, steps, folded)
-        want = fast(args, parts, activation)
+        args, coefficients = inputs(5), cut(integrator, steps, folded)
+        expected = fast(args, coefficients, activation)
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
-                agree(fast(args, parts, activation), want, within=1e-14)
+                agree(fast(args, coefficients, activation), expected, within=1e-14)
 
 
 @pytest.mark.parametrize("folded", [False, True])
 def test_inputs_outputs_and_gradients_are_not_modified(folded: bool) -> None:
     for integrator, steps in product(INTEGRATORS, (1, 3)):
-        args, parts = inputs(5), cut(integrator, steps, folded)
-        outputs = fast(args, parts, "silu")
+        args, coefficients = inputs(5), cut(integrator, steps, folded)
+        outputs = fast(args, coefficients, "silu")
         incoming = [torch.randn_like(x) for x in outputs]
         watched = [*args, *outputs, *incoming]
         before = [x.detach().clone() for x in watched]
@@ -187,16 +190,16 @@ def test_inputs_outputs_and_gradients_are_not_modified(folded: bool) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_each_input_alone_can_require_grad(name: str) -> None:
     for steps, folded in product((1, 3), (False, True)):
-        args, parts = inputs(5), cut("leapfrog", steps, folded)
+        args, coefficients = inputs(5), cut("leapfrog", steps, folded)
         at = NAMES.index(name)
-        want = gradients(plain, args, parts, "silu")[at]
+        expected = gradients(plain, args, coefficients, "silu")[at]
         frozen = [x.detach().requires_grad_(i == at) for i, x in enumerate(args)]
-        outputs = fast(frozen, parts, "silu")
+        outputs = fast(frozen, coefficients, "silu")
         g = torch.Generator().manual_seed(99)
         weights = [torch.randn(x.shape, generator=g, dtype=x.dtype) for x in outputs]
         used = [(x, w) for x, w in zip(outputs, weights, strict=True) if x.requires_grad]
-        (got,) = torch.autograd.grad([x for x, _ in used], frozen[at], [w for _, w in used])
-        assert_close(got, want, rtol=1e-12, atol=1e-12)
+        (actual,) = torch.autograd.grad([x for x, _ in used], frozen[at], [w for _, w in used])
+        assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -205,11 +208,11 @@ def test_each_input_alone_can_require_grad(name: str) -> None:
 def test_first_and_second_derivatives_match_finite_differences(
     integrator: Integrator, activation: Activation, steps: int, folded: bool
 ) -> None:
-    """Torch has no second derivative of its fused silu: it is refused, and never wrong. The plain form has it."""
-    args, parts = inputs(2, width=2, hidden=3), cut(integrator, steps, folded)
+    """Torch has no second derivative of its fused silu, so it raises an error. The naive form has one."""
+    args, coefficients = inputs(2, width=2, hidden=3), cut(integrator, steps, folded)
 
     def form(*args: Tensor) -> tuple[Tensor, Tensor]:
-        return fast(args, parts, activation)
+        return fast(args, coefficients, activation)
 
     assert torch.autograd.gradcheck(form, args)
     if activation == "sigmoid":
@@ -225,10 +228,11 @@ def test_first_and_second_derivatives_match_finite_differences(
 def test_float32_reverses_seven_steps_accurately(
     integrator: Integrator, activation: Activation, size: float, within: float
 ) -> None:
-    """`size` multiplies both matrices: the motion runs away, and the way back loses what it had added. The gradient of
-    dt is one sum over everything, whose terms cancel: it is allowed ten times as much.
+    """`size` multiplies both matrices. With large ones the values grow, and reversing the steps loses precision.
+
+    The gradient of dt is a sum whose terms cancel, so its tolerance is ten times as large.
     """
-    parts, worst = cut(integrator, 7, False), dict.fromkeys(NAMES, 0.0)
+    coefficients, worst = cut(integrator, 7, False), dict.fromkeys(NAMES, 0.0)
     for seed in range(5):
         args = inputs(64, width=32, hidden=32, seed=seed)
         with torch.no_grad():
@@ -236,26 +240,26 @@ def test_float32_reverses_seven_steps_accurately(
             args[3].mul_(size)
             args[5].mul_(size)
         single = [x.detach().float().requires_grad_() for x in args]
-        exact = gradients(plain, [x.detach().double().requires_grad_() for x in single], parts, activation)
-        for name, a, b in zip(NAMES, gradients(fast, single, parts, activation), exact, strict=True):
+        exact = gradients(plain, [x.detach().double().requires_grad_() for x in single], coefficients, activation)
+        for name, a, b in zip(NAMES, gradients(fast, single, coefficients, activation), exact, strict=True):
             worst[name] = max(worst[name], float((a - b).norm() / b.norm()))
     for name, error in worst.items():
         assert error < (10 * within if name == "dt" else within), name
 
 
 @contextmanager
-def kept() -> Iterator[dict[int, int]]:
-    """The bytes of each storage that is kept for backward, by its address."""
-    found: dict[int, int] = {}
+def saved_for_backward() -> Iterator[dict[int, int]]:
+    """The bytes of each storage saved for backward, by its address."""
+    saved_bytes: dict[int, int] = {}
     alive: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
         alive.append(x)
-        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        saved_bytes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        yield found
+        yield saved_bytes
 
 
 @pytest.mark.parametrize("integrator", INTEGRATORS)
@@ -264,21 +268,23 @@ def test_memory_does_not_grow_with_the_steps(integrator: Integrator) -> None:
     args = [x.detach().requires_grad_() for x in inputs(n, width=width, hidden=hidden)]
     weights = sum(x.numel() for x in args[2:])
     for steps in range(1, 8):
-        with kept() as found:
+        with saved_for_backward() as saved_bytes:
             outputs = fast(args, cut(integrator, steps, False), "silu")
-        assert sum(found.values()) <= 8 * (2 * n * width + weights), f"{steps} steps keep more than the last (q, k)"
-        with kept() as more:
+        assert sum(saved_bytes.values()) <= 8 * (2 * n * width + weights), (
+            f"{steps} steps keep more than the last (q, k)"
+        )
+        with saved_for_backward() as more_saved_bytes:
             outputs = plain(args, cut(integrator, steps, False), "silu")
-        assert sum(more.values()) > 8 * steps * n * hidden
+        assert sum(more_saved_bytes.values()) > 8 * steps * n * hidden
     del outputs
 
 
 def test_without_a_drift_only_the_query_is_saved() -> None:
     n, width, hidden = 100, 8, 12
     args = [x.detach().requires_grad_() for x in inputs(n, width=width, hidden=hidden)]
-    with kept() as found:
+    with saved_for_backward() as saved_bytes:
         outputs = fast(args, (0.0, 0.0), "silu")
-    assert sum(found.values()) <= 8 * (n * width + sum(x.numel() for x in args[2:]))
+    assert sum(saved_bytes.values()) <= 8 * (n * width + sum(x.numel() for x in args[2:]))
     del outputs
 
 

@@ -1,7 +1,7 @@
-"""What torchrun starts: `qkflow` twice, in one group of processes; once, one of them is killed in the first.
+"""Run `qkflow` twice in one process group of torchrun; in the first run, one process is killed once.
 
-losing_a_process.py STEP RUN OTHER ARGS...      `qkflow ARGS --out RUN`, in which the last process is killed after
-STEP, the first time; then the same into OTHER, undisturbed
+kill_one_process.py STEP RUN OTHER ARGS... runs `qkflow ARGS --out RUN`, in which the last process is killed after STEP
+on the first start, and then `qkflow ARGS --out OTHER` without interruption.
 """
 
 import os
@@ -19,10 +19,10 @@ TRAIN_STEP = Learner.train_step
 
 
 def train_step(self: Learner, *args: Any) -> dict[str, Any]:
-    """A step that may be the last of its process."""
+    """Train one step, then kill the process if it is the one to be killed."""
     record = TRAIN_STEP(self, *args)
-    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    if first and self.step == int(sys.argv[1]) and self.group.rank == self.group.size - 1:
+    is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if is_first_start and self.step == int(sys.argv[1]) and self.group.rank == self.group.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return record
 
