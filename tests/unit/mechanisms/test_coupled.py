@@ -33,8 +33,8 @@ BASES = ["standard", "differential"]
 
 def make(base: str, coupling: str, options: str = "", *, dtype: torch.dtype = torch.float64) -> Any:
     """A layer with perturbed coupling parameters."""
-    dynamics, _, own = coupling.partition(":")
-    spec = f"{base}+{dynamics}:" + ",".join(filter(None, [own, options]))
+    dynamics, _, coupling_options = coupling.partition(":")
+    spec = f"{base}+{dynamics}:" + ",".join(filter(None, [coupling_options, options]))
     layer = mechanism(spec)(WIDTH, HEADS, layer=1, layers=2).to(dtype)
     with torch.no_grad():
         for parameter in layer.coupling.parameters():  # type: ignore[union-attr]
@@ -46,8 +46,8 @@ def stream(b: int = 2, t: int = 6, *, dtype: torch.dtype = torch.float64) -> Ten
     return torch.randn(b, t, WIDTH, dtype=dtype)
 
 
-def close(got: Any, want: Any, within: float = 1e-12) -> None:
-    assert_close(got, want, rtol=0, atol=within)
+def close(actual: Any, expected: Any, within: float = 1e-12) -> None:
+    assert_close(actual, expected, rtol=0, atol=within)
 
 
 class Constant(nn.Linear):
@@ -96,19 +96,19 @@ def groups(base: str, keys: int) -> list[list[int]]:
     return [[2 * i + m for i in range(g * r, (g + 1) * r)] for g in range(keys) for m in (0, 1)]
 
 
-def moved_by_hand(layer: Any, x: Tensor, who: list[list[int]]) -> tuple[Tensor, Tensor]:
+def reference_coupling(layer: Any, x: Tensor, query_groups: list[list[int]]) -> tuple[Tensor, Tensor]:
     """Coupled queries and keys, computed group by group with the shared network."""
     q, k = (x @ w.weight.T for w in (layer.query, layer.key))
-    q, k = q.unflatten(2, (HEADS, K)), k.unflatten(2, (len(who), K))
-    one = layer.coupling.config(1, 1, K).double()
-    one.load_state_dict(layer.coupling.state_dict())
+    q, k = q.unflatten(2, (HEADS, K)), k.unflatten(2, (len(query_groups), K))
+    coupling = layer.coupling.config(1, 1, K).double()
+    coupling.load_state_dict(layer.coupling.state_dict())
     q_after, k_after = q.clone(), k.clone()
-    for key, heads in enumerate(who):
+    for key, heads in enumerate(query_groups):
         mean = sum(q[:, :, h] for h in heads)[:, :, None] / len(heads)  # type: ignore[index]
-        to, k_after[:, :, [key]] = one(mean, k[:, :, [key]])
+        to, k_after[:, :, [key]] = coupling(mean, k[:, :, [key]])
         for h in heads:
-            alone = one(q[:, :, [h]], k[:, :, [key]])[0]
-            q_after[:, :, [h]] = q[:, :, [h]] + (to - mean) if one.is_paired else alone
+            alone = coupling(q[:, :, [h]], k[:, :, [key]])[0]
+            q_after[:, :, [h]] = q[:, :, [h]] + (to - mean) if coupling.is_paired else alone
     return q_after, k_after
 
 
@@ -127,7 +127,7 @@ def test_coupling_moves_queries_and_keys_before_norm_and_position(
 ) -> None:
     layer, x = make(base, coupling, options), stream()
     with mode():
-        moved = moved_by_hand(layer, x, groups(base, HEADS if base == "standard" else HEADS // 2))
+        moved = reference_coupling(layer, x, groups(base, HEADS if base == "standard" else HEADS // 2))
         plain = without(layer, base, options, *moved)
         close(layer(x)[0], plain(x)[0])
         close(layer.weights(x), plain.weights(x))
@@ -144,7 +144,7 @@ def test_grouped_queries_move_by_the_displacement_of_their_mean(
     options = f"key_heads={keys}"
     layer, x = make(base, coupling, options), stream()
     with mode():
-        plain = without(layer, base, options, *moved_by_hand(layer, x, groups(base, keys)))
+        plain = without(layer, base, options, *reference_coupling(layer, x, groups(base, keys)))
         close(layer(x)[0], plain(x)[0])
 
 
@@ -241,8 +241,8 @@ def test_cached_keys_are_coupled_normalised_and_rotated(coupling: str) -> None:
         layer.key_norm.uniform_(0.5, 2)
         q, k = layer.query(x).view(2, 6, HEADS, K), layer.key(x).view(2, 6, HEADS, K)
         k = rms_norm(layer.coupling(q, k)[1], layer.key_norm)
-        by = rotary_factors(0, 6, heads=HEADS, width=K, base=10000.0, like=k)
-        close(layer(x)[1].tensors[0], apply_rotary(k, by))
+        factors = rotary_factors(0, 6, heads=HEADS, width=K, base=10000.0, like=k)
+        close(layer(x)[1].tensors[0], apply_rotary(k, factors))
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)

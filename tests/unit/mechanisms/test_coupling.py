@@ -1,4 +1,4 @@
-"""Couplings by themselves: where they start, what they cost, how groups move, and what they refuse."""
+"""Couplings: initialization, cost, grouped queries and errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PAIRING = MOVING[:-2]
 
 
 def make(queries: int = HEADS, keys: int = HEADS, **config: Any) -> Coupling:
-    """A coupling away from its start, with weights of the size that training might give them."""
+    """Return a coupling with random weights of a realistic size."""
     layer = CouplingConfig(**config)(queries, keys, WIDTH).double()
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -52,8 +52,8 @@ def count(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def close(got: tuple[Tensor, ...], want: tuple[Tensor, ...], within: float = 1e-12) -> None:
-    assert_close(got, want, rtol=0, atol=within)
+def close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], within: float = 1e-12) -> None:
+    assert_close(actual, expected, rtol=0, atol=within)
 
 
 @pytest.mark.parametrize("sharing", ["heads", "none", "layers"])
@@ -155,8 +155,8 @@ def test_grouped_queries_move_by_the_displacement_of_their_mean(config: dict[str
     pairs.load_state_dict(layer.state_dict())
     mean = torch.stack([q[:, :, :3].mean(2), q[:, :, 3:].mean(2)], 2)
     moved, key = pairs(mean, k)
-    by = moved - mean
-    close(layer(q, k), (q + by[:, :, [0, 0, 0, 1, 1, 1]], key))
+    displacement = moved - mean
+    close(layer(q, k), (q + displacement[:, :, [0, 0, 0, 1, 1, 1]], key))
 
 
 @pytest.mark.parametrize("config", MOVING[-2:], ids=str)
@@ -167,8 +167,8 @@ def test_controls_move_grouped_queries_independently(config: dict[str, Any]) -> 
         other = k[:, :, head // 3 : head // 3 + 1]
         alone = make(1, 1, **config)
         alone.load_state_dict(layer.state_dict())
-        one, two = alone(q[:, :, head : head + 1], other)
-        close((moved[:, :, head : head + 1], key[:, :, head // 3 : head // 3 + 1]), (one, two))
+        q_moved, k_moved = alone(q[:, :, head : head + 1], other)
+        close((moved[:, :, head : head + 1], key[:, :, head // 3 : head // 3 + 1]), (q_moved, k_moved))
 
 
 @pytest.mark.parametrize("config", MOVING[-2:], ids=str)
@@ -206,9 +206,9 @@ def test_steps_add_no_parameters(steps: int) -> None:
 
 @pytest.mark.parametrize("dynamics", DYNAMICS)
 def test_unshared_networks_multiply_parameters_by_heads(dynamics: Any) -> None:
-    shared, own = (count(make(dynamics=dynamics, sharing=sharing)) for sharing in ("heads", "none"))
+    shared, separate = (count(make(dynamics=dynamics, sharing=sharing)) for sharing in ("heads", "none"))
     dt = dynamics not in ("affine", "nonlinear-query")
-    assert own - dt == HEADS * (shared - dt)
+    assert separate - dt == HEADS * (shared - dt)
 
 
 def test_coupling_of_a_paper_sized_model_has_few_parameters() -> None:
@@ -264,7 +264,7 @@ def test_half_precision_forward_and_backward(config: dict[str, Any]) -> None:
     ids=str,
 )
 def test_invalid_coupling_configs_raise_in_one_line(config: dict[str, Any], message: str) -> None:
-    layer = object.__new__(CouplingConfig)  # not by its constructor, whose types a test run may check first
+    layer = object.__new__(CouplingConfig)  # the constructor may check types first
     for field in fields(CouplingConfig):
         object.__setattr__(layer, field.name, config.get(field.name, field.default))
     with pytest.raises(UsageError, match=message) as caught:

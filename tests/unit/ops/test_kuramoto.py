@@ -1,4 +1,4 @@
-"""Phases on circles: the pull is Kuramoto's by definition, it goes down an energy, and a whole turn is no turn."""
+"""Phases on circles: the update is Kuramoto's, descends an energy, and is invariant to full rotations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANGLES = st.floats(-20, 20)
 
 @pytest.fixture(params=["native", "torch"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernels in C, where they can be built, and what graphs and other devices do instead."""
+    """The C kernels, if they can be built, and the PyTorch operations."""
     if request.param == "torch":
         monkeypatch.setattr(cpu, "supports", lambda *tensors: False)
     return request.param
@@ -36,27 +36,27 @@ def phases(*shape: int) -> Tensor:
 
 
 def weights(b: int, h: int, t: int) -> Tensor:
-    """A map of no special form: neither causal nor symmetric nor of rows that sum to one."""
+    """Return a general map: not causal, not symmetric, rows do not sum to one."""
     return torch.rand(b, h, t, t, dtype=torch.float64, requires_grad=True)
 
 
-def same(got: Tensor, want: Tensor, *leaves: Tensor) -> None:
-    """To 1e-12, and so are the gradients of a random sum."""
-    assert_close(got, want, rtol=0, atol=1e-12)
+def same(actual: Tensor, expected: Tensor, *leaves: Tensor) -> None:
+    """Compare values, and gradients of a random weighted sum, to 1e-12."""
+    assert_close(actual, expected, rtol=0, atol=1e-12)
     if leaves:
-        weight = torch.randn_like(want)
-        grads = [torch.autograd.grad(y, leaves, weight, retain_graph=True) for y in (got, want)]
+        weight = torch.randn_like(expected)
+        grads = [torch.autograd.grad(y, leaves, weight, retain_graph=True) for y in (actual, expected)]
         assert_close(*grads, rtol=0, atol=1e-12)
 
 
 def test_the_coupling_is_the_sum_of_sines() -> None:
     theta, map = phases(2, 3, 2, 2).detach(), weights(2, 2, 3).detach()
-    got = kuramoto.coupling(theta, map)
+    actual = kuramoto.coupling(theta, map)
     for b, t, h, j in product(range(2), range(3), range(2), range(2)):
         sines = [
             float(map[b, h, t, u]) * math.sin(float(theta[b, u, h, j]) - float(theta[b, t, h, j])) for u in range(3)
         ]
-        assert float(got[b, t, h, j]) == pytest.approx(sum(sines), abs=1e-12)
+        assert float(actual[b, t, h, j]) == pytest.approx(sum(sines), abs=1e-12)
 
 
 def test_the_tangent_to_the_circular_mean_is_the_coupling(form: str) -> None:
@@ -68,24 +68,26 @@ def test_the_tangent_to_the_circular_mean_is_the_coupling(form: str) -> None:
 
 def test_rotated_harmonics_give_sines_with_a_lag(form: str) -> None:
     theta, map, lag = phases(2, 4, 1, 3), weights(2, 1, 4), phases(3)
-    apart = theta[:, None] - theta[:, :, None]
+    difference = theta[:, None] - theta[:, :, None]
     for m, points in enumerate(kuramoto.harmonics(kuramoto.points(theta), 3), 1):
         mean = torch.einsum("bhtu,buhjc->bthjc", map, points)
-        got = kuramoto.tangent(points, kuramoto.rotate_points(mean, kuramoto.points(lag).expand_as(mean)))
-        want = torch.einsum("bhtu,btuhj->bthj", map, (m * apart + lag).sin())
-        same(got, want, theta, map, lag)
+        actual = kuramoto.tangent(points, kuramoto.rotate_points(mean, kuramoto.points(lag).expand_as(mean)))
+        expected = torch.einsum("bhtu,btuhj->bthj", map, (m * difference + lag).sin())
+        same(actual, expected, theta, map, lag)
 
 
 @pytest.mark.parametrize("lagging", [False, True])
 def test_phase_increments_are_sines_with_a_lag(lagging: bool, form: str) -> None:
     theta, map, step, lag = phases(2, 4, 2, 3), weights(2, 2, 4), phases(2, 3), phases(2, 3)
-    points, apart = kuramoto.points(theta), theta[:, None] - theta[:, :, None]
+    points, difference = kuramoto.points(theta), theta[:, None] - theta[:, :, None]
     mean = torch.einsum("bhtu,buhjc->bthjc", map, points)
     tangential, radial = (step * lag.cos(), step * lag.sin()) if lagging else (step, None)
-    want = step * torch.einsum("bhtu,btuhj->bthj", map, (apart + (lag if lagging else 0)).sin())
-    same(kuramoto.phase_increment(theta, points, mean, tangential, radial), want, theta, map, step, *[lag] * lagging)
+    expected = step * torch.einsum("bhtu,btuhj->bthj", map, (difference + (lag if lagging else 0)).sin())
+    same(
+        kuramoto.phase_increment(theta, points, mean, tangential, radial), expected, theta, map, step, *[lag] * lagging
+    )
     with torch.no_grad():
-        same(kuramoto.phase_increment(theta, points, mean, tangential, radial), want)
+        same(kuramoto.phase_increment(theta, points, mean, tangential, radial), expected)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -93,17 +95,17 @@ def test_phase_increments_are_sines_with_a_lag(lagging: bool, form: str) -> None
 def test_shifted_points_are_those_of_the_previous_token(drifting: str, count: int, form: str) -> None:
     theta, firsts = phases(2, 5, 2, 3), [phases(2, 1, 2, 3, 2), phases(2, 1, 2, 3, 2)]
     points = kuramoto.points(theta)
-    by = {"not": None, "alike": phases(5, 2, 3), "each row": phases(2, 5, 2, 3)}[drifting]
-    by = None if by is None else kuramoto.points(by.detach())
-    keys = points if by is None else torch.view_as_real(torch.view_as_complex(points) * torch.view_as_complex(by))
+    drift = {"not": None, "alike": phases(5, 2, 3), "each row": phases(2, 5, 2, 3)}[drifting]
+    drift = None if drift is None else kuramoto.points(drift.detach())
+    keys = points if drift is None else torch.view_as_real(torch.view_as_complex(points) * torch.view_as_complex(drift))
     wants = [torch.cat([first, x[:, :-1]], 1) for first, x in zip(firsts, (keys, points), strict=True)]
-    gots = kuramoto.shift_points(theta, points, by, tuple(firsts[:count]))
+    gots = kuramoto.shift_points(theta, points, drift, tuple(firsts[:count]))
     assert len(gots) == count
-    for got, want, first in zip(gots, wants, firsts, strict=False):
-        same(got, want, theta, first)
+    for actual, expected, first in zip(gots, wants, firsts, strict=False):
+        same(actual, expected, theta, first)
     together = [torch.cat([x.flatten() for x in each[:count]]) for each in (gots, wants)]
     same(*together, theta, *firsts[:count])
-    nothing = kuramoto.shift_points(theta, points, by, (None,) * count)
+    nothing = kuramoto.shift_points(theta, points, drift, (None,) * count)
     assert not any(bool(x[:, 0].any()) for x in nothing)
     assert all(torch.equal(x[:, 1:], y[:, 1:]) for x, y in zip(nothing, gots, strict=True))
 
@@ -138,24 +140,24 @@ def test_points_of_non_contiguous_angles(form: str) -> None:
     theta = phases(4, 6)
     views: list[Callable[[Tensor], Tensor]] = [lambda x: x.mT, lambda x: x[:, ::2], lambda x: x[:1].expand(3, 6)]
     for view in views:
-        got = kuramoto.points(view(theta))
-        same(got, torch.stack([view(theta).cos(), view(theta).sin()], -1), theta)
-        mean = got.flip(0)
-        same(kuramoto.tangent(got, mean), got[..., 0] * mean[..., 1] - got[..., 1] * mean[..., 0], theta)
+        actual = kuramoto.points(view(theta))
+        same(actual, torch.stack([view(theta).cos(), view(theta).sin()], -1), theta)
+        mean = actual.flip(0)
+        same(kuramoto.tangent(actual, mean), actual[..., 0] * mean[..., 1] - actual[..., 1] * mean[..., 0], theta)
     assert kuramoto.points(theta[:0]).shape == (0, 6, 2)
 
 
 @given(theta=st.lists(ANGLES, min_size=1, max_size=5), turns=st.integers(-51, 51))
 @settings(deadline=None, max_examples=25)
 def test_full_turns_change_nothing(theta: list[float], turns: int) -> None:
-    here = torch.tensor(theta, dtype=torch.float64)
-    same(kuramoto.points(here + TURN * turns), kuramoto.points(here))
+    phase = torch.tensor(theta, dtype=torch.float64)
+    same(kuramoto.points(phase + TURN * turns), kuramoto.points(phase))
 
 
 def test_a_common_rotation_changes_neither_coupling_nor_energy() -> None:
-    theta, map, by = phases(2, 4, 2, 3), weights(2, 2, 4), phases(2, 3)
-    same(kuramoto.coupling(theta + by, map), kuramoto.coupling(theta, map), theta, map)
-    same(kuramoto.energy(theta + by, map), kuramoto.energy(theta, map), theta, map)
+    theta, map, drift = phases(2, 4, 2, 3), weights(2, 2, 4), phases(2, 3)
+    same(kuramoto.coupling(theta + drift, map), kuramoto.coupling(theta, map), theta, map)
+    same(kuramoto.energy(theta + drift, map), kuramoto.energy(theta, map), theta, map)
 
 
 def test_the_coupling_descends_the_energy_of_its_row_for_any_map() -> None:
@@ -188,16 +190,16 @@ def test_a_causal_coupling_descends_no_energy_at_all() -> None:
 @given(theta=st.lists(st.floats(-4, 4), min_size=1, max_size=12), step=st.floats(0, 1))
 @settings(deadline=None, max_examples=25)
 def test_uniform_coupling_never_lowers_the_order_parameter(theta: list[float], step: float) -> None:
-    here = torch.tensor(theta, dtype=torch.float64).view(1, -1, 1, 1)
+    phase = torch.tensor(theta, dtype=torch.float64).view(1, -1, 1, 1)
     uniform = torch.full((1, 1, len(theta), len(theta)), 1 / len(theta), dtype=torch.float64)
     for _ in range(4):
-        before = kuramoto.order_parameter(here[:, :, 0])
-        here = here + step * kuramoto.coupling(here, uniform)
-        assert float(kuramoto.order_parameter(here[:, :, 0]) - before) > -1e-12
+        before = kuramoto.order_parameter(phase[:, :, 0])
+        phase = phase + step * kuramoto.coupling(phase, uniform)
+        assert float(kuramoto.order_parameter(phase[:, :, 0]) - before) > -1e-12
 
 
 def test_a_too_large_step_can_lower_the_order_parameter() -> None:
-    """So that the test above says something: near agreement, steps above 2 leap to the other side and beyond."""
+    """The test above would fail for larger steps: near synchrony, steps above 2 overshoot and diverge."""
     theta = torch.tensor([-0.3, 0.3], dtype=torch.float64).view(1, 2, 1, 1)
     uniform = torch.full((1, 1, 2, 2), 0.5, dtype=torch.float64)
     after = theta + 3 * kuramoto.coupling(theta, uniform)
@@ -206,8 +208,8 @@ def test_a_too_large_step_can_lower_the_order_parameter() -> None:
 
 def test_the_order_parameter_is_the_length_of_the_mean_point() -> None:
     theta = phases(2, 5, 3)
-    want = torch.polar(torch.ones_like(theta), theta).mean(-2).abs()
-    same(kuramoto.order_parameter(theta), want, theta)
+    expected = torch.polar(torch.ones_like(theta), theta).mean(-2).abs()
+    same(kuramoto.order_parameter(theta), expected, theta)
 
 
 def test_first_and_second_derivatives_match_finite_differences(form: str) -> None:
@@ -223,29 +225,29 @@ def pulled(theta: Tensor, mean: Tensor, tangential: Tensor, radial: Tensor | Non
     return kuramoto.phase_increment(theta, kuramoto.points(theta), mean, tangential, radial)
 
 
-def delayed(theta: Tensor, by: Tensor, first: Tensor) -> tuple[Tensor, ...]:
-    return kuramoto.shift_points(theta, kuramoto.points(theta), by, (first, first))
+def delayed(theta: Tensor, drift: Tensor, first: Tensor) -> tuple[Tensor, ...]:
+    return kuramoto.shift_points(theta, kuramoto.points(theta), drift, (first, first))
 
 
 def test_derivatives_of_increments_and_shifts_match_finite_differences(form: str) -> None:
     theta, mean, tangential, radial = phases(2, 1, 2), phases(2, 1, 2, 2), phases(1, 2), phases(1, 2)
-    late, by, first = phases(1, 3, 1, 1), phases(3, 1, 1, 2).detach(), phases(1, 1, 1, 1, 2)
+    late, drift, first = phases(1, 3, 1, 1), phases(3, 1, 1, 2).detach(), phases(1, 1, 1, 1, 2)
     for check in (gradcheck, gradgradcheck):
         assert check(pulled, (theta, mean, tangential, radial))
         assert check(pulled, (theta, mean, tangential))
-        assert check(lambda x, f: delayed(x, by, f), (late, first))
+        assert check(lambda x, f: delayed(x, drift, f), (late, first))
     for fixed in ((theta, mean, tangential.detach(), radial), (theta.detach(), mean, tangential, None)):
         assert gradgradcheck(pulled, fixed)
 
 
 def test_gradients_with_create_graph_are_the_same(form: str) -> None:
-    """It is made by another path: kernels have no derivative of their own."""
+    """Higher derivatives use PyTorch operations, because the kernels have none."""
     theta, mean, tangential, radial = phases(2, 1, 2), phases(2, 1, 2, 2), phases(1, 2), phases(1, 2)
-    late, by, first = phases(1, 3, 1, 1), kuramoto.points(phases(3, 1, 1).detach()), phases(1, 1, 1, 1, 2)
+    late, drift, first = phases(1, 3, 1, 1), kuramoto.points(phases(3, 1, 1).detach()), phases(1, 1, 1, 1, 2)
     for y, leaves in (
         (kuramoto.points(theta), (theta,)),
         (pulled(theta, mean, tangential, radial), (theta, mean, tangential, radial)),
-        (torch.cat(delayed(late, by, first)), (late, first)),
+        (torch.cat(delayed(late, drift, first)), (late, first)),
     ):
         weight = torch.randn_like(y)
         plain = torch.autograd.grad(y, leaves, weight, retain_graph=True)
