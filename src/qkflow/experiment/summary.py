@@ -29,8 +29,10 @@ from qkflow.experiment.metrics.rationale import RationaleSummary, read_rationale
 from qkflow.experiment.metrics.recall import RecallSummary, read_recall_summary
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.stats.curves import CostRatio, Curve, cost_ratio
-from qkflow.experiment.stats.paired import Difference, SpreadRatio, difference, holm, spread_ratio
-from qkflow.experiment.stats.verdict import Verdict, judge
+from qkflow.experiment.stats.paired import Difference, SpreadRatio, spread_ratio
+from qkflow.experiment.stats.prior import PRIOR
+from qkflow.experiment.stats.rounds import Rule
+from qkflow.experiment.stats.verdict import Verdict, judge_round
 from qkflow.training import Result, read_metrics
 from qkflow.training.run_dir import finished, read_json
 
@@ -93,8 +95,8 @@ class Comparison:
     arm: str
     difference: Difference | None
     """None if no seed has finished runs of both."""
-    p_holm: float | None
-    """The p value after Holm's correction over the arms."""
+    p_adjusted: float | None
+    """The p value adjusted over the arms."""
     spread: SpreadRatio | None
     reach: CostRatio | None
 
@@ -181,9 +183,10 @@ def read_result(study: Path | str) -> ExperimentResult:
     arms = tuple(
         _arm_summary(design, arm, main[arm.name], rates.get(arm.name), tuning[arm.name]) for arm in design.arms
     )
-    comparisons = ()
+    comparisons, verdicts = (), ()
     if design.spec.rationale is None:
-        comparisons = _compare(design, main, {arm.name: arm.curves for arm in arms})
+        verdicts = _judge(design, main)
+        comparisons = _compare(design, main, verdicts, {arm.name: arm.curves for arm in arms})
     baseline = arms[0]
     loss = baseline.mean or 1.0  # irrelevant before the baseline has a run: then there is nothing to judge
     margin = design.spec.margin * loss
@@ -230,15 +233,7 @@ def read_result(study: Path | str) -> ExperimentResult:
         runs=len(runs),
         arms=arms,
         comparisons=comparisons,
-        verdicts=judge(
-            {comparison.arm: comparison.difference for comparison in comparisons},
-            baseline=baseline.name,
-            loss=loss,
-            alpha=design.error_rate,
-            seeds=design.seeds,
-            margin=margin,
-            unit=design.unit,
-        ),
+        verdicts=verdicts,
         notes=tuple(from_dict(CorpusNote, note) for note in corpus.get("notes", [])),
         remarks=_remarks(design, runs),
         design=to_dict(design),
@@ -324,52 +319,67 @@ def _curve(run: RunRecord) -> Curve | None:
     )
 
 
-def _compare(
-    design: Design, runs: Mapping[str, Sequence[RunRecord]], curves: Mapping[str, tuple[Curve, ...]]
-) -> tuple[Comparison, ...]:
-    """Every arm against the baseline, over the seeds that both have finished."""
-    baseline, others = design.arms[0].name, [arm.name for arm in design.arms[1:]]
-    level = 1 - design.error_rate
+def _judge(design: Design, runs: Mapping[str, Sequence[RunRecord]]) -> tuple[Verdict, ...]:
+    """One verdict per arm but the baseline, from the losses of each held-out document."""
+    baseline = design.arms[0].name
     results = {
         name: {run.run.seed: run.result for run in arm_runs if run.result is not None}
         for name, arm_runs in runs.items()
     }
-    differences, spreads = {}, {}
-    for name in others:
-        seeds = sorted(results[name].keys() & results[baseline].keys())
-        if not seeds:
-            continue
-        pairs = [[results[arm][seed] for seed in seeds] for arm in (name, baseline)]
-        sizes = pairs[1][0].documents["bytes"]
-        if any(not np.array_equal(result.documents["bytes"], sizes) for arm in pairs for result in arm):
+    sizes = next((result.documents["bytes"] for result in results[baseline].values()), np.ones(1))
+    for name, by_seed in results.items():
+        if any(
+            not np.array_equal(result.documents["bytes"], sizes) for result in by_seed.values() if results[baseline]
+        ):
             raise UsageError(
                 f"the runs of {name} and {baseline} scored different documents: the study's folder was altered, "
                 "restore it from a copy"
             )
-        nats, baseline_nats = (np.stack([result.documents["nats"] for result in arm]) for arm in pairs)
-        differences[name] = difference(
-            nats,
-            baseline_nats,
-            sizes,
-            level=level,
-            comparisons=len(others),
-            calibrated=design.unit == "byte",  # the spread was calibrated on text
-        )
-        losses = [[float(result.metrics["bits_per_byte"]) for result in arm] for arm in pairs]
-        spreads[name] = spread_ratio(*losses, level=level)
-    adjusted = holm([differences[name].p if name in differences else None for name in others])
-    return tuple(
-        Comparison(
-            arm=name,
-            difference=differences.get(name),
-            p_holm=p,
-            spread=spreads.get(name),
-            reach=cost_ratio(curves[name], curves[baseline], plateau=1 - DECAY, level=level)
-            if name in differences
-            else None,
-        )
-        for name, p in zip(others, adjusted, strict=True)
+    losses = {
+        name: {seed: result.documents["nats"] for seed, result in by_seed.items() if results[baseline]}
+        for name, by_seed in results.items()
+    }
+    rule = Rule(
+        error_rate=design.error_rate,
+        margin=design.spec.margin,
+        prior=PRIOR if design.unit == "byte" else None,  # the spread was calibrated on text
+        seeds_by_round=(max(2, design.seeds),),
+        spending=(1.0,),
     )
+    return judge_round(losses, sizes, baseline=baseline, rule=rule, round=1, unit=design.unit)
+
+
+def _compare(
+    design: Design,
+    runs: Mapping[str, Sequence[RunRecord]],
+    verdicts: Sequence[Verdict],
+    curves: Mapping[str, tuple[Curve, ...]],
+) -> tuple[Comparison, ...]:
+    """Every arm against the baseline, over the seeds that both have finished."""
+    baseline, level = design.arms[0].name, 1 - design.error_rate
+    losses = {
+        name: {run.run.seed: float(run.result.metrics["bits_per_byte"]) for run in arm_runs if run.result is not None}
+        for name, arm_runs in runs.items()
+    }
+    comparisons = []
+    for verdict in verdicts:
+        seeds = sorted(losses[verdict.arm].keys() & losses[baseline].keys())
+        spread = reach = None
+        if seeds:
+            spread = spread_ratio(
+                *([losses[arm][seed] for seed in seeds] for arm in (verdict.arm, baseline)), level=level
+            )
+            reach = cost_ratio(curves[verdict.arm], curves[baseline], plateau=1 - DECAY, level=level)
+        comparisons.append(
+            Comparison(
+                arm=verdict.arm,
+                difference=verdict.difference,
+                p_adjusted=verdict.p_adjusted,
+                spread=spread,
+                reach=reach,
+            )
+        )
+    return tuple(comparisons)
 
 
 def _remarks(design: Design, runs: Sequence[RunRecord]) -> tuple[str, ...]:

@@ -128,7 +128,7 @@ def _tuning_section(arms: Mapping[str, tuple[float | None, Mapping[float, float 
 def _answer(result: ExperimentResult) -> str:
     """All verdicts in one line."""
     if len(result.verdicts) <= 1:
-        return "".join(verdict.sentence for verdict in result.verdicts)
+        return "".join(f"{shorten(verdict.arm, 48)}: {verdict.sentence}." for verdict in result.verdicts)
     titles = {
         "better": f"better than {result.baseline}",
         "worse": "worse",
@@ -195,13 +195,10 @@ def comparison_table(result: ExperimentResult) -> Table:
         number_column("standard deviation", "std", format_number),
         number_column("standard error", "std_error", format_number),
         number_column("p", "p", format_p_value),
-        number_column("p (Holm)", "p_holm", format_p_value),
+        number_column("p (adjusted)", "p_adjusted", format_p_value),
         number_column("p (sign flips)", "p_signs", format_p_value, is_setting=True),
         number_column("minimum detectable effect", "detectable", format_number),
-        replace(
-            number_column("detectable effect estimated from", "detectable_from", _format_source, is_setting=True),
-            is_text=True,
-        ),
+        replace(number_column("calibrated spread", "prior_used", _format_use, is_setting=True), is_text=True),
         number_column(
             "difference of each seed", "by_seed", lambda x: ", ".join(map(format_signed, x or ())) or MISSING
         ),
@@ -222,8 +219,8 @@ def comparison_table(result: ExperimentResult) -> Table:
         columns=columns,
         rows=[_comparison_row(result, arm, compared.get(arm.name)) for arm in result.arms],
         name="comparisons",
-        page=("arm", "verdict", "bits_per_byte", "difference", "p_holm", "detectable", "detectable_from"),
-        terminal=("arm", "verdict", "bits_per_byte", "difference", "p_holm"),
+        page=("arm", "verdict", "bits_per_byte", "difference", "p_adjusted", "detectable"),
+        terminal=("arm", "verdict", "bits_per_byte", "difference", "p_adjusted"),
         margin=result.margin,
     )
 
@@ -239,16 +236,16 @@ def _comparison_row(result: ExperimentResult, arm: ArmSummary, item: Comparison 
         *attributes(difference, "mean", "low", "high"),
         mean / baseline if mean is not None and baseline else None,
         *attributes(difference, "level", "seeds", "documents", "spread", "error", "p"),
-        None if item is None else item.p_holm,
-        *attributes(difference, "p_signs", "smallest", "smallest_from", "by_seed"),
+        None if item is None else item.p_adjusted,
+        *attributes(difference, "p_signs", "smallest", "prior_used", "by_seed"),
         *attributes(spread, "arm", "baseline", "ratio", "low", "high", "p"),
         *attributes(reach, "tokens", "tokens_low", "tokens_high", "seconds", "seconds_low", "seconds_high"),
         *attributes(reach, "reached", "seeds"),
     )
 
 
-def _format_source(source: str | None) -> str:
-    return "the seeds of the arm" if source == "seeds" else source or MISSING
+def _format_use(is_used: bool | None) -> str:
+    return MISSING if is_used is None else "used" if is_used else "not used"
 
 
 def _format_reach(ratio: float | None, low: float | None, high: float | None) -> str:
@@ -260,14 +257,15 @@ def _verdict_section(result: ExperimentResult, table: Table) -> Section:
     for verdict in result.verdicts:
         accuracy = "" if result.recall is None else recall.accuracy_sentence(result.recall, verdict.arm)
         advice = " ".join(filter(None, (verdict.advice, accuracy)))
-        statements.append(Statement(verdict=verdict.kind, text=verdict.sentence, advice=advice))
+        text = f"{shorten(verdict.arm, 48)}: {verdict.sentence}."
+        statements.append(Statement(verdict=verdict.kind, text=text, advice=advice))
     levels = [item.difference.level for item in result.comparisons if item.difference is not None]
     interval = f"{format_percent(max(levels), 0)} interval" if levels else "interval"
     text = (
         f"Differences are in held-out {result.bits}: arm minus baseline, paired by seed and by document. Below zero,"
-        f" the arm is better. The bars show the {interval} of each arm; the equivalence margin is shaded. The"
+        f" the arm is better. The bars show the marginal {interval} of each arm; the equivalence margin is shaded. The"
         f" probability of a false “better” or “worse” is at most {100 * result.error_rate:.3g}% for all arms together"
-        " (Holm's correction). A study like this one detects the minimum detectable effect with a probability of"
+        " (step-down max-t). A study like this one detects the minimum detectable effect with a probability of"
         " 80%."
     )
     if result.on_task:

@@ -67,7 +67,7 @@ def test_the_difference_is_that_of_documents_npy(study: Path) -> None:
     assert [arm.bits_per_byte for arm in found.arms] == [
         pytest.approx([loss(arm, seed) for seed in (0, 1)]) for arm in ("standard", "differential")
     ]
-    assert found.comparisons[0].p_holm == difference.p
+    assert found.comparisons[0].p_adjusted == difference.p
     assert difference.level == pytest.approx(1 - found.error_rate)
     assert found.margin == pytest.approx(0.005 * sum(found.arms[0].bits_per_byte) / 2)
 

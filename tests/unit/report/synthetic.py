@@ -94,7 +94,7 @@ def study(
             for index, name in enumerate(arms)
         ),
         comparisons=comparisons,
-        verdicts=tuple(_verdict(item, arms[0], margin) for item in comparisons),
+        verdicts=tuple(_verdict(item, margin) for item in comparisons),
         notes=(
             CorpusNote(
                 name="compressibility", value="1.72 bits per byte", meaning="what LZMA needs; less means more repeats"
@@ -203,7 +203,7 @@ def _curve(seed: int, end: float, *, points: int, slow: float) -> Curve:
 def _comparison(name: str, arm: dict[int, float], baseline: dict[int, float]) -> Comparison:
     pairs = [arm[seed] - baseline[seed] for seed in arm if seed in baseline]
     if not pairs:
-        return Comparison(arm=name, difference=None, p_holm=None, spread=None, reach=None)
+        return Comparison(arm=name, difference=None, p_adjusted=None, spread=None, reach=None)
     n, mean = len(pairs), statistics.fmean(pairs)
     spread = statistics.stdev(pairs) if n > 1 else None
     error = None if spread is None else spread / math.sqrt(n)
@@ -223,7 +223,7 @@ def _comparison(name: str, arm: dict[int, float], baseline: dict[int, float]) ->
         p=p,
         p_signs=p if n > 5 else None,
         smallest=None if error is None else 4 * error,
-        smallest_from="seeds" if n > 2 else "calibration",
+        prior_used=n < 3,
     )
     own, other = (statistics.stdev(x.values()) if len(x) > 2 else None for x in (arm, baseline))
     ratio = math.exp(mean * 8)
@@ -241,26 +241,24 @@ def _comparison(name: str, arm: dict[int, float], baseline: dict[int, float]) ->
     if own is not None and other is not None:
         steady = SpreadRatio(arm=own, baseline=other, ratio=own / other, low=0.6, high=1.7, p=0.41)
     return Comparison(
-        arm=name, difference=difference, p_holm=None if p is None else min(1.0, 2 * p), spread=steady, reach=reach
+        arm=name, difference=difference, p_adjusted=None if p is None else min(1.0, 2 * p), spread=steady, reach=reach
     )
 
 
-def _verdict(item: Comparison, baseline: str, margin: float) -> Verdict:
-    found = item.difference
-    advice = "About 24 seeds would tell: `qkflow compare --extend STUDY --seeds 24`."
+def _verdict(item: Comparison, margin: float) -> Verdict:
+    found, advice = item.difference, "About 24 seeds would decide."
     if found is None or found.low is None or found.high is None:
-        why = "no seed has both runs" if found is None else "one seed gives no interval"
-        return Verdict(arm=item.arm, kind="undecided", sentence=f"{item.arm} against {baseline}: {why}.", advice=advice)
-    description = f"96 % interval {found.low:+.3f} to {found.high:+.3f}; {found.seeds} seeds"
-    ends = f"{abs(found.mean):.3f} bits per byte ({description})"
-    if -margin < found.low and found.high < margin:
-        sentence = f"{item.arm} is equivalent to {baseline} within the margin: {ends}."
-        return Verdict(arm=item.arm, kind="equivalent", sentence=sentence, advice=None)
+        why = "no seed has both runs" if found is None else "one seed has no interval"
+        return Verdict(arm=item.arm, kind="undecided", sentence=f"undecided: {why}", advice=advice, difference=found)
+    description = f"96% interval {found.low:+.3f} to {found.high:+.3f}, {found.seeds} seeds"
     if found.low > 0 or found.high < 0:
         kind = "worse" if found.low > 0 else "better"
-        return Verdict(arm=item.arm, kind=kind, sentence=f"{item.arm} is {kind} than {baseline}: {ends}.", advice=None)
-    sentence = f"{item.arm} against {baseline} is undecided: {ends}."
-    return Verdict(arm=item.arm, kind="undecided", sentence=sentence, advice=advice)
+        sentence = f"{kind} by {abs(found.mean):.3f} bits per byte, {description}"
+        return Verdict(arm=item.arm, kind=kind, sentence=sentence, difference=found, round=1)
+    is_within = -margin < found.low and found.high < margin
+    kind = "equivalent" if is_within else "undecided"
+    sentence = f"{kind}: {found.mean:+.3f} bits per byte, {description}"
+    return Verdict(arm=item.arm, kind=kind, sentence=sentence, advice=None if is_within else advice, difference=found)
 
 
 def folder(

@@ -53,7 +53,7 @@ def test_csv_has_one_row_per_run_and_per_arm(synthetic: ModuleType, tmp_path: Pa
         ("difference", item.difference.mean),
         ("low", item.difference.low),
         ("p", item.difference.p),
-        ("p_holm", item.p_holm),
+        ("p_adjusted", item.p_adjusted),
         ("std_ratio", item.spread.ratio),
         ("seconds_high", item.reach.seconds_high),
         ("reached", item.reach.reached),

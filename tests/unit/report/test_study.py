@@ -152,7 +152,7 @@ def test_the_page_reports_what_is_missing(synthetic: ModuleType, read: Read) -> 
 
 def test_the_answer_is_one_line_for_any_number_of_arms(synthetic: ModuleType) -> None:
     names = ("standard", "differential", "coupled", "qdelta", "kuramoto", "a+b", "standard:window=64", "x:window=64")
-    assert build_report(synthetic.study()).answer.startswith("differential is worse than standard")
+    assert build_report(synthetic.study()).answer.startswith("differential: worse by 0.0")
     answer = build_report(synthetic.study(names, seeds=10)).answer
     assert answer.startswith("Better than standard: coupled")
     assert all(name in answer for name in names[1:])

@@ -20,7 +20,8 @@ from qkflow.errors import CheckpointError
 from qkflow.experiment.design import Design
 from qkflow.experiment.presets import preset_for
 from qkflow.experiment.spec import RationaleSpec, parse_arm
-from qkflow.experiment.stats.paired import MeanDifference, holm, mean_difference
+from qkflow.experiment.stats.multiplicity import holm
+from qkflow.experiment.stats.paired import MeanDifference, mean_difference
 from qkflow.probes.attention import reaches
 from qkflow.training.run_dir import read_json
 from qkflow.training.tensors import load_tensors

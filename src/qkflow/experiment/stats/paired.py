@@ -24,20 +24,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Float64, Real
 
-from qkflow.experiment.stats.t_dist import (
-    RELATIVE_SPREAD,
-    StdErr,
-    combined,
-    half_width,
-    observed_smallest,
-    smallest_effect,
-    tail,
-)
+from qkflow.experiment.stats.t_dist import StdErr, combined, half_width, observed_smallest, tail
 
 Numbers = np.ndarray | np.floating
 """An array, or a numpy scalar."""
@@ -47,26 +39,43 @@ _ROUNDING = 1e-12
 
 
 class PairedErrors(NamedTuple):
-    """Paired differences and their errors. Fields may have leading dimensions, one study each."""
+    """Differences and the parts of their errors. Fields may have leading dimensions, such as studies and arms."""
 
     by_seed: np.ndarray
+    """d_i; empty for arms that share no seeds."""
+    seeds: Any
+    """n, the number of pairs."""
     mean: Numbers
     spread: Numbers
-    error: Numbers
-    freedom: Numbers
+    """s, or its moderated value."""
+    freedom: Any
+    """Degrees of freedom of the spread."""
+    seeds_variance: Numbers
+    """Variance of the mean over new seeds: s^2 / n."""
+    documents_variance: Numbers
+    """V_c."""
+    documents_freedom: Any
     interaction: Numbers
     """V_int."""
 
     @property
     def std_errs(self) -> tuple[StdErr, StdErr]:
         """Seeds alone, and seeds with documents: the interval is the wider of the two, the p value the larger."""
-        seeds = self.by_seed.shape[-1]
-        return (self.spread / math.sqrt(seeds), seeds - 1), (self.error, self.freedom)
+        both = combined(self.seeds_variance, self.freedom, self.documents_variance, self.documents_freedom)
+        return (np.sqrt(self.seeds_variance), self.freedom), both
 
     def p(self) -> Numbers:
         """The two-sided p value of a mean of zero."""
-        seeds_alone, both = (tail(np.abs(self.mean), std_err) for std_err in self.std_errs)
-        return 2 * np.maximum(seeds_alone, both)
+        return 2 * self.one_sided_p(np.abs(self.mean))
+
+    def one_sided_p(self, distance: Any) -> Numbers:
+        """P(the mean is this far above the truth), the larger over both standard errors; 1/2 at zero."""
+        seeds_alone, both = (tail(distance, std_err) for std_err in self.std_errs)
+        return np.maximum(seeds_alone, both)
+
+    def moderated(self, variance: Any, freedom: Any) -> PairedErrors:
+        """The same differences with another variance over seeds."""
+        return self._replace(spread=np.sqrt(variance), freedom=freedom, seeds_variance=variance / self.seeds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,32 +83,33 @@ class Difference:
     """An arm minus the baseline, in held-out bits per byte or per answer token. Negative means the arm is better."""
 
     seeds: int
-    """Pairs of runs, one of each arm with the same seed."""
+    """Pairs of runs with the same seed; for unpaired arms, the runs of the arm."""
     documents: int
     """Held-out documents that every run scored."""
     by_seed: tuple[float, ...]
-    """The difference of each pair, over all documents."""
+    """The difference of each pair, over all documents; empty for unpaired arms."""
     mean: float
     spread: float | None
-    """Standard deviation over seeds; None with one seed."""
+    """Standard deviation over seeds, moderated if a prior is used; None with one seed."""
     error: float | None
     """Standard error of the mean, for new seeds and new documents; None with one seed."""
     freedom: float | None
     """Degrees of freedom of that error."""
     level: float
-    """Confidence level of the interval, such as 0.95."""
+    """Confidence level of the interval, such as 0.95. The interval is marginal: it covers this arm's true difference
+    with this probability, and is not corrected for other arms or for repeated looks."""
     low: float | None
-    """Lower end of the interval; None with one seed."""
+    """Lower end of the marginal interval; None with one seed."""
     high: float | None
-    """Upper end of the interval."""
+    """Upper end of the marginal interval."""
     p: float | None
-    """Two-sided p value; None with one seed."""
+    """Two-sided p value of this arm alone; None with one seed."""
     p_signs: float | None
     """P value of the sign-flip test, without a normal assumption; None where too few seeds can be significant."""
     smallest: float | None
-    """The smallest true difference detected with a power of 0.8; None with one seed."""
-    smallest_from: Literal["seeds", "calibration"]
-    """Where the spread behind `smallest` comes from: the seeds of this study, or calibration on other runs."""
+    """The smallest true difference detected with a power of 0.8 at the error rate of this look; None with one seed."""
+    prior_used: bool
+    """Whether the spread is moderated towards the calibrated prior."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,63 +137,42 @@ class MeanDifference(NamedTuple):
     p: float | None = None
 
 
-def difference(
-    arm: Float[np.ndarray, "seeds documents"],
-    baseline: Float[np.ndarray, "seeds documents"],
-    sizes: Real[np.ndarray, " documents"],
-    *,
-    level: float = 0.95,
-    comparisons: int = 1,
-    prior_spread: float | None = None,
-    calibrated: bool = True,
-) -> Difference:
-    """Compare two arms, given the nats of each held-out document (one row per seed, paired) and its bytes.
+def describe(errors: PairedErrors, *, documents: int, level: float, alpha: float, prior_used: bool) -> Difference:
+    """Summarise the difference of one arm. `alpha` is the error rate at which `smallest` has a power of 0.8.
 
-    `comparisons` is the number of arms that the study compares with the baseline: `smallest` allows for Holm's
-    correction. `prior_spread` replaces the spread of two seeds. It defaults to the calibrated fraction of the
-    baseline's loss; if `calibrated` is false, the spread of the two seeds is used.
-
-    >>> nats = np.array([[70.0, 140.0], [71.0, 142.0], [69.0, 139.0]])
-    >>> d = difference(nats - [[2.0, 4.0], [2.5, 5.0], [2.0, 4.5]], nats, np.array([50, 100]))
-    >>> round(d.mean, 4), round(d.low, 4), round(d.high, 4), round(d.p, 4)
-    (-0.0641, -0.0824, -0.0459, 0.0043)
+    >>> d = describe(crossed(np.array([[2.0], [3.0], [2.5]]), np.ones(1)), documents=1, level=0.95, alpha=0.05,
+    ...              prior_used=False)
+    >>> round(d.mean, 3), round(d.low, 3), round(d.high, 3), round(d.p, 4)
+    (2.5, 1.258, 3.742, 0.0131)
     """
-    _check(arm, baseline, sizes, level)
-    seeds, documents = arm.shape
-    alpha = (1 - level) / comparisons
-    if seeds == 1:
-        single = float((arm.astype(np.float64) - baseline).sum() / math.log(2) / sizes.sum())
-        return Difference(
-            seeds=1, documents=documents, by_seed=(single,), mean=single, spread=None, error=None, freedom=None,
-            level=level, low=None, high=None, p=None, p_signs=None, smallest=None, smallest_from="calibration",
-        )  # fmt: skip
-    errors = paired(arm, baseline, sizes)
-    mean = float(errors.mean)
-    width = max(float(half_width(level, std_err)) for std_err in errors.std_errs)
-    own_spread = seeds > 2 or not calibrated
-    if not own_spread:
-        if prior_spread is None:
-            prior_spread = RELATIVE_SPREAD * float(baseline.sum(dtype=np.float64) / seeds / math.log(2) / sizes.sum())
-        document_error = math.sqrt(max(0.0, float(errors.error**2 - errors.spread**2 / seeds)))
-        smallest = smallest_effect(spread=prior_spread, seeds=seeds, alpha=alpha, documents=document_error)
-    else:
-        smallest = observed_smallest(*errors.std_errs, alpha=alpha)
+    mean, seeds, std_errs = float(errors.mean), int(errors.seeds), errors.std_errs
+    width = max(float(half_width(level, std_err)) for std_err in std_errs)
+    error, freedom = std_errs[1]
+    can_flip = 2.0 ** (1 - len(errors.by_seed)) <= 1 - level
     return Difference(
         seeds=seeds,
         documents=documents,
         by_seed=tuple(errors.by_seed.tolist()),
         mean=mean,
         spread=float(errors.spread),
-        error=float(errors.error),
-        freedom=float(errors.freedom),
+        error=float(error),
+        freedom=float(freedom),
         level=level,
         low=mean - width,
         high=mean + width,
         p=float(errors.p()),
-        p_signs=sign_flip(errors.by_seed) if 2.0 ** (1 - seeds) <= 1 - level else None,
-        smallest=smallest,
-        smallest_from="seeds" if own_spread else "calibration",
+        p_signs=sign_flip(errors.by_seed) if can_flip else None,
+        smallest=observed_smallest(*std_errs, alpha=alpha),
+        prior_used=prior_used,
     )
+
+
+def single_pair(by_seed: float, *, documents: int, level: float) -> Difference:
+    """The difference of one pair of runs, which has neither an interval nor a p value."""
+    return Difference(
+        seeds=1, documents=documents, by_seed=(by_seed,), mean=by_seed, spread=None, error=None, freedom=None,
+        level=level, low=None, high=None, p=None, p_signs=None, smallest=None, prior_used=False,
+    )  # fmt: skip
 
 
 def mean_difference(
@@ -210,53 +199,79 @@ def mean_difference(
     std_errs = errors.std_errs
     if np.ptp(by_seed) < _ROUNDING:
         variance, freedom = float(errors.interaction), seeds - 1
-        std_errs = (math.sqrt(variance), freedom), combined(variance, freedom, errors.error**2, max(1, instances - 1))
+        both = combined(variance, freedom, errors.std_errs[1][0] ** 2, max(1, instances - 1))
+        std_errs = (math.sqrt(variance), freedom), both
     width = max(float(half_width(level, std_err)) for std_err in std_errs)
     p = 2 * max(float(tail(abs(mean), std_err)) for std_err in std_errs)
     return MeanDifference(mean, mean - width, mean + width, p)
 
 
-def paired(
-    arm: Float[np.ndarray, "*studies seeds documents"],
-    baseline: Float[np.ndarray, "*studies seeds documents"],
-    sizes: Real[np.ndarray, " documents"],
-) -> PairedErrors:
-    """The equations above for at least two seeds, given the nats of each document under each seed and its bytes.
-
-    >>> flat = np.full((3, 4), 10.0)
-    >>> errors = paired(flat + np.array([[1.0], [2.0], [3.0]]) * np.log(2), flat, np.full(4, 5))
-    >>> errors.by_seed.round(3).tolist(), errors.spread.round(3).item(), errors.freedom.item()
-    ([0.2, 0.4, 0.6], 0.2, 2.0)
-    """
-    return crossed((arm.astype(np.float64) - baseline) / math.log(2), sizes)
-
-
 def crossed(
     differences: Float[np.ndarray, "*studies seeds documents"], sizes: Real[np.ndarray, " documents"]
 ) -> PairedErrors:
-    """The equations above for differences d_ij in any unit.
+    """The equations above for at least two seeds and differences d_ij in any unit.
 
     >>> crossed(np.array([[1.0, 3.0], [3.0, 5.0]]), np.ones(2)).by_seed.tolist()
     [2.0, 4.0]
     """
-    total, seeds = sizes.sum(), differences.shape[-2]
-    by_seed = differences.sum(-1) / total
+    seeds = differences.shape[-2]
+    by_seed, z_mean, v_int, k, documents_freedom = _influences(differences, sizes)
     spread = by_seed.std(-1, ddof=1)
-    z = (differences - by_seed[..., None] * sizes) / total
-    z_mean = z.mean(-2)
-    k, freedom = _document_factor(sizes / total)
     v_doc = k * np.square(z_mean).sum(-1)
+    return PairedErrors(
+        by_seed=by_seed,
+        seeds=seeds,
+        mean=by_seed.mean(-1),
+        spread=spread,
+        freedom=seeds - 1,
+        seeds_variance=spread**2 / seeds,
+        documents_variance=np.maximum(0, v_doc - v_int),
+        documents_freedom=documents_freedom,
+        interaction=v_int,
+    )
+
+
+def unpaired(
+    arm: Float[np.ndarray, "seeds documents"],
+    baseline: Float[np.ndarray, "other_seeds documents"],
+    sizes: Real[np.ndarray, " documents"],
+) -> PairedErrors:
+    """The same for two arms that share no seeds: Welch's test over seeds, with what the documents add.
+
+    V_doc is that of the difference of the mean influences, V_int the sum over both arms.
+
+    >>> errors = unpaired(np.array([[1.0], [2.0], [4.0]]), np.array([[3.0], [5.0]]), np.ones(1))
+    >>> round(float(errors.mean), 3), round(float(errors.freedom), 3), round(float(errors.p()), 4)
+    (-1.667, 2.427, 0.3183)
+    """
+    (own, own_z, own_int, k, documents_freedom), (other, other_z, other_int, *_) = (
+        _influences(losses, sizes) for losses in (arm, baseline)
+    )
+    variances = own.var(ddof=1), other.var(ddof=1)
+    error, freedom = combined(variances[0] / len(own), len(own) - 1, variances[1] / len(other), len(other) - 1)
+    v_doc, v_int = k * np.square(own_z - other_z).sum(), own_int + other_int
+    return PairedErrors(
+        by_seed=np.empty(0),
+        seeds=len(own),
+        mean=own.mean() - other.mean(),
+        spread=np.sqrt(variances[0] + variances[1]),
+        freedom=freedom,
+        seeds_variance=error**2,
+        documents_variance=np.maximum(0, v_doc - v_int),
+        documents_freedom=documents_freedom,
+        interaction=v_int,
+    )
+
+
+def _influences(losses: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, Any, float, float]:
+    """d_i, mean_i z_ij, V_int, k and the degrees of freedom of V_doc."""
+    total, seeds = sizes.sum(), losses.shape[-2]
+    by_seed = losses.sum(-1) / total
+    z = (losses - by_seed[..., None] * sizes) / total
+    z_mean = z.mean(-2)
+    k, documents_freedom = _document_factor(sizes / total)
     v_int = k * np.square(z - z_mean[..., None, :]).sum((-1, -2)) / (seeds * (seeds - 1))
-    error, freedom = combined(spread**2 / seeds, seeds - 1, np.maximum(0, v_doc - v_int), freedom)
-    return PairedErrors(by_seed, by_seed.mean(-1), spread, error, freedom, v_int)
-
-
-def one_sided_p(difference: Difference, distance: float) -> float:
-    """P(the mean is this far above the truth), the larger over both standard errors; 1/2 at zero."""
-    if difference.spread is None or difference.error is None:
-        raise ValueError("one seed has no standard error: compare at least 2 seeds")
-    seeds_alone = difference.spread / math.sqrt(difference.seeds), difference.seeds - 1
-    return max(float(tail(distance, seeds_alone)), float(tail(distance, (difference.error, difference.freedom))))
+    return by_seed, z_mean, v_int, k, documents_freedom
 
 
 def sign_flip(differences: Sequence[float] | Float[np.ndarray, " n"], *, exact: int = 16, draws: int = 2**16) -> float:
@@ -273,21 +288,6 @@ def sign_flip(differences: Sequence[float] | Float[np.ndarray, " n"], *, exact: 
         signs = np.random.default_rng(0).choice(np.array([-1, 1]), (draws, n))
     as_far = np.abs(signs @ values) >= np.abs(values.sum()) * (1 - 1e-12)
     return float(as_far.mean()) if n <= exact else float((as_far.sum() + 1) / (draws + 1))
-
-
-def holm(p_values: Sequence[float | None]) -> tuple[float | None, ...]:
-    """P values after Holm's correction. A missing one counts as a comparison and stays missing.
-
-    >>> holm([0.01, 0.04, None, 0.03])
-    (0.04, 0.09, None, 0.09)
-    """
-    known = [(p, index) for index, p in enumerate(p_values) if p is not None]
-    adjusted: list[float | None] = [None] * len(p_values)
-    largest = 0.0
-    for rank, (p, index) in enumerate(sorted(known)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
-        adjusted[index] = largest
-    return tuple(adjusted)
 
 
 def spread_ratio(arm: Sequence[float], baseline: Sequence[float], *, level: float = 0.95) -> SpreadRatio | None:
@@ -343,17 +343,3 @@ def _document_factor(weights: Float[np.ndarray, " documents"]) -> tuple[float, f
     diagonal = squares**2 @ (1 + 2 * square - 4 * weights)
     freedom = trace**2 / (off_diagonal + diagonal) if trace > 1e-5 else 1.0  # cancellation below
     return float(square / trace), float(np.clip(freedom, 1, len(weights) - 1))
-
-
-def _check(arm: np.ndarray, baseline: np.ndarray, sizes: np.ndarray, level: float) -> None:
-    if arm.ndim != 2 or arm.shape != baseline.shape or sizes.shape != arm.shape[1:] or not arm.size:
-        raise ValueError(
-            f"expected nats [seeds, documents] of both arms and sizes [documents], got {arm.shape}, {baseline.shape} "
-            f"and {sizes.shape}: pair the runs by seed and the documents by index"
-        )
-    if not (np.isfinite(arm).all() and np.isfinite(baseline).all()):
-        raise ValueError("a loss is not finite: leave out failed runs")
-    if (sizes < 0).any() or sizes.sum() <= 0:
-        raise ValueError("sizes must be the documents' bytes, none negative and not all zero")
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level}")

@@ -33,14 +33,6 @@ StdErr = tuple[Any, Any]
 TARGET_POWER = 0.8
 """The power at which the smallest detectable effect is stated."""
 
-RELATIVE_SPREAD = 0.0082
-"""Standard deviation over seeds of the paired differences of two arms, as a fraction of the baseline's loss.
-
-Measured by `benchmarks/calibration.py` on standard against standard: 24 data seeds with 3 initialisations each, 100k
-parameters, 819k tokens of python-stdlib, 2.470 bits per byte; sqrt(2 x mean variance over initialisations) / mean loss.
-Used for studies of two seeds, whose own spread is too uncertain. Other sizes and corpora have other values.
-"""
-
 _NODES = 200
 
 
@@ -126,17 +118,21 @@ def seeds_needed(
     spread: float,
     alpha: float,
     documents: float = 0.0,
+    prior_freedom: float = 0.0,
     chance: float = TARGET_POWER,
     most: int = 1000,
 ) -> int | None:
     """The fewest seeds that detect a true difference with this chance; None if `most` are not enough.
+
+    `prior_freedom` adds the degrees of freedom of a prior on the spread.
 
     >>> seeds_needed(0.02, spread=0.01, alpha=0.05), seeds_needed(0.001, spread=0.01, alpha=0.05, documents=0.01)
     (5, None)
     """
 
     def enough(seeds: int) -> bool:
-        return power(effect, spread=spread, seeds=seeds, alpha=alpha, documents=documents) >= chance
+        widths = _half_widths(spread=spread, seeds=seeds, alpha=alpha, documents=documents, prior_freedom=prior_freedom)
+        return _detected(effect, *widths) >= chance
 
     few, many = 1, 2
     while not enough(many):
@@ -167,7 +163,9 @@ def observed_smallest(*std_errs: StdErr, alpha: float) -> float:
     return max(float(half_width(1 - alpha, (e, f)) + quantile(TARGET_POWER, f) * e) for e, f in std_errs)
 
 
-def _half_widths(*, spread: float, seeds: int, alpha: float, documents: float) -> tuple[np.ndarray, float]:
+def _half_widths(
+    *, spread: float, seeds: int, alpha: float, documents: float, prior_freedom: float = 0.0
+) -> tuple[np.ndarray, float]:
     """Equally likely half widths w(s) of the interval, and the error v of the mean."""
     if seeds < 2:
         raise ValueError(f"power needs at least 2 seeds, got {seeds}: one seed has no spread")
@@ -175,16 +173,16 @@ def _half_widths(*, spread: float, seeds: int, alpha: float, documents: float) -
         raise ValueError(
             f"power needs a spread or documents above 0 and alpha in (0, 1), got {spread}, {documents} and {alpha}"
         )
-    variance = spread**2 / seeds
-    sampled = variance * _chi_squares(seeds - 1) / (seeds - 1)
-    widths = half_width(1 - alpha, (np.sqrt(sampled), seeds - 1))
+    variance, freedom = spread**2 / seeds, seeds - 1 + prior_freedom
+    sampled = variance * _chi_squares(freedom) / freedom
+    widths = half_width(1 - alpha, (np.sqrt(sampled), freedom))
     if documents > 0:
-        widths = np.maximum(widths, half_width(1 - alpha, combined(sampled, seeds - 1, documents**2, math.inf)))
+        widths = np.maximum(widths, half_width(1 - alpha, combined(sampled, freedom, documents**2, math.inf)))
     return widths, math.sqrt(variance + documents**2)
 
 
 @functools.cache
-def _chi_squares(freedom: int) -> np.ndarray:
+def _chi_squares(freedom: float) -> np.ndarray:
     """Midpoints of equally likely intervals of chi squared."""
     from scipy.special import chdtri
 

@@ -1,36 +1,24 @@
-r"""The verdict on each arm of a study, as a word and as a sentence.
-
-    better, worse    Holm's p value over the arms is below alpha: at most this share of studies has a false one
-    equivalent       two one-sided tests at the margin, each at alpha / 2, with Holm's correction over the arms; for a
-                     single arm, the interval that is shown lies within the margin on both sides
-    undecided        neither; the advice says how many seeds would decide it
-
-A difference that is significant and within the margin is better or worse, and the sentence says how small it is. The
-true difference of an arm cannot be both zero and beyond the margin, so each of the two families of tests has its own
-alpha. Intervals are those of each arm alone, at 1 - alpha, without correction: where Holm's correction changes the
-result, the sentence says so.
-
-An extended study is judged again. Each look spends four fifths of the error rate that is left (0.04, 0.008, ... of
-0.05), so the chain of studies keeps its error rate however often it is extended.
-"""
+"""The verdict on each arm of a study, as a word and as one line."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
-from qkflow.experiment.stats.paired import Difference, holm, one_sided_p
-from qkflow.experiment.stats.t_dist import RELATIVE_SPREAD, quantile, seeds_needed
+import numpy as np
+
+from qkflow.experiment.stats.paired import Difference, PairedErrors, crossed, describe, single_pair, unpaired
+from qkflow.experiment.stats.rounds import RoundTests, Rule, run_tests
+from qkflow.experiment.stats.t_dist import seeds_needed
 
 VerdictKind = Literal["better", "worse", "equivalent", "undecided"]
+Pairing = Literal["paired", "partly", "unpaired"]
 
-MARGIN = 0.005
-"""The default equivalence margin, as a fraction of the baseline's loss."""
-
-_SPENT = 0.8
 _MANY_SEEDS = 50
+_SPENT = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +29,26 @@ class Verdict:
     kind: VerdictKind
     """Better or worse than the baseline, equivalent to it within the margin, or undecided."""
     sentence: str
-    """The answer with its numbers."""
-    advice: str | None
-    """For undecided: what to do next."""
+    """The answer with its numbers, in one line without the arm's name."""
+    advice: str | None = None
+    """For undecided: what would decide."""
+    round: int | None = None
+    """The round that decided it; None if undecided."""
+    difference: Difference | None = None
+    """None if there is nothing to compare."""
+    p_adjusted: float | None = None
+    """P value of the difference, adjusted over the arms; None with fewer than two seeds."""
+    p_equivalent: float | None = None
+    """P value of the two one-sided tests at the margin, adjusted over the arms."""
+    paired: Pairing = "paired"
+    """Whether all seeds of the arm are seeds of the baseline, some, or none."""
+    seeds_needed: int | None = None
+    """For undecided: total seeds for a power of 0.8 in the next round, if the true difference is the observed one; None
+    if more than 1000 are needed or it cannot be estimated."""
 
 
 def look_rate(error_rate: float, look: int) -> float:
-    """The share of a chain's error rate that a look (counted from 1) may spend.
+    """The share of a chain's error rate that a look (counted from 1) at an extended study may spend.
 
     >>> [round(look_rate(0.05, look), 6) for look in (1, 2, 3)]
     [0.04, 0.008, 0.0016]
@@ -57,185 +58,242 @@ def look_rate(error_rate: float, look: int) -> float:
     return error_rate * _SPENT * (1 - _SPENT) ** (look - 1)
 
 
-def judge(
-    differences: Mapping[str, Difference | None],
+def judge_round(
+    losses: Mapping[str, Mapping[Any, np.ndarray]],
+    sizes: np.ndarray,
     *,
     baseline: str,
-    loss: float,
-    alpha: float,
-    seeds: int,
+    rule: Rule,
+    round: int,
+    decided: Mapping[str, Verdict] | None = None,
+    unit: str | None = "byte",
+    scale: float = math.log(2),
     margin: float | None = None,
-    unit: str = "byte",
+    is_higher_better: bool = False,
+    may_be_unpaired: bool = False,
 ) -> tuple[Verdict, ...]:
-    """One verdict per arm, over all arms of a study together. None stands for an arm without a pair of runs.
+    """Judge every arm but the baseline after a round, in the order of `losses`.
 
-    `loss` is the baseline's mean and `margin` the equivalence margin, both in bits per `unit`. `seeds` is the number in
-    the design and `alpha` the error rate of this look. Every difference must have the level 1 - alpha.
+    The same input gives the same verdicts, bit for bit. Nothing is drawn at random.
+
+    Args:
+        losses: For each arm and seed, the nats of every held-out document. Arms are paired by seed.
+        sizes: The documents' bytes.
+        baseline: The arm to compare with.
+        rule: How to decide.
+        round: The round that has finished, counted from 1.
+        decided: Verdicts of earlier rounds. They are final: these arms keep them, undecided ones are judged again.
+        unit: What losses are per, in sentences: bits per `unit`. None for losses without a unit.
+        scale: Losses are divided by it: nats per bit.
+        margin: The equivalence margin in the unit, instead of the rule's fraction of the baseline's loss.
+        is_higher_better: Whether a higher loss is better (it is an accuracy, or a likelihood).
+        may_be_unpaired: Whether to compare arms that share fewer than two seeds, by Welch's test.
+
+    >>> rng = np.random.default_rng(0)
+    >>> losses = {arm: {seed: 70 + shift + rng.random(2) for seed in range(5)} for arm, shift in (("a", 0), ("b", 9))}
+    >>> (verdict,) = judge_round(losses, np.array([50, 50]), baseline="a", rule=Rule(), round=1)
+    >>> verdict.kind, verdict.sentence
+    ('worse', 'worse by 0.257 bits per byte (13%), 95% interval 0.215 to 0.300, 5 seeds')
     """
-    margin = MARGIN * loss if margin is None else margin
+    final = {arm: verdict for arm, verdict in (decided or {}).items() if verdict.kind != "undecided"}
+    _check(losses, sizes, baseline)
+    nats = {
+        arm: {seed: np.asarray(run, np.float64) / scale for seed, run in runs.items()} for arm, runs in losses.items()
+    }
+    base, sizes = nats[baseline], np.asarray(sizes, np.float64)
+    open_arms = [arm for arm in nats if arm != baseline and arm not in final]
+    compared = {arm: _compare(nats[arm], base, sizes, may_be_unpaired) for arm in open_arms}
+    testable = [arm for arm in open_arms if compared[arm].errors is not None]
+    loss = float(np.mean([run.sum() for run in base.values()]) / sizes.sum()) if base else 1.0
+    margin = rule.margin * abs(loss) if margin is None else margin
     if not margin > 0:
-        raise ValueError(f"the margin must be above 0 bits per {unit}, got {margin}: choose a fraction of the loss")
-    for difference in differences.values():
-        if difference is not None and not math.isclose(difference.level, 1 - alpha):
-            raise ValueError(
-                f"a difference at level {difference.level} cannot be judged at alpha {alpha}: use level 1 - alpha"
-            )
-    judged = _Judge(
-        baseline=baseline, loss=loss, margin=margin, alpha=alpha, arms=len(differences), seeds=seeds, unit=unit
+        raise ValueError(f"the equivalence margin must be above 0, got {margin}: give a margin in the loss's own unit")
+    n_equivalent = sum(verdict.kind == "equivalent" for verdict in final.values())
+    tests = None
+    if testable:
+        tests = run_tests(
+            *_stack([compared[arm] for arm in testable], list(base)),
+            rule=rule,
+            round=round,
+            loss=loss,
+            margin=margin,
+            n_equivalent=n_equivalent,
+            n_different=len(final) - n_equivalent,
+            n_untested=len(open_arms) - len(testable),
+        )
+    writer = _Writer(
+        rule=rule,
+        round=round,
+        loss=abs(loss),
+        margin=margin,
+        arms=len(open_arms),
+        documents=len(sizes),
+        unit=f" bits per {unit}" if unit else "",
+        is_higher_better=is_higher_better,
     )
-    p_differ = holm([None if d is None else d.p for d in differences.values()])
-    p_equivalent = holm([None if d is None else equivalence(d, margin) for d in differences.values()])
     return tuple(
-        judged.verdict(arm, difference, p, p_within)
-        for (arm, difference), p, p_within in zip(differences.items(), p_differ, p_equivalent, strict=True)
+        final[arm] if arm in final else writer.verdict(arm, compared[arm], tests, testable)
+        for arm in nats
+        if arm != baseline
     )
 
 
-def equivalence(difference: Difference, margin: float) -> float | None:
-    """The p value of two one-sided tests at the margin, doubled: below alpha if the interval lies within the margin."""
-    return None if difference.p is None else min(1.0, 2 * one_sided_p(difference, margin - abs(difference.mean)))
+class _Compared(NamedTuple):
+    """One arm against the baseline."""
+
+    errors: PairedErrors | None
+    """None with fewer than two seeds."""
+    seeds: Sequence[Any]
+    """The seeds of the pairs."""
+    only_pair: float | None
+    """The difference of a single pair."""
+    paired: Pairing
+
+
+def _compare(
+    arm: Mapping[Any, np.ndarray], base: Mapping[Any, np.ndarray], sizes: np.ndarray, welch: bool
+) -> _Compared:
+    shared = [seed for seed in base if seed in arm]
+    paired: Pairing = "paired" if len(shared) == len(arm) else "partly"
+    if len(shared) > 1:
+        differences = np.stack([arm[seed] - base[seed] for seed in shared])
+        return _Compared(crossed(differences, sizes), shared, None, paired)
+    if welch and min(len(arm), len(base)) > 1:
+        arm_runs, base_runs = (np.stack(list(runs.values())) for runs in (arm, base))
+        return _Compared(unpaired(arm_runs, base_runs, sizes), (), None, "unpaired")
+    only_pair = float((arm[shared[0]] - base[shared[0]]).sum() / sizes.sum()) if shared else None
+    return _Compared(None, shared, only_pair, paired if shared or not welch else "unpaired")
+
+
+def _stack(arms: Sequence[_Compared], seeds: Sequence[Any]) -> tuple[PairedErrors, np.ndarray]:
+    """The differences of all arms as arrays [arms], and by seed [arms, seeds] with NaN for missing seeds."""
+    by_seed = np.full((len(arms), len(seeds)), np.nan)
+    columns = {seed: column for column, seed in enumerate(seeds)}
+    all_errors = [arm.errors for arm in arms if arm.errors is not None]
+    for row, (arm, errors) in enumerate(zip(arms, all_errors, strict=True)):
+        by_seed[row, [columns[seed] for seed in arm.seeds]] = errors.by_seed
+    fields = [name for name in PairedErrors._fields if name != "by_seed"]
+    stacked = {name: np.array([getattr(errors, name) for errors in all_errors]) for name in fields}
+    return PairedErrors(by_seed=by_seed, **stacked), by_seed
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Judge:
-    """The numbers that all verdicts of a study refer to."""
+class _Writer:
+    """The numbers that all verdicts of a round refer to."""
 
-    baseline: str
+    rule: Rule
+    round: int
     loss: float
     margin: float
-    alpha: float
     arms: int
-    seeds: int
+    documents: int
     unit: str
+    is_higher_better: bool
 
-    def verdict(self, arm: str, difference: Difference | None, p: float | None, p_within: float | None) -> Verdict:
-        if difference is None:
-            sentence = f"{arm} cannot be compared with {self.baseline}: no seed has finished runs of both arms."
-            advice = "Run `qkflow compare --resume STUDY` to finish the study, or check why the runs failed."
-            return Verdict(arm=arm, kind="undecided", sentence=sentence, advice=advice)
-        if p is None or p_within is None or difference.low is None or difference.high is None:
-            digits = _decimals(abs(difference.mean))
-            sentence = (
-                f"{arm} cannot be compared with {self.baseline} from one seed, which gives no interval: the loss of "
-                f"its only run is {self._change(difference.mean, digits)}."
+    def verdict(self, arm: str, compared: _Compared, tests: RoundTests | None, testable: Sequence[str]) -> Verdict:
+        level = 1 - self.rule.error_rate
+        if compared.errors is None or tests is None:
+            if compared.only_pair is None:
+                sentence, difference = "not compared: no seed has finished runs of both arms", None
+            else:
+                difference = single_pair(compared.only_pair, documents=self.documents, level=level)
+                digits = _decimals(abs(difference.mean))
+                sentence = f"undecided: {_signed(difference.mean, digits)}{self.unit}, one seed has no interval"
+            return Verdict(
+                arm=arm,
+                kind="undecided",
+                sentence=sentence,
+                advice="At least 2 seeds of both arms are needed.",
+                difference=difference,
+                paired=compared.paired,
             )
-            sentences = [sentence, *self._caveats(difference)]
-            return Verdict(arm=arm, kind="undecided", sentence=" ".join(sentences), advice=self._advice(difference))
+        index = testable.index(arm)
+        scalars = {name: getattr(tests.errors, name)[index] for name in PairedErrors._fields}
+        errors = PairedErrors(**{**scalars, "by_seed": compared.errors.by_seed})
+        difference = describe(
+            errors,
+            documents=self.documents,
+            level=level,
+            alpha=self.rule.alpha(self.round) / self.arms,
+            prior_used=bool(tests.prior_used[index]),
+        )
         kind: VerdictKind = "undecided"
-        if p < self.alpha:
-            kind = "better" if difference.mean < 0 else "worse"
-        elif p_within < self.alpha:
+        if tests.is_different[index]:
+            kind = "better" if (difference.mean > 0) == self.is_higher_better else "worse"
+        elif tests.is_equivalent[index]:
             kind = "equivalent"
-        sentences = [
-            self._result(arm, kind, difference),
-            *self._qualifications(kind, difference, p, p_within),
-            *self._caveats(difference),
-        ]
-        advice = self._advice(difference) if kind == "undecided" else None
-        return Verdict(arm=arm, kind=kind, sentence=" ".join(sentences), advice=advice)
+        needed = self._seeds_needed(errors, difference) if kind == "undecided" else None
+        return Verdict(
+            arm=arm,
+            kind=kind,
+            sentence=self._sentence(kind, difference),
+            advice=self._advice(needed, errors) if kind == "undecided" else None,
+            round=None if kind == "undecided" else self.round,
+            difference=difference,
+            p_adjusted=float(tests.p_adjusted[index]),
+            p_equivalent=float(tests.p_equivalent[index]),
+            paired=compared.paired,
+            seeds_needed=needed,
+        )
 
-    def _result(self, arm: str, kind: VerdictKind, difference: Difference) -> str:
+    def _sentence(self, kind: VerdictKind, difference: Difference) -> str:
         low, high = difference.low or 0.0, difference.high or 0.0
         digits = _decimals((high - low) / 2 or abs(difference.mean))
         level, seeds = f"{100 * difference.level:.6g}% interval", f"{difference.seeds} seeds"
-        change = self._change(difference.mean, digits)
         if kind in ("better", "worse"):
             smaller, larger = sorted((abs(low), abs(high)))
-            return (
-                f"{arm} is {kind} than {self.baseline}: its loss is {change} ({level} {smaller:.{digits}f} to "
-                f"{larger:.{digits}f}, {seeds}), {_percent(abs(difference.mean) / self.loss)} of "
-                f"{self.baseline}'s loss."
-            )
+            size = f"{abs(difference.mean):.{digits}f}{self.unit} ({_percent(abs(difference.mean) / self.loss)})"
+            return f"{kind} by {size}, {level} {smaller:.{digits}f} to {larger:.{digits}f}, {seeds}"
+        if kind == "equivalent" and difference.by_seed and not any(difference.by_seed):
+            return f"equivalent: every pair of runs has the same loss, {seeds}"
         interval = f"{level} {_signed(low, digits)} to {_signed(high, digits)}, {seeds}"
-        if kind == "undecided":
-            return (
-                f"No significant difference between {arm} and {self.baseline}: the loss is {change} ({interval}), "
-                f"with an equivalence margin of {self._margin()}."
-            )
-        if not any(difference.by_seed):
-            return f"{arm} is equivalent to {self.baseline}: every pair of runs has the same loss ({seeds})."
-        return (
-            f"{arm} is equivalent to {self.baseline} within the margin of {self._margin()}: the loss is {change} "
-            f"({interval})."
-        )
+        return f"{kind}: {_signed(difference.mean, digits)}{self.unit}, {interval}"
 
-    def _qualifications(self, kind: VerdictKind, difference: Difference, p: float, p_within: float) -> list[str]:
-        """How the margin and Holm's correction affect the result."""
-        sentences, own_p = [], difference.p or 0.0
-        largest = max(abs(difference.low or 0.0), abs(difference.high or 0.0))
-        if kind in ("better", "worse") and largest < self.margin:
-            sentences.append(f"The difference is significant but small: less than the margin of {self._margin()}.")
-        if kind == "undecided" and own_p < self.alpha:
-            sentences.append(
-                f"Its interval excludes zero, but the difference is not significant after Holm's correction over "
-                f"{self.arms} arms (p = {own_p:.2g}, corrected {p:.2g})."
-            )
-        elif kind == "undecided" and p_within >= self.alpha > (equivalence(difference, self.margin) or 0.0):
-            sentences.append(
-                f"Its interval lies within the margin, but not after Holm's correction over {self.arms} arms."
-            )
-        return sentences
+    def _seeds_needed(self, errors: PairedErrors, difference: Difference) -> int | None:
+        """The fewest seeds that show the observed difference, or equivalence if this is the true difference.
 
-    def _caveats(self, difference: Difference) -> list[str]:
-        """What the comparison lacks."""
-        sentences = []
-        if difference.seeds < self.seeds:
-            sentences.append(
-                f"Only {difference.seeds} of {self.seeds} seeds have finished runs of both arms: if runs failed "
-                "because of one arm, the comparison is biased in its favour."
-            )
-        if difference.documents == 1:
-            sentences.append("There is only one held-out document: the result may not hold for others.")
-        return sentences
-
-    def _advice(self, difference: Difference) -> str:
-        """How many seeds would decide, at the error rate of the next look.
-
-        An observed difference beyond the margin is to be detected with a power of 0.8. Otherwise a difference as large
-        as the margin is, with 0.9: then an arm without a difference is found equivalent (both sides) with 0.8.
+        Equivalence needs both sides to be rejected: each with a power of 0.9.
         """
-        if difference.spread is None or difference.error is None:
-            return (
-                "Use at least 3 seeds, better 5: `qkflow compare --extend STUDY --seeds 5` (a new design that keeps "
-                "the error rate)."
-            )
-        rate = self.alpha * (1 - _SPENT)
-        beyond_margin = abs(difference.mean) > self.margin
-        effect, chance = (abs(difference.mean), 0.8) if beyond_margin else (self.margin, 0.9)
-        own_spread = difference.smallest_from == "seeds"
-        spread = difference.spread if own_spread else RELATIVE_SPREAD * self.loss
-        documents = math.sqrt(max(0.0, difference.error**2 - difference.spread**2 / difference.seeds))
-        alpha = rate / self.arms
-        needed = seeds_needed(effect, spread=spread, alpha=alpha, documents=documents, chance=chance)
-        amount = f"{effect:.{_decimals(effect)}f} bits per {self.unit}"
-        goal = f"detect a difference of {amount} (the observed one)"
-        if not beyond_margin:
-            goal = f"distinguish a difference of {amount} (the margin) from none"
-        detectable = documents * float(quantile(1 - alpha / 2, math.inf) + quantile(chance, math.inf))  # infinite seeds
-        if needed is None and detectable < effect:
-            return f"More than 1000 seeds are needed to {goal}: use more training tokens per run or a wider margin."
-        if needed is None:
-            return (
-                f"No number of seeds can {goal}: the {difference.documents} held-out documents vary too much. Start a "
-                "new study with more held-out documents or a wider margin."
-            )
-        needed = max(needed, difference.seeds + 1)
-        basis = "the spread over its seeds" if own_spread else "a calibrated spread, since two seeds are too few for it"
-        many = ""
-        if needed > _MANY_SEEDS:
-            many = " More training tokens per run or a wider margin may be cheaper."
-        return (
-            f"About {needed} seeds are needed to {goal}, based on {basis}: `qkflow compare --extend STUDY --seeds "
-            f"{needed}` (a new design, with an error rate of {rate:.2g}).{many}"
+        alpha = self.rule.alpha(self.round + 1) / self.arms
+        if not alpha > 0 or not errors.spread > 0:
+            return None
+        needed = functools.partial(
+            seeds_needed,
+            spread=float(errors.spread),
+            documents=math.sqrt(float(errors.documents_variance)),
+            prior_freedom=self.rule.prior.freedom if self.rule.prior and difference.prior_used else 0.0,
         )
+        size = abs(difference.mean)
+        counts = [
+            needed(size, alpha=alpha, chance=0.8) if size > 0 else None,
+            needed(self.margin - size, alpha=2 * alpha, chance=0.9) if self.margin > size else None,
+        ]
+        possible = [count for count in counts if count is not None]
+        return max(min(possible), difference.seeds + 1) if possible else None
 
-    def _change(self, value: float, digits: int) -> str:
-        amount = f"{abs(value):.{digits}f} bits per {self.unit}"
-        return f"{amount} {'lower' if value < 0 else 'higher'}" if float(f"{value:.{digits}f}") else f"{amount} apart"
+    def _advice(self, needed: int | None, errors: PairedErrors) -> str:
+        if needed is not None:
+            many = ", longer runs or a wider margin may be cheaper" if needed > _MANY_SEEDS else ""
+            return f"About {needed} seeds would decide{many}."
+        if errors.documents_variance > errors.seeds_variance:
+            return f"The {self.documents} held-out documents vary too much: use more documents or a wider margin."
+        return "More than 1000 seeds would be needed: use longer runs or a wider margin."
 
-    def _margin(self) -> str:
-        amount = f"{self.margin:.{_decimals(self.margin)}f} bits per {self.unit}"
-        return f"{amount} ({_percent(self.margin / self.loss)} of {self.baseline}'s loss)"
+
+def _check(losses: Mapping[str, Mapping[Any, np.ndarray]], sizes: np.ndarray, baseline: str) -> None:
+    if baseline not in losses:
+        raise ValueError(f"the baseline {baseline!r} has no losses: expected one of {', '.join(losses)}")
+    if np.ndim(sizes) != 1 or not np.isfinite(sizes).all() or (np.asarray(sizes) < 0).any() or np.sum(sizes) <= 0:
+        raise ValueError("sizes must be the documents' bytes: one number each, none negative and not all zero")
+    for arm, runs in losses.items():
+        for seed, run in runs.items():
+            if np.shape(run) != np.shape(sizes):
+                raise ValueError(
+                    f"{arm}, seed {seed}: got losses of shape {np.shape(run)}, expected one for each of {len(sizes)} "
+                    "documents"
+                )
+            if not np.isfinite(run).all():
+                raise ValueError(f"{arm}, seed {seed}: a loss is not finite: leave out failed runs")
 
 
 def _decimals(width: float) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -12,13 +11,14 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from qkflow.experiment.stats.paired import (
+    Difference,
+    PairedErrors,
     _document_factor,
-    difference,
-    holm,
-    one_sided_p,
-    paired,
+    crossed,
+    describe,
     sign_flip,
     spread_ratio,
+    unpaired,
 )
 from qkflow.experiment.stats.t_dist import half_width
 
@@ -35,6 +35,17 @@ def study(
     runs = loss + 0.02 * rng.standard_normal((2, seeds, 1)) + 0.02 * rng.standard_normal((2, seeds, documents))
     arm, baseline = (runs + np.array([shift, 0.0])[:, None, None]) * sizes
     return arm, baseline, sizes
+
+
+def paired(arm: np.ndarray, baseline: np.ndarray, sizes: np.ndarray) -> PairedErrors:
+    return crossed((arm - baseline) / LN2, sizes)
+
+
+def difference(
+    arm: np.ndarray, baseline: np.ndarray, sizes: np.ndarray, *, level: float = 0.95, alpha: float = 0.05
+) -> Difference:
+    errors = paired(arm, baseline, sizes)
+    return describe(errors, documents=len(sizes), level=level, alpha=alpha, prior_used=False)
 
 
 cases = st.tuples(st.integers(2, 8), st.integers(1, 9), st.integers(0, 10**6))
@@ -134,19 +145,20 @@ def test_the_interval_is_never_narrower_than_the_paired_t_over_seeds(case: tuple
 def test_the_p_value_is_below_alpha_if_and_only_if_the_interval_excludes_zero(
     case: tuple[int, int, int], level: float
 ) -> None:
-    found = difference(*study(case[0], case[1], seed=case[2], shift=0.03), level=level)
+    arrays = study(case[0], case[1], seed=case[2], shift=0.03)
+    found, errors = difference(*arrays, level=level), paired(*arrays)
     assume(abs(found.p - (1 - level)) > 1e-9)
     assert (found.p < 1 - level) == (found.low > 0 or found.high < 0)
-    assert one_sided_p(found, abs(found.mean)) == pytest.approx(found.p / 2)
-    assert one_sided_p(found, found.high - found.mean) == pytest.approx((1 - level) / 2)
+    assert errors.one_sided_p(abs(found.mean)) == pytest.approx(found.p / 2)
+    assert errors.one_sided_p(found.high - found.mean) == pytest.approx((1 - level) / 2)
 
 
 @given(case=cases)
 @settings(deadline=None, max_examples=25)
 def test_swapping_the_arms_only_changes_the_sign(case: tuple[int, int, int]) -> None:
     arm, baseline, sizes = study(case[0], case[1], seed=case[2])
-    one = difference(arm, baseline, sizes, prior_spread=0.01)
-    two = difference(baseline, arm, sizes, prior_spread=0.01)
+    one = difference(arm, baseline, sizes)
+    two = difference(baseline, arm, sizes)
     assert (two.mean, two.low, two.high) == pytest.approx((-one.mean, -one.high, -one.low))
     assert (two.p, two.error, two.smallest) == pytest.approx((one.p, one.error, one.smallest))
 
@@ -179,27 +191,14 @@ def test_the_order_of_seeds_and_documents_does_not_matter(case: tuple[int, int, 
 def test_a_loss_common_to_both_arms_changes_nothing(case: tuple[int, int, int]) -> None:
     arm, baseline, sizes = study(case[0], case[1], seed=case[2])
     shared = np.random.default_rng(case[2]).uniform(0, 100, (case[0], case[1]))
-    one = difference(arm, baseline, sizes, prior_spread=0.01)
-    assert numbers(difference(arm + shared, baseline + shared, sizes, prior_spread=0.01)) == pytest.approx(
-        numbers(one), rel=1e-6
-    )
+    one = difference(arm, baseline, sizes)
+    assert numbers(difference(arm + shared, baseline + shared, sizes)) == pytest.approx(numbers(one), rel=1e-6)
 
 
 def test_a_document_without_bytes_or_nats_changes_nothing() -> None:
     arm, baseline, sizes = study(4, 5)
     wider = [np.hstack([nats, np.zeros((4, 1))]) for nats in (arm, baseline)]
     assert numbers(difference(*wider, np.append(sizes, 0))) == pytest.approx(numbers(difference(arm, baseline, sizes)))
-
-
-def test_one_seed_has_a_difference_and_no_interval() -> None:
-    arm, baseline, sizes = study(1, 4)
-    found = difference(arm, baseline, sizes)
-    assert found.mean == pytest.approx((arm - baseline).sum() / LN2 / sizes.sum())
-    assert found.by_seed == (found.mean,)
-    for name in ("spread", "error", "freedom", "low", "high", "p", "p_signs", "smallest"):
-        assert getattr(found, name) is None
-    with pytest.raises(ValueError, match="at least 2 seeds"):
-        one_sided_p(found, 0.0)
 
 
 def test_identical_runs_have_no_difference() -> None:
@@ -219,44 +218,52 @@ def test_a_difference_without_spread_has_only_document_error() -> None:
     assert mixed.error == pytest.approx(1 / 4 / LN2)  # the standard error of 1/4 and 3/4 nats a byte
 
 
-def test_two_seeds_use_the_calibrated_spread_and_more_seeds_their_own() -> None:
-    two, five = difference(*study(2, 4)), difference(*study(5, 4))
-    assert (two.smallest_from, five.smallest_from) == ("calibration", "seeds")
-    wider = difference(*study(2, 1), prior_spread=0.02).smallest / difference(*study(2, 1), prior_spread=0.01).smallest
-    assert wider == pytest.approx(2, rel=1e-4)
-    assert difference(*study(5, 4), prior_spread=9.0).smallest == five.smallest
-
-
-def test_document_variance_increases_the_smallest_effect_of_two_seeds() -> None:
-    nats, pulls, sizes = np.zeros((2, 4)), np.array([1.0, -1.0, 2.0, -2.0]), np.ones(4)
-    alike = difference(nats, nats, sizes, prior_spread=0.01)
-    apart = difference(nats + pulls, nats, sizes, prior_spread=0.01)
-    assert apart.smallest > 1.5 * alike.smallest
-
-
-def test_more_arms_increase_the_smallest_effect_and_not_the_interval() -> None:
-    one, seven = difference(*study(5, 4)), difference(*study(5, 4), comparisons=7)
+def test_a_smaller_error_rate_increases_the_smallest_effect_and_not_the_interval() -> None:
+    one, seven = difference(*study(5, 4)), difference(*study(5, 4), alpha=0.05 / 7)
     assert (one.low, one.high, one.p) == (seven.low, seven.high, seven.p)
     assert seven.smallest > 1.2 * one.smallest
 
 
-@pytest.mark.parametrize(
-    ("arm", "baseline", "sizes", "said"),
-    [
-        (np.ones((2, 3)), np.ones((3, 3)), np.ones(3), "pair the runs"),
-        (np.ones((2, 3)), np.ones((2, 3)), np.ones(2), "pair the runs"),
-        (np.full((2, 3), np.nan), np.ones((2, 3)), np.ones(3), "not finite"),
-        (np.ones((2, 3)), np.ones((2, 3)), np.zeros(3), "bytes"),
-    ],
-)
-def test_unpaired_arrays_are_refused(arm: np.ndarray, baseline: np.ndarray, sizes: np.ndarray, said: str) -> None:
-    with pytest.raises(Exception, match=f"{said}|Type-check"):
-        difference(arm, baseline, sizes)
+def test_document_variance_increases_the_smallest_effect() -> None:
+    bits, pulls = np.array([[0.1], [0.2], [0.0]]) + np.zeros(4), np.array([1.0, -1.0, 2.0, -2.0])
+    alike, apart = (difference(x, np.zeros_like(x), np.ones(4)) for x in (bits, bits + pulls))
+    assert apart.smallest > 1.5 * alike.smallest
 
 
-def test_a_level_outside_zero_and_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="between 0 and 1, got 1"):
-        difference(*study(2, 3), level=1.0)
+def test_a_moderated_variance_replaces_the_spread_of_the_seeds() -> None:
+    errors = paired(*study(3, 5))
+    other = errors.moderated(4 * errors.spread**2, 7.0)
+    (error, freedom), (both, _) = other.std_errs
+    assert error == pytest.approx(2 * errors.std_errs[0][0])
+    assert freedom == 7
+    assert both**2 == pytest.approx(error**2 + errors.documents_variance)
+    assert (other.mean, other.documents_variance) == (errors.mean, errors.documents_variance)
+
+
+@pytest.mark.parametrize(("seeds", "others"), [(2, 2), (3, 7), (10, 4)])
+def test_arms_without_common_seeds_are_compared_by_welchs_test(seeds: int, others: int) -> None:
+    rng = np.random.default_rng(seeds)
+    arm, baseline = rng.normal(1.0, 2.0, seeds), rng.normal(0.0, 1.0, others)
+    errors = unpaired(arm[:, None], baseline[:, None], np.ones(1))
+    want = stats.ttest_ind(arm, baseline, equal_var=False)
+    assert (errors.p(), errors.freedom) == pytest.approx((want.pvalue, want.df))
+    found = describe(errors, documents=1, level=0.9, alpha=0.1, prior_used=False)
+    assert (found.low, found.high) == pytest.approx(tuple(want.confidence_interval(0.9)))
+    assert (found.seeds, found.by_seed, found.p_signs) == (seeds, (), None)
+
+
+@pytest.mark.parametrize(("by_seed", "by_document", "rest"), [(1, 0, 0), (1, 5, 5), (1, 15, 0), (0.01, 5, 5)])
+def test_unpaired_intervals_keep_their_level(by_seed: float, by_document: float, rest: float) -> None:
+    rng = np.random.default_rng(0)
+    sizes, false = np.exp(0.5 * rng.standard_normal(41)), 0
+    for _ in range(1000):
+        document = rng.standard_normal((2, 1, 41)) * by_document  # the arm's effect on a document
+        arm, baseline = (
+            (by_seed * rng.standard_normal((n, 1)) + effect + rest * rng.standard_normal((n, 41))) * sizes
+            for n, effect in zip((3, 5), document, strict=True)
+        )
+        false += bool(unpaired(arm, baseline, sizes).p() < 0.05)
+    assert false / 1000 < 0.065
 
 
 @pytest.mark.parametrize("n", [2, 3, 6, 9])
@@ -287,23 +294,6 @@ def test_sign_flips_drawn_at_random_agree_with_all_of_them() -> None:
 )
 def test_sign_flips_are_omitted_if_they_cannot_reach_the_level(seeds: int, level: float, given: bool) -> None:
     assert (difference(*study(seeds, 3), level=level).p_signs is not None) == given
-
-
-def test_holm_by_hand() -> None:
-    assert holm([0.01]) == (0.01,)
-    assert holm([0.01, 0.02, 0.03]) == pytest.approx((0.03, 0.04, 0.04))
-    assert holm([0.5, 0.001, 0.6]) == pytest.approx((1.0, 0.003, 1.0))
-    assert holm([0.02, None]) == (0.04, None)
-    assert holm([]) == ()
-
-
-@given(ps=st.lists(st.floats(0, 1), min_size=1, max_size=5))
-@settings(deadline=None, max_examples=25)
-def test_holm_is_the_closure_of_bonferroni(ps: list[float]) -> None:
-    """An arm's adjusted p is the largest Bonferroni p over all sets of arms that hold it."""
-    sets = [s for size in range(1, len(ps) + 1) for s in itertools.combinations(range(len(ps)), size)]
-    want = [max(min(1.0, len(s) * min(ps[i] for i in s)) for s in sets if arm in s) for arm in range(len(ps))]
-    assert holm(ps) == pytest.approx(want)
 
 
 pairs = st.tuples(st.integers(3, 12), st.integers(0, 10**6))

@@ -1,0 +1,193 @@
+r"""The rule by which a study decides: seeds come in rounds, and every round tests the arms that are still open.
+
+    better, worse    the p value of the difference, adjusted over the arms (`multiplicity`), is below alpha(k)
+    equivalent       two one-sided tests at the margin (Schuirmann 1987), each at alpha(k), adjusted over the arms by
+                     Holm: with the true difference at one margin, only one of the two can err
+
+Round k may spend alpha(k) = error rate x spending(k), and the spending sums to at most one. By Bonferroni's inequality
+the chance of any false "better" or "worse" over all rounds and arms is at most the error rate, whatever the dependence
+of the rounds. This is the discrete form of the error spending of Lan and DeMets (1983); what a round does not use is
+not carried over, so the error rates of later rounds do not depend on the data.
+
+"Better or worse" and "equivalent" are two families with an error rate each: the true difference of an arm cannot be
+both zero and beyond the margin. A rejected hypothesis leaves its family, so later rounds correct for fewer arms. An arm
+that stopped as equivalent keeps its share in the first family, and one that stopped as better or worse keeps its share
+in the second.
+
+D. J. Schuirmann, A comparison of the two one-sided tests procedure and the power approach for assessing the
+equivalence of average bioavailability, J. Pharmacokinetics and Biopharmaceutics 15 (1987).
+K. K. G. Lan and D. L. DeMets, Discrete sequential boundaries for clinical trials, Biometrika 70 (1983).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from qkflow.errors import UsageError
+from qkflow.experiment.stats.multiplicity import holm_adjusted, max_t_adjusted
+from qkflow.experiment.stats.paired import PairedErrors
+from qkflow.experiment.stats.prior import PRIOR, Prior, baseline_variance, moderated, prior_holds_for_all
+
+__all__ = ["MARGIN", "PRIOR", "SEEDS_BY_ROUND", "SPENDING", "RoundTests", "Rule", "plan_rounds", "run_tests"]
+
+MARGIN = 0.005
+"""The default equivalence margin, as a fraction of the baseline's loss."""
+
+SEEDS_BY_ROUND = (2, 3, 4, 6, 8, 11, 15, 20, 27, 36, 50)
+SPENDING = (0.05, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.04)
+
+_MOST_SEEDS = 10_000
+_LATER = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How a study decides, fixed before its first run.
+
+    >>> rule = Rule(seeds_by_round=(3, 5), spending=(0.5, 0.4))
+    >>> [round(rule.alpha(k), 4) for k in (1, 2, 3, 4)]
+    [0.025, 0.02, 0.004, 0.0008]
+    """
+
+    error_rate: float = 0.05
+    """The chance of a false better or worse over all arms and rounds; the same for a false equivalent."""
+    margin: float = MARGIN
+    """The equivalence margin, as a fraction of the baseline's mean loss."""
+    prior: Prior | None = None
+    """The calibrated spread over seeds; None to use the seeds of the study alone."""
+    seeds_by_round: tuple[int, ...] = SEEDS_BY_ROUND
+    """Seeds of each open arm by the end of each round."""
+    spending: tuple[float, ...] = SPENDING
+    """The fraction of the error rate that each round may spend. Rounds beyond the list (a study that is extended) spend
+    four fifths of what is left."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.error_rate < 1:
+            raise UsageError(f"error_rate must lie between 0 and 1, got {self.error_rate}")
+        if not 0 < self.margin < math.inf:
+            raise UsageError(f"margin must be a fraction above 0 of the baseline's loss, got {self.margin}")
+        seeds = self.seeds_by_round
+        if not seeds or not all(a < b for a, b in zip((1, *seeds), seeds, strict=False)) or seeds[-1] > _MOST_SEEDS:
+            raise UsageError(
+                f"seeds_by_round must increase from at least 2 to at most {_MOST_SEEDS}, got {list(seeds)}"
+            )
+        if len(self.spending) != len(seeds) or not all(0 < x <= 1 for x in self.spending):
+            raise UsageError(
+                f"spending must have a fraction between 0 and 1 for each of {len(seeds)} rounds, got "
+                f"{list(self.spending)}"
+            )
+        if math.fsum(self.spending) > 1 + 1e-12:
+            raise UsageError(f"the spending must sum to at most 1, got {math.fsum(self.spending)}")
+
+    def alpha(self, round: int) -> float:
+        """The error rate that a round (counted from 1) may spend."""
+        if round < 1:
+            raise ValueError(f"rounds are counted from 1, got {round}")
+        if round <= len(self.spending):
+            return self.error_rate * self.spending[round - 1]
+        left = max(0.0, 1 - math.fsum(self.spending))
+        return self.error_rate * left * _LATER * (1 - _LATER) ** (round - len(self.spending) - 1)
+
+
+def plan_rounds(
+    seeds: int,
+    *,
+    is_limited: bool,
+    error_rate: float = 0.05,
+    margin: float = MARGIN,
+    prior: Prior | None = None,
+) -> Rule:
+    """The rule of a study whose time is enough for `seeds` seeds of every arm.
+
+    If `is_limited`, the last round has exactly these seeds and the rounds spend the whole error rate. Otherwise the
+    study has the usual rounds: arms that are decided leave their time to the others, which may reach later rounds.
+
+    >>> plan_rounds(5, is_limited=True).seeds_by_round
+    (2, 3, 4, 5)
+    """
+    rounds, spending = SEEDS_BY_ROUND, SPENDING
+    if is_limited:
+        earlier = [(n, share) for n, share in zip(SEEDS_BY_ROUND, SPENDING, strict=True) if n < seeds]
+        rounds = (*(n for n, _ in earlier), max(2, seeds))
+        spending = (*(share for _, share in earlier), 1 - math.fsum(share for _, share in earlier))
+    return Rule(error_rate=error_rate, margin=margin, prior=prior, seeds_by_round=rounds, spending=spending)
+
+
+class RoundTests(NamedTuple):
+    """The tests of the open arms in one round; arrays [..., arms]."""
+
+    errors: PairedErrors
+    """With moderated variances if there is a prior."""
+    prior_used: Any
+    p_adjusted: np.ndarray
+    p_equivalent: np.ndarray
+    """Adjusted over the arms too."""
+    is_different: np.ndarray
+    is_equivalent: np.ndarray
+    """Within the margin and not different: where both hold, better or worse wins."""
+
+
+def run_tests(
+    errors: PairedErrors,
+    by_seed: Float[np.ndarray, "*studies arms seeds"],
+    *,
+    rule: Rule,
+    round: int,
+    loss: Any,
+    margin: Any = None,
+    n_equivalent: int = 0,
+    n_different: int = 0,
+    n_untested: int = 0,
+) -> RoundTests:
+    """Test the open arms of one round, of one study or of many at once.
+
+    Args:
+        errors: The differences of the open arms, each with at least two seeds.
+        by_seed: Their differences by seed, NaN where an arm lacks a seed.
+        rule: How to decide.
+        round: The round, counted from 1.
+        loss: The baseline's mean loss, [...].
+        margin: The equivalence margin in the unit of the loss; by default the rule's fraction of the loss.
+        n_equivalent: Arms that stopped as equivalent in earlier rounds.
+        n_different: Arms that stopped as better or worse in earlier rounds.
+        n_untested: Open arms that have fewer than two seeds.
+    """
+    loss = np.abs(np.asarray(loss, np.float64))[..., None]
+    margin = rule.margin * loss if margin is None else margin
+    shared_variance, shared_freedom = baseline_variance(by_seed)
+    prior_used = np.full(np.shape(errors.mean), False)
+    if rule.prior is not None:
+        prior_variance = (rule.prior.spread * loss) ** 2
+        holds = prior_holds_for_all(shared_variance[..., None], shared_freedom, prior_variance)
+        keep = holds & ((errors.spread > 0) | (errors.mean != 0))  # identical runs need no prior
+        variance, freedom, prior_used = moderated(
+            errors.spread**2, errors.seeds, prior_variance, rule.prior.freedom, keep=keep
+        )
+        errors = errors.moderated(variance, freedom)
+    p, alpha = np.asarray(errors.p()), rule.alpha(round)
+    freedom = np.broadcast_to(np.asarray(errors.freedom, np.float64), p.shape)
+    p_adjusted = max_t_adjusted(p, freedom, _share(errors, shared_variance, shared_freedom), n_equivalent + n_untested)
+    within = np.asarray(errors.one_sided_p(margin - np.abs(errors.mean)))
+    p_equivalent = holm_adjusted(within, n_different + n_untested)
+    is_different = p_adjusted < alpha
+    return RoundTests(
+        errors, prior_used, p_adjusted, p_equivalent, is_different, (p_equivalent < alpha) & ~is_different
+    )
+
+
+def _share(errors: PairedErrors, shared_variance: Any, shared_freedom: int) -> np.ndarray:
+    """The share of the baseline's seeds in the variance of each difference. Documents count as independent.
+
+    Two seeds say too little about a covariance: the share is zero then.
+    """
+    variance = errors.seeds_variance + errors.documents_variance
+    if shared_freedom < 2:
+        return np.zeros(np.shape(errors.mean))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.maximum(0.0, shared_variance[..., None]) / errors.seeds / variance
+    return np.where(np.isfinite(share), share, 0.0)

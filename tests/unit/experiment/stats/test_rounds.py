@@ -1,0 +1,78 @@
+"""The rule of a study, and its tests for many studies at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qkflow.config import from_dict, to_dict
+from qkflow.errors import UsageError
+from qkflow.experiment.stats.prior import Prior
+from qkflow.experiment.stats.rounds import Rule
+from qkflow.experiment.stats.simulation import KINDS, judge_studies
+from qkflow.experiment.stats.verdict import Verdict, judge_round
+
+
+def test_a_rule_survives_plain_data() -> None:
+    rule = Rule(prior=Prior(spread=0.01, freedom=2.0))
+    assert from_dict(Rule, to_dict(rule)) == rule
+    assert from_dict(Rule, to_dict(Rule())) == Rule()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"error_rate": float("nan")}, "error_rate"),
+        ({"error_rate": 1.0}, "error_rate"),
+        ({"margin": 0.0}, "margin"),
+        ({"margin": float("inf")}, "margin"),
+        ({"seeds_by_round": ()}, "seeds_by_round"),
+        ({"seeds_by_round": (1, 3)}, "seeds_by_round"),
+        ({"seeds_by_round": (3, 3)}, "seeds_by_round"),
+        ({"seeds_by_round": (3, 10**9)}, "seeds_by_round"),
+        ({"spending": (0.5,)}, "spending"),
+        ({"spending": (0.5, float("nan"))}, "spending"),
+        ({"spending": (0.5, -0.1)}, "spending"),
+        ({"spending": (0.9, 0.2)}, "sum to at most 1"),
+    ],
+)
+def test_invalid_rules_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replace(Rule(seeds_by_round=(3, 5), spending=(0.5, 0.5)), **change)
+
+
+def test_rounds_never_spend_more_than_the_error_rate() -> None:
+    for rule in (Rule(), Rule(seeds_by_round=(3,), spending=(0.3,))):
+        rates = [rule.alpha(round) for round in range(1, 60)]
+        assert sum(rates) <= 0.05 * (1 + 1e-9)
+        assert min(rates) >= 0
+    with pytest.raises(ValueError, match="counted from 1, got 0"):
+        Rule().alpha(0)
+
+
+@pytest.mark.parametrize("prior", [None, Prior(spread=0.01)])
+def test_many_studies_at_once_are_judged_like_one(prior: Prior | None) -> None:
+    rule = Rule(prior=prior, margin=0.02, seeds_by_round=(3, 5, 8), spending=(0.4, 0.3, 0.3))
+    rng = np.random.default_rng(1)
+    shift = rng.choice([0.0, 0.0, 0.02, -0.04], (40, 3, 1, 1))
+    differences = shift + 0.008 * rng.standard_normal((40, 3, 8, 1)) + 0.008 * rng.standard_normal((40, 1, 8, 1))
+    differences = (differences + 0.01 * rng.standard_normal((40, 3, 8, 5))) * np.arange(1, 6)
+    outcomes = judge_studies(differences, np.arange(1.0, 6.0), loss=1.0, rule=rule)
+    assert len(np.unique(outcomes.codes)) == 4
+    for study, codes, rounds in zip(differences, outcomes.codes, outcomes.rounds, strict=True):
+        decided: dict[str, Verdict] = {}
+        base = {seed: np.arange(1.0, 6.0) for seed in range(8)}
+        for round, seeds in enumerate(rule.seeds_by_round, 1):
+            losses = {
+                "base": base,
+                **{str(a): {i: base[i] + arm[i] for i in range(seeds)} for a, arm in enumerate(study)},
+            }
+            found = judge_round(
+                losses, np.arange(1.0, 6.0), baseline="base", rule=rule, round=round, decided=decided, scale=1.0
+            )
+            decided = {verdict.arm: verdict for verdict in found}
+        assert [decided[str(a)].kind for a in range(3)] == [KINDS[code] for code in codes]
+        assert [decided[str(a)].round or 0 for a in range(3)] == rounds.tolist()
