@@ -29,7 +29,4 @@ class CoupledAttention(StandardAttention):
     (torch.Size([2, 10, 32]), 0.1)
     """
 
-    def __init__(
-        self, width: int, heads: int, layer: int = 0, layers: int = 1, *, config: StandardConfig = CoupledConfig()
-    ) -> None:
-        super().__init__(width, heads, layer, layers, config=config)
+    config_type = CoupledConfig

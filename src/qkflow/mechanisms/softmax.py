@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -210,9 +210,12 @@ class StandardAttention(SoftmaxMechanism):
     (torch.Size([2, 10, 32]), [11, 11])
     """
 
+    config_type: ClassVar[type[StandardConfig]] = StandardConfig
+
     def __init__(
-        self, width: int, heads: int, layer: int = 0, layers: int = 1, *, config: StandardConfig = StandardConfig()
+        self, width: int, heads: int, layer: int = 0, layers: int = 1, *, config: StandardConfig | None = None
     ) -> None:
+        config = self.config_type() if config is None else config
         keys = heads if config.key_heads is None else config.key_heads
         if heads < 1 or width % heads:
             raise UsageError(f"heads must divide the width, got {heads} heads for a width of {width}")

@@ -48,7 +48,7 @@ def intra_chunk_backward(
 ):  # fmt: skip
     """The part of a chunk that does not depend on the gradient of the state after it."""
     like: tl.constexpr = x_solved.dtype.element_ty
-    chunks, m, c, start, remaining = program_chunk(t, h, C)
+    _, _, _, start, remaining = program_chunk(t, h, C)
     i = tl.arange(0, C)
     _, decay_to_end, _, high, low = load_decays(log_alpha, start, i, h, remaining, C)
     lam_i, beta_i = load_gate(lam, start, i, h, remaining), load_gate(beta, start, i, h, remaining)
@@ -136,7 +136,7 @@ def scores_backward(
 ):  # fmt: skip
     """E and F of a chunk."""
     like: tl.constexpr = go.dtype.element_ty
-    chunks, m, c, start, remaining = program_chunk(t, h, C)
+    _, _, _, start, remaining = program_chunk(t, h, C)
     i = tl.arange(0, C)
     read_out, corrected = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     for first in range(0, V, BV):
@@ -209,7 +209,7 @@ def decay_backward(
 
     `gG_read` has one term per block of keys, and `gG_end` one per block of values.
     """
-    chunks, m, c, start, remaining = program_chunk(t, h, C)
+    chunks, _, _, start, remaining = program_chunk(t, h, C)
     i = tl.arange(0, C)
     gG = tl.zeros((C,), tl.float32)
     for block in tl.static_range(NK):

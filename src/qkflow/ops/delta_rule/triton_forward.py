@@ -56,7 +56,7 @@ def intra_chunk(
 ):  # fmt: skip
     """The part of a chunk that does not depend on the state before it."""
     like: tl.constexpr = v.dtype.element_ty
-    chunks, m, c, start, remaining = program_chunk(t, h, C)
+    _, _, _, start, remaining = program_chunk(t, h, C)
     i = tl.arange(0, C)
     decay, _, _, high, low = load_decays(log_alpha, start, i, h, remaining, C)
     lam_i = load_gate(lam, start, i, h, remaining)

@@ -156,15 +156,8 @@ class _PhaseIncrement(torch.autograd.Function):
 
 class _ShiftPoints(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        theta: Tensor,
-        points: Tensor,
-        rotation: Tensor | None,
-        first_key: Tensor | None,
-        first_value: Tensor | None,
-        with_values: bool,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        theta, points, rotation, first_key, first_value, with_values = args
         ctx.save_for_backward(theta, points, rotation)
         ctx.has_first = first_key is not None, first_value is not None
         key, value = cpu.shift_points(points, rotation, first_key, first_value, with_values)

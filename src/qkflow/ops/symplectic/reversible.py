@@ -58,18 +58,8 @@ def drift_kick_reversible(
 
 class _DriftKick(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        dt: Tensor,
-        w1: Tensor,
-        b1: Tensor,
-        w2: Tensor,
-        b2: Tensor,
-        coefficients: tuple[float, ...],
-        activation: Activation,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        q, k, dt, w1, b1, w2, b2, coefficients, activation = args
         q_out, k_out = _forward(q, k, dt, (w1, b1, w2, b2), coefficients, activation)
         ctx.coefficients, ctx.activation = coefficients, activation
         ctx.set_materialize_grads(False)
