@@ -125,8 +125,8 @@ class Recipe:
     """What the paper leaves unclear about its figures."""
     ratios: tuple[PublishedRatio, ...] = ()
     """What was published besides the loss."""
-    chosen: str
-    """What the paper does not specify at its scale and we chose, besides the settings that `ours` adds."""
+    our_choices: str
+    """What the paper leaves open at its scale and we chose, as a phrase of `ours`, such as "shape, context (512)"."""
     laptop_corpus: CorpusConfig = LAPTOP_CORPUS
     paper_corpus: CorpusConfig
     needs_corpus: bool = False
@@ -136,6 +136,8 @@ class Recipe:
     heads: int | None = None
     """Heads of every arm at paper scale; None: those of the size."""
     seeds: int = 3
+    has_published_seeds: bool = False
+    """Whether the number of seeds is the paper's, not our choice."""
     context: int = 512
     batch: int | None = None
     tokens: int = 100_000_000
@@ -154,11 +156,11 @@ class Recipe:
 
     @property
     def ours(self) -> str:
-        """What is not the paper's."""
-        tokens = f"{self.tokens // 10**6:,}M tokens per run"
+        """A note on what is not the paper's at each scale."""
+        choices = self.our_choices if self.has_published_seeds else f"{self.our_choices}, seeds ({self.seeds})"
         return (
-            f"at --scale laptop everything except the arms; at --scale paper {self.chosen}, {tokens}, schedule, "
-            f"learning rate ({self.learning_rate:g})"
+            f"at --scale laptop everything except the arms; at --scale paper {choices}, "
+            f"{self.tokens // 10**6:,}M tokens per run, schedule, learning rate ({self.learning_rate:g})"
         )
 
     def corpus(self, scale: Scale, source: str | None = None) -> CorpusConfig:
