@@ -70,7 +70,8 @@ def _convert(value: Any, expected: Any, path: str, where: str) -> Any:
     if origin in (Union, types.UnionType):
         configs = [alternative for alternative in args if dataclasses.is_dataclass(alternative)]
         if configs and isinstance(value, Mapping):  # the config with most of these keys, the first of equals
-            return _convert(value, max(configs, key=lambda config: _n_fields(config, value)), path, where)
+            best = max(configs, key=lambda config: sum(field.name in value for field in dataclasses.fields(config)))
+            return _convert(value, best, path, where)
         for alternative in args:
             try:
                 return _convert(value, alternative, path, where)
@@ -107,11 +108,6 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_to_plain(item) for item in value]
     return value
-
-
-def _n_fields(cls: Any, data: Mapping[str, Any]) -> int:
-    """The number of keys that are fields of a config."""
-    return sum(field.name in data for field in dataclasses.fields(cls))
 
 
 def _type_error(value: Any, expected: Any, path: str, where: str) -> UsageError:

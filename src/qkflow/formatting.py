@@ -120,6 +120,19 @@ def format_percent(fraction: Number | None, digits: int = 2, *, signed: bool = F
     return f"{(format_signed if signed else format_number)(100 * fraction, digits)}%"
 
 
+def format_accuracy(fraction: float) -> str:
+    """An accuracy as a percentage, which is 0 or 100 only if the accuracy is exactly 0 or 1.
+
+    >>> format_accuracy(0.9812), format_accuracy(1.0), format_accuracy(0.9999), format_accuracy(1e-6)
+    ('98.1 %', '100 %', '> 99.9 %', '< 0.1 %')
+    """
+    if 0 < fraction < 0.0005:
+        return "< 0.1 %"
+    if 0.9995 <= fraction < 1:
+        return "> 99.9 %"
+    return f"{100 * fraction:.{0 if fraction in (0, 1) else 1}f} %"
+
+
 def format_integer(value: Number | None) -> str:
     """A whole number with thousands separators.
 

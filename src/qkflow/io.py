@@ -101,16 +101,23 @@ def discard(path: Path) -> None:
 
 
 @contextlib.contextmanager
+def disk_errors(action: str) -> Iterator[None]:
+    """Convert an `OSError` in the block to a `DiskError` that says what could not be done, such as "write FILE"."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(error.errno, f"could not {action} ({error.strerror})") from error
+
+
+@contextlib.contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold an exclusive lock on the file `path`, which is created. The kernel releases it if the process dies.
 
     If another process holds the lock, wait for it if `wait` is true; otherwise raise a `BusyError`.
     """
-    try:
+    with disk_errors(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+")  # noqa: SIM115
-    except OSError as error:
-        raise DiskError(error.errno, f"could not write {path} ({error.strerror})") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qkflow.cli import check_kernels, main
+from qkflow.cli import check, main
 from qkflow.laws.kernels import KernelCheck
 from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import choose_backend
@@ -279,7 +279,7 @@ def test_check_kernels_prints_what_runs_and_fails_if_an_error_is_too_large(
     assert build.load_error() is not None or any(line.startswith("compiler ") for line in lines)
     assert {line.split()[-1] for line in lines if " float" in line} == {"ok"}
     failing = KernelCheck(kernel="mine", precision="float64", values=1e-16, gradients=3e-9)
-    monkeypatch.setattr(check_kernels, "run_kernel_checks", lambda: [failing])
+    monkeypatch.setattr(check, "run_kernel_checks", lambda: [failing])
     monkeypatch.setattr(build, "build_info", lambda: None)
     monkeypatch.setattr(build, "load_error", lambda: "QKFLOW_NATIVE is 0")
     output = qkflow("check", "standard", "--kernels", "--law", "causality", exit_code=1)

@@ -31,7 +31,7 @@ def test_export_prints_code_that_loads_the_model(
     assert exported.config == run.config.model
     card = Path("models/fox/README.md").read_text()
     assert "bits per byte" in card
-    corpus = json.loads((trained_run / "environment.json").read_text())["corpus"]
+    corpus = json.loads((trained_run / "environment.json").read_text())["data"]
     assert f"`{corpus['name']}` (SHA-256 `{corpus['digest']}`)" in card
     assert len(list(Path("models/fox").glob("model-*.safetensors"))) > 1
 

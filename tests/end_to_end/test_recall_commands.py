@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from qkflow.cli import main
-from qkflow.cli.recall_table import tables
+from qkflow.cli.evaluate import recall_tables
 from qkflow.ops.csrc import build
 from qkflow.training import CellResult
 
@@ -95,7 +95,7 @@ def test_a_grid_fits_into_eighty_columns_with_its_intervals(right: int) -> None:
     ]
     console = Console(width=80)
     with console.capture() as shown:
-        for table in tables(cells, ["length", "depth"]):
+        for table in recall_tables(cells, ["length", "depth"]):
             console.print(table)
     lines = shown.get().splitlines()
     assert max(map(len, lines)) <= 80

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
+from rich.table import Table
 
-from qkflow.cli.options import flag
-from qkflow.cli.recall_table import percent, tables
+from qkflow.cli.options import flag, print_notices
 from qkflow.data import Corpus, open_corpus
-from qkflow.training import CellResult, Evaluation, by_cell, evaluate, load_run
+from qkflow.formatting import MISSING, format_accuracy
+from qkflow.training import CellResult, Evaluation, by_cell, evaluate, load_run, together
+
+_MAX_DEPTHS = 21
+"""Maximum number of rows; more depths are grouped into bands, since training instances have any depth."""
+_BAND = 10
+"""Width of a band, in percent."""
+_MAX_LENGTHS = 6
+"""Columns per table: as many as fit into 80 characters with their intervals."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +67,29 @@ class Eval:
             limit=self.limit,
         )
         console = Console(soft_wrap=True, highlight=False)
-        for notice in run.notices:
-            Console(stderr=True, soft_wrap=True).print(f"note: {notice}", markup=False, highlight=False)
+        print_notices(run)
         if self.json:
             record = {"run": str(run.folder), "step": run.step, "corpus": corpus.name, "digest": corpus.digest}
             record |= {"split": self.split, **result.summary(), **_recall_record(corpus, result)}
             console.print(json.dumps(record, sort_keys=True), markup=False)
             return 0
         console.print(f"{corpus.name} ({corpus.digest[:12]}), {self.split} split", markup=False)
+        summary = result.summary()
         if corpus.task is None:
-            _print_text(console, result, run.step)
-        else:
-            _print_recall(console, result, run.step, corpus.task)
+            console.print(
+                f"{summary['bits_per_byte']:.4f} bits per byte, perplexity {result.perplexity:,.3f} per token"
+            )
+            documents, size = summary["scored_documents"], summary["scored_bytes"]
+            console.print(f"{documents:,} documents, {size:,} bytes; step {run.step:,}")
+            return 0
+        for table in recall_tables(by_cell(result), corpus.task["axes"]):
+            console.print(table, soft_wrap=False)
+            console.print()
+        if "depth" in corpus.task["axes"]:
+            console.print("accuracy in % and its 95 % interval, by depth of the needle and length")
+        right = f"{format_accuracy(summary['accuracy'])} of {summary['questions']:,} questions right"
+        console.print(f"{right} (chance {format_accuracy(corpus.task['chance'])})")
+        console.print(f"{summary['bits_per_byte']:.4f} bits per answer token; step {run.step:,}")
         return 0
 
 
@@ -77,26 +97,59 @@ def _recall_record(corpus: Corpus, result: Evaluation) -> dict[str, Any]:
     """Further results of a recall task; "unit" says what its "bytes" are."""
     if corpus.task is None:
         return {}
-    return {"unit": corpus.unit, "chance": corpus.chance, "cells": [_cell_record(cell) for cell in by_cell(result)]}
+    cells = [
+        {**asdict(cell), "accuracy": cell.accuracy, "low": cell.low, "high": cell.high} for cell in by_cell(result)
+    ]
+    return {"unit": corpus.unit, "chance": corpus.chance, "cells": cells}
 
 
-def _cell_record(cell: CellResult) -> dict[str, Any]:
-    return {**asdict(cell), "accuracy": cell.accuracy, "low": cell.low, "high": cell.high}
+def recall_tables(cells: Sequence[CellResult], axes: Sequence[str]) -> Iterator[Table]:
+    """Tables of a grid: one row per number of pairs, or one row per depth and one column per length."""
+    if "depth" not in axes:
+        yield _by_pairs(cells)
+        return
+    lengths = sorted({cell.length or 0 for cell in cells})
+    for begin in range(0, len(lengths), _MAX_LENGTHS):
+        yield _by_depth(cells, lengths[begin : begin + _MAX_LENGTHS])
 
 
-def _print_text(console: Console, result: Evaluation, step: int) -> None:
-    results = result.summary()
-    console.print(f"{results['bits_per_byte']:.4f} bits per byte, perplexity {result.perplexity:,.3f} per token")
-    console.print(f"{results['scored_documents']:,} documents, {results['scored_bytes']:,} bytes; step {step:,}")
+def _by_pairs(cells: Sequence[CellResult]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("pairs", "length", "accuracy", "95 % interval", "questions"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for cell in cells:
+        interval = f"{100 * cell.low:.1f} to {100 * cell.high:.1f} %"
+        table.add_row(
+            f"{cell.pairs:,}", f"{cell.length:,}", format_accuracy(cell.accuracy), interval, f"{cell.questions:,}"
+        )
+    return table
 
 
-def _print_recall(console: Console, result: Evaluation, step: int, task: dict[str, Any]) -> None:
-    results = result.summary()
-    for table in tables(by_cell(result), task["axes"]):
-        console.print(table, soft_wrap=False)
-        console.print()
-    if "depth" in task["axes"]:
-        console.print("accuracy in % and its 95 % interval, by depth of the needle and length")
-    right = f"{percent(results['accuracy'])} of {results['questions']:,} questions right"
-    console.print(f"{right} (chance {percent(task['chance'])})")
-    console.print(f"{results['bits_per_byte']:.4f} bits per answer token; step {step:,}")
+def _by_depth(cells: Sequence[CellResult], lengths: Sequence[int]) -> Table:
+    """Accuracies in percent with their intervals; the last row is the mean over depths."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("depth", justify="right", no_wrap=True)
+    for length in lengths:
+        table.add_column(f"{length:,}", justify="right", no_wrap=True)
+    for name, depths in _bands(sorted({cell.depth or 0 for cell in cells})):
+        row = [[cell for cell in cells if cell.length == length and cell.depth in depths] for length in lengths]
+        table.add_row(name, *map(_brief, row))
+    columns = [[cell for cell in cells if cell.length == length] for length in lengths]
+    table.add_row("mean", *map(_brief, columns), style="bold")
+    return table
+
+
+def _bands(depths: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
+    """Labels and their depths: one depth each, or bands if there are too many."""
+    if len(depths) <= _MAX_DEPTHS:
+        return [(f"{depth} %", [depth]) for depth in depths]
+    firsts = range(0, 100, _BAND)
+    bands = [(first, 100 if first == firsts[-1] else first + _BAND - 1) for first in firsts]
+    return [(f"{first}-{last} %", range(first, last + 1)) for first, last in bands]
+
+
+def _brief(cells: Sequence[CellResult]) -> str:
+    if not cells:
+        return MISSING
+    cell = together(cells)
+    return f"{100 * cell.accuracy:.0f} [dim]{100 * cell.low:.0f}-{100 * cell.high:.0f}[/]"

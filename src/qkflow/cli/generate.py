@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from rich.console import Console
 
-from qkflow.cli.options import flag
+from qkflow.cli.options import flag, print_notices
 from qkflow.errors import UsageError
 from qkflow.models import Sampling, stream
 from qkflow.training import load_run
@@ -55,8 +54,7 @@ class Generate:
             raise UsageError(f"--tokens must be at least 1, got {self.tokens}")
         sampling = Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
         run = load_run(self.run_folder, device=self.device)
-        for notice in run.notices:
-            Console(stderr=True, soft_wrap=True).print(f"note: {notice}", markup=False, highlight=False)
+        print_notices(run)
         prompts = [os.fsencode(prompt) for prompt in self.prompts or [""]]
         stops = [text.replace("\\n", "\n").replace("\\t", "\t").encode() for text in self.stop]
         tokenizer = run.tokenizer

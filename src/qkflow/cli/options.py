@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from rich.console import Console
 
 from qkflow.data import CORPUS_NAMES, CorpusConfig, is_recall_task
 from qkflow.errors import UsageError
+from qkflow.training import LoadedRun
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -85,6 +87,12 @@ def with_absolute_paths(config: CorpusConfig) -> CorpusConfig:
         vocabulary_files=absolute(config.vocabulary_files),
         data_dir=absolute(config.data_dir),
     )
+
+
+def print_notices(run: LoadedRun) -> None:
+    """Print the notices of a loaded run to stderr."""
+    for notice in run.notices:
+        Console(stderr=True, soft_wrap=True).print(f"note: {notice}", markup=False, highlight=False)
 
 
 def command_line() -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from qkflow.cli.options import command_line, flag
+from qkflow.cli.options import command_line, flag, print_notices
 from qkflow.cli.probe_tables import attention_section, coupling_section, memory_section, phase_section
 from qkflow.config import to_dict
 from qkflow.data import open_corpus, windows
@@ -83,9 +83,28 @@ class Probe:
         if self.text and self.file is not None:
             raise UsageError("got both TEXT and --file: pass only one of them")
         run = load_run(self.run_folder, device=self.device)
-        for notice in run.notices:
-            Console(stderr=True, soft_wrap=True).print(f"note: {notice}", markup=False, highlight=False)
+        print_notices(run)
         tokens, source, remarks = self._tokens(run)
+        result, statistics = self._probe(run, tokens, source, [*run.notices, *remarks])
+        console = Console(highlight=False)
+        if self.json:
+            record = _json_record(run, result, statistics)
+            console.print(json.dumps(finite(record), sort_keys=True), markup=False, soft_wrap=True)
+        else:
+            _print_tables(console, result)
+            for remark in remarks:
+                console.print(f"note: {remark}", markup=False, soft_wrap=True)
+        if self.json and self.out is None:
+            return 0
+        path = write_probe_page(result, self.out or run.folder / "probe.html")
+        if not self.json:
+            console.print(f"page: {path.absolute()}", markup=False, soft_wrap=True)
+        return 0
+
+    def _probe(
+        self, run: LoadedRun, tokens: list[int], source: str, remarks: list[str]
+    ) -> tuple[ProbeResult, dict[str, Sequence[Any]]]:
+        """Return the content of the page, and the statistics of each part by layer."""
         layers = probe_layers(run.model, tokens)
         attention = attention_stats([layer.weights for layer in layers])
         rationale = None
@@ -93,41 +112,6 @@ class Probe:
             pieces = [run.tokenizer.piece(token) for token in tokens]
             rationale = rationale_confidence(attention, token_positions(" ".join(self.rationale), pieces))
         sections = list(_sections(run, tokens, attention, rationale))
-        parts = [part for part, _ in sections]
-        console = Console(highlight=False)
-        if self.json:
-            record: dict[str, Any] = {
-                "run": str(run.folder),
-                "step": run.step,
-                "steps": run.config.steps,
-                "finished": run.finished,
-                "text": source,
-                "tokens": len(tokens),
-                "coupling": None,
-                "phases": None,
-                "stability": None,
-                "rationale": None if rationale is None else asdict(rationale),
-            }
-            for part, layer_stats in sections:
-                numbers = [None if layer is None else asdict(layer) for layer in layer_stats]
-                record[part.name] = {"layers": numbers, "verdict": part.verdict}
-            record["maps"] |= {"pooled": attention.pooled}
-            console.print(json.dumps(finite(record), sort_keys=True), markup=False, soft_wrap=True)
-        else:
-            title = f"step {run.step:,} of {run.config.steps:,}; {len(tokens):,} tokens of {source}"
-            console.print(title, markup=False, soft_wrap=True)
-            for number, part in enumerate(parts):
-                if number:
-                    console.print()
-                console.print(*render_table(part.table), sep="\n")
-                if number == 0 and rationale is not None:
-                    console.print()
-                    console.print(*render_table(confidence_table(rationale)), sep="\n")
-                console.print(part.verdict, markup=False)
-            for remark in remarks:
-                console.print(f"note: {remark}", markup=False, soft_wrap=True)
-        if self.json and self.out is None:
-            return 0
         # Diagnostics of longer texts are too large to draw.
         drawn = layers if len(tokens) <= MAX_TOKENS else probe_layers(run.model, tokens[:MAX_TOKENS])
         result = ProbeResult(
@@ -143,15 +127,12 @@ class Probe:
             diagnostic_tokens=min(MAX_TOKENS, len(tokens)),
             attention=attention,
             confidence=rationale,
-            parts=parts,
-            remarks=[*run.notices, *remarks],
+            parts=[part for part, _ in sections],
+            remarks=remarks,
             command=command_line(),
             config=to_dict(run.config),
         )
-        path = write_probe_page(result, self.out or run.folder / "probe.html")
-        if not self.json:
-            console.print(f"page: {path.absolute()}", markup=False, soft_wrap=True)
-        return 0
+        return result, {part.name: layer_stats for part, layer_stats in sections}
 
     def _tokens(self, run: LoadedRun) -> tuple[list[int], str, list[str]]:
         """Return the tokens to read, their source, and remarks."""
@@ -200,3 +181,36 @@ def _sections(
     if SynchronyMechanism in kinds:
         phases = [None if layer is None else layer.summary() for layer in layer_phases(run.model, tokens)]
         yield phase_section(phases, names), phases
+
+
+def _json_record(run: LoadedRun, result: ProbeResult, statistics: dict[str, Sequence[Any]]) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "run": str(run.folder),
+        "step": result.step,
+        "steps": result.steps,
+        "finished": run.finished,
+        "text": result.source,
+        "tokens": len(result.tokens),
+        "coupling": None,
+        "phases": None,
+        "stability": None,
+        "rationale": None if result.confidence is None else asdict(result.confidence),
+    }
+    for part in result.parts:
+        numbers = [None if layer is None else asdict(layer) for layer in statistics[part.name]]
+        record[part.name] = {"layers": numbers, "verdict": part.verdict}
+    record["maps"] |= {"pooled": result.attention.pooled}
+    return record
+
+
+def _print_tables(console: Console, result: ProbeResult) -> None:
+    title = f"step {result.step:,} of {result.steps:,}; {len(result.tokens):,} tokens of {result.source}"
+    console.print(title, markup=False, soft_wrap=True)
+    for number, part in enumerate(result.parts):
+        if number:
+            console.print()
+        console.print(*render_table(part.table), sep="\n")
+        if number == 0 and result.confidence is not None:
+            console.print()
+            console.print(*render_table(confidence_table(result.confidence)), sep="\n")
+        console.print(part.verdict, markup=False)

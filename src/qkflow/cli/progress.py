@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from qkflow.cli.recall_table import percent
-from qkflow.models import StackConfig
+from qkflow.formatting import format_accuracy
+from qkflow.models import DecoderConfig
 from qkflow.training import Callback, Result, Run
 
 _LINES_EVERY = 5.0
@@ -37,17 +36,14 @@ class TrainProgress(Callback):
         self.task = None
         self.steps = 0
         self.shown_at = 0.0
-        self.rate = _Rate()
 
     def on_start(self, run: Run) -> None:
         """Print model, corpus and run, and start the bar."""
-        model, config = run.config.model, run.config
-        count = sum(p.numel() for p in run.model.parameters())
-        names, shape = type(model).__name__, ""
-        if isinstance(model, StackConfig):
-            names = ", ".join(dict.fromkeys(model.mechanisms))
-            shape = f": width {model.width}, {model.layers} layers, {model.heads} heads"
-        self.say(f"model   {names}, {count:,} parameters{shape}")
+        config, model = run.config, cast(DecoderConfig, run.config.model)
+        names = ", ".join(dict.fromkeys(model.mechanisms))
+        count = sum(parameter.numel() for parameter in run.model.parameters())
+        shape = f"width {model.width}, {model.layers} layers, {model.heads} heads"
+        self.say(f"model   {names}, {count:,} parameters: {shape}")
         self.say(f"corpus  {run.corpus}")
         shared = "" if run.processes == 1 else f" on {run.processes} processes ({run.parallel})"
         self.say(f"run     {run.folder}: {config.steps:,} steps of {config.batch} x {config.context} tokens{shared}")
@@ -55,18 +51,17 @@ class TrainProgress(Callback):
             self.say(f"resumed after step {run.step:,}")
         self.steps = config.steps
         self.task = self.bar.add_task("train", total=config.steps, completed=run.step, status="evaluating ·")
-        self.rate.note(run.step, run.step * config.batch * config.context)
         self.bar.start()
 
     def on_step(self, record: Mapping[str, Any]) -> None:
         """Update the bar, or print a line every few seconds."""
-        speed = self.rate.note(record["step"], record["tokens"])
+        speed = record["tokens"] / record["seconds"]  # without evaluations and checkpoints
         if not self.bar.disable and self.task is not None:
             status = f"loss {record['loss']:.3f} · {speed:,.0f} tokens/s ·"
             self.bar.update(self.task, completed=record["step"], status=status)
         elif time.monotonic() - self.shown_at > _LINES_EVERY:
             self.shown_at = time.monotonic()
-            left = self.rate.seconds_left(record["step"], self.steps)
+            left = (self.steps - record["step"]) * record["seconds"] / record["step"]
             step = f"step {record['step']:,}/{self.steps:,}"
             self.say(f"{step}  loss {record['loss']:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left")
 
@@ -74,15 +69,10 @@ class TrainProgress(Callback):
         """Print the held-out results."""
         perplexity = record["perplexity"]
         if "accuracy" in record:
-            unit, extra = "answer token", f"  accuracy {percent(record['accuracy'])}"
+            unit, extra = "answer token", f"  accuracy {format_accuracy(record['accuracy'])}"
         else:
             unit, extra = "byte", "" if perplexity is None else f"  perplexity {perplexity:,.2f} per token"
         self.say(f"step {record['step']:>6,}  held-out {record['bits_per_byte']:.3f} bits per {unit}{extra}")
-        self.rate.pause()
-
-    def on_checkpoint(self, path: Path) -> None:
-        """Exclude the time of checkpoints from the speed."""
-        self.rate.pause()
 
     def on_notice(self, text: str) -> None:
         """Print a message for the user."""
@@ -99,27 +89,3 @@ class TrainProgress(Callback):
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-class _Rate:
-    """Tokens per second of recent steps, without evaluations and checkpoints."""
-
-    def __init__(self) -> None:
-        self.at: float | None = None
-        self.step = self.tokens = 0
-        self.speed = self.pace = 0.0
-
-    def note(self, step: int, tokens: int) -> float:
-        now = time.monotonic()
-        if self.at is not None and step > self.step and now > self.at:
-            weight = 0.1 if self.speed else 1.0
-            self.speed += weight * ((tokens - self.tokens) / (now - self.at) - self.speed)
-            self.pace += weight * ((now - self.at) / (step - self.step) - self.pace)
-        self.at, self.step, self.tokens = now, step, tokens
-        return self.speed
-
-    def pause(self) -> None:
-        self.at = time.monotonic()
-
-    def seconds_left(self, step: int, steps: int) -> float:
-        return self.pace * (steps - step)

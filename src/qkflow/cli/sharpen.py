@@ -100,7 +100,10 @@ class Sharpen:
         return 0
 
     def _spec(self) -> ExperimentSpec:
-        data = None if self.data is None else _absolute(self.data)
+        try:
+            data = None if self.data is None else str(Path(self.data).expanduser().absolute())
+        except RuntimeError:
+            raise UsageError(f"--data {self.data} has an unknown home directory: give the full path") from None
         task = TaskConfig(
             **without_none(name=self.task, data=data, train=self.train, test=self.test, longest=self.longest)
         )
@@ -120,10 +123,3 @@ class Sharpen:
                 jobs=self.jobs,
             ),
         )
-
-
-def _absolute(path: str) -> str:
-    try:
-        return str(Path(path).expanduser().absolute())
-    except RuntimeError:
-        raise UsageError(f"--data {path} has an unknown home directory: give the full path") from None

@@ -8,12 +8,11 @@ import signal
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import tyro
 from rich.console import Console
 
-from qkflow.cli.initial import Initial, read_initial
 from qkflow.cli.options import (
     command_line,
     flag,
@@ -24,16 +23,20 @@ from qkflow.cli.options import (
     without_none,
 )
 from qkflow.cli.progress import TrainProgress
-from qkflow.cli.recall_table import percent
 from qkflow.config import from_dict, to_dict
-from qkflow.data import CorpusConfig, open_corpus
+from qkflow.data import Corpus, CorpusConfig, open_corpus
 from qkflow.errors import DiskError, DivergenceError, Interrupted, UsageError, unknown
 from qkflow.experiment.spec import parse_arm
+from qkflow.formatting import format_accuracy
 from qkflow.models import SIZES, DecoderConfig, size
-from qkflow.training import Result, TrainConfig, read_metrics, read_recall, steps_for_budget, train
+from qkflow.training import Result, TrainConfig, load_run, read_metrics, read_recall, steps_for_budget, train
 from qkflow.training.distributed import LostProcessError, Parallel, SingleProcess, is_on_all_ranks, is_torchrun, join
-from qkflow.training.run_dir import read_config
+from qkflow.training.run_dir import read_config, read_json
+from qkflow.training.tensors import model_tensors
 from qkflow.training.train import is_restart
+
+if TYPE_CHECKING:
+    from qkflow.hub import ModelFolder  # imports the tokenizers library, which other commands do not need
 
 _DEFAULT_BUDGET = "2m"
 _UNDECIDED = 10**9
@@ -133,11 +136,13 @@ class Train:
         try:
             if self.resume is not None:
                 with group.raise_on_all_ranks():
-                    self._refuse_other_flags()
+                    if flags := flags_given(self, exclude=("resume", "parallel")):
+                        raise UsageError(f"--resume uses the settings of the run: omit {flags}")
                 config, folder, weights = None, self.resume, None
             else:
                 with group.raise_on_all_ranks():
-                    self._require_out(group)
+                    if self.out is None and (is_torchrun() or group.size > 1):  # a restart must find the run folder
+                        raise UsageError("torchrun may restart this command, which then resumes its run: use --out RUN")
                     initial = None if self.init is None else read_initial(self.init)
                     config = self._config(initial)
                     folder, weights = self._folder(config), None if initial is None else initial.weights
@@ -158,16 +163,7 @@ class Train:
         progress.say(f"held-out {_improvement(result)}; saved in {result.folder}")
         return 0
 
-    def _refuse_other_flags(self) -> None:
-        if flags := flags_given(self, exclude=("resume", "parallel")):
-            raise UsageError(f"--resume uses the settings of the run: omit {flags}")
-
-    def _require_out(self, group: SingleProcess) -> None:
-        """A command that torchrun may restart must find its run folder again."""
-        if self.out is None and (is_torchrun() or group.size > 1):
-            raise UsageError("torchrun may restart this command, which then resumes its run: use --out RUN")
-
-    def _config(self, initial: Initial | None) -> TrainConfig:
+    def _config(self, initial: ModelFolder | None) -> TrainConfig:
         """Combine flags, the config file and defaults, in this order of precedence; the vocabulary is the corpus's."""
         if self.steps is not None and self.budget is not None:
             raise UsageError("use either --steps or --budget, not both")
@@ -193,14 +189,14 @@ class Train:
         corpus_config = with_absolute_paths(from_dict(CorpusConfig, corpus, where=" in 'corpus'"))
         opened = open_corpus(corpus_config)
         if initial is not None:
-            initial.check_tokenizer(opened)
+            _check_tokenizer(initial, opened)
         model.setdefault("vocabulary", opened.vocabulary)
         if opened.context is not None:
             settings.setdefault("context", opened.context)
         if initial is None:
             decoder = from_dict(DecoderConfig, {**to_dict(size(named)), **model, **shape})
         else:
-            decoder = initial.model
+            decoder = initial.config
         flags = without_none(
             steps=self.steps,
             context=self.context,
@@ -234,13 +230,19 @@ class Train:
             console.print(f"budget  {text}: {steps:,} steps on this machine", highlight=False)
         return replace(config, steps=steps, warmup=None if config.warmup is None else min(config.warmup, steps))
 
-    def _tokenizer_settings(self, initial: Initial, corpus: dict[str, Any], model: dict[str, Any]) -> dict[str, str]:
+    def _tokenizer_settings(
+        self, initial: ModelFolder, corpus: dict[str, Any], model: dict[str, Any]
+    ) -> dict[str, str]:
         """The corpus settings that select the tokenizer of the initial weights; flags must not contradict them."""
         if model or self.size is not None or self.mechanism is not None:
             raise UsageError(f"--init uses the model of {self.init}: omit --size, --mechanism and 'model'")
-        if initial.tokens and {"tokens", "vocabulary_files"} & corpus.keys():
+        if initial.tokenizer is None or initial.tokenizer.kind == "words":  # a task has its own words
+            return {}
+        if {"tokens", "vocabulary_files"} & corpus.keys():
             raise UsageError(f"--init uses the tokenizer of {self.init}: omit --tokens")
-        return initial.tokens
+        if initial.tokenizer.kind == "bytes":
+            return {"tokens": "bytes"}
+        return {"tokens": "saved", "vocabulary_files": str(self.init)}
 
     def _arm(self, name: str) -> tuple[str, dict[str, float | None]]:
         """The mechanism and the ratio in its name, which the flags must not set as well."""
@@ -260,14 +262,39 @@ class Train:
         return new_folder(re.sub(r"[^\w.=-]+", "_", stem) + f"-seed{config.seed}")
 
 
+def read_initial(folder: Path) -> ModelFolder:
+    """Read the model of an exported folder, or the final weights or latest checkpoint of a run."""
+    from qkflow.hub.load import ModelFolder, read_folder
+
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} has no config.json: --init needs a run folder or a folder made by `qkflow export`")
+    if "model_type" in read_json(folder / "config.json"):
+        return read_folder(folder)
+    run = load_run(folder)
+    weights = model_tensors(run.model)
+    return ModelFolder(path=folder, config=run.model.config, weights=weights, tokenizer=run.tokenizer)
+
+
+def _check_tokenizer(initial: ModelFolder, corpus: Corpus) -> None:
+    own = initial.tokenizer
+    if own is not None and own.to_json() != corpus.tokenizer.to_json():
+        raise UsageError(
+            f"the model of --init has {own.vocabulary:,} tokens of kind {own.kind!r}, but {corpus.name} has"
+            f" {corpus.vocabulary:,} of kind {corpus.tokenizer.kind!r}: use data with the same tokenizer, or"
+            " train a new model"
+        )
+
+
 def _improvement(result: Result) -> str:
     """The main result before the first step and after the last."""
     records = read_metrics(result.folder / "metrics.jsonl")
     before = next(record for record in records if record["kind"] == "eval")
     if (recall := read_recall(result.folder)) is None:
         return f"bits per byte: {before['bits_per_byte']:.3f} before, {result.metrics['bits_per_byte']:.3f} after"
-    accuracy = f"accuracy: {percent(before['accuracy'])} before, {percent(result.metrics['accuracy'])} after"
-    return f"{accuracy} (chance {percent(recall.task['chance'])})"
+    accuracy = (
+        f"accuracy: {format_accuracy(before['accuracy'])} before, {format_accuracy(result.metrics['accuracy'])} after"
+    )
+    return f"{accuracy} (chance {format_accuracy(recall.task['chance'])})"
 
 
 def read_settings(path: Path) -> dict[str, Any]:

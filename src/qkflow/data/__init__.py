@@ -1,6 +1,6 @@
 """Data: text corpora and recall tasks as memory-mapped tokens, training batches and evaluation windows."""
 
-from qkflow.data.recall import MQAR, RECALL_TASKS, Instances, Needle, is_recall_task, mqar, needles, parse_recall_spec
+from qkflow.data.recall import MQAR, RECALL_TASKS, Instances, Needle, is_recall_task, parse_recall_spec
 from qkflow.data.text.batches import Batch, Window, epoch_windows, get_batch, scored, windows
 from qkflow.data.text.config import CorpusConfig
 from qkflow.data.text.corpus import CELL_DTYPE, Corpus, Split
@@ -27,8 +27,6 @@ __all__ = [
     "get_batch",
     "is_recall_task",
     "load_tokenizer",
-    "mqar",
-    "needles",
     "open_corpus",
     "parse_recall_spec",
     "save_tokenizer",

@@ -51,7 +51,9 @@ def forward(
     states, hidden_states, attentions = [], [x], []
     for block, layer_state in zip(stack.blocks, past, strict=True):
         if output_attentions:
-            attentions.append(_attention_map(block, x, layer_state, layout))
+            mechanism: Any = block.mechanism
+            normed = block.mechanism_norm(x) if isinstance(block, Block) else x
+            attentions.append(mechanism.weights(normed, layer_state, layout))
         if checkpoint is None:
             x, new_state = block(x, layer_state, layout)
             states.append(new_state)
@@ -97,11 +99,6 @@ def _expand_layer(
         return torch.cat([by_position[..., :columns], new], -1)
     position_of_column = (valid.long().cumsum(1) - 1).clamp_min(0)[:, None, None].expand(b, h, t, -1)
     return torch.cat([by_position.gather(3, position_of_column) * valid[:, None, None], new], -1)
-
-
-def _attention_map(block: nn.Module, x: Tensor, state: State | None, layout: Layout | None) -> Float[Tensor, "b h t s"]:
-    mechanism: Any = block.mechanism
-    return mechanism.weights(block.mechanism_norm(x) if isinstance(block, Block) else x, state, layout)
 
 
 def _without_state(block: nn.Module) -> Callable[..., Tensor]:

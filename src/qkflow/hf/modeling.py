@@ -19,10 +19,15 @@ from qkflow.hf.configuration import QKFlowConfig
 from qkflow.hf.forward import StackOutput, expand_to_columns, forward
 from qkflow.hf.inputs import batch_layout, is_packed
 from qkflow.hub.config_json import MODEL_KEYS, label_count
-from qkflow.hub.load import HEAD, check_folder, read_config_json, unique_tensors
+from qkflow.hub.load import HEAD, check_folder, read_config_json
 from qkflow.layout import Layout
 from qkflow.models import Classifier, Decoder
 from qkflow.models.stack import Stack, Tokens
+from qkflow.training.tensors import model_tensors
+
+Output = TypeVar("Output", CausalLMOutputWithPast, SequenceClassifierOutputWithPast)
+for _output_type in (CausalLMOutputWithPast, SequenceClassifierOutputWithPast):
+    _output_type()  # the first instance registers the type with torch's pytrees
 
 
 class QKFlowPreTrainedModel(PreTrainedModel):
@@ -42,7 +47,7 @@ class QKFlowPreTrainedModel(PreTrainedModel):
         super().__init__(config)
         self.model = stack
         self.gradient_checkpointing = False
-        tied = stack.state_dict().keys() - unique_tensors(stack).keys()
+        tied = stack.state_dict().keys() - model_tensors(stack).keys()
         self._tied_weights_keys = {f"model.{name}": f"model.{name}" for name in sorted(tied)}  # saved once
         self.post_init()
 
@@ -112,32 +117,42 @@ class QKFlowPreTrainedModel(PreTrainedModel):
         tokens: Tokens | None,
         cache: QKFlowCache | None,
         layout: Layout | None,
-        *,
         output_attentions: bool | None,
         output_hidden_states: bool | None,
-        defaults: dict[str, Any],
     ) -> StackOutput:
-        """Run the blocks. Options that are None come from `defaults`; attentions cover all columns of the cache."""
+        """Run the blocks. Options that are None come from the config; attentions cover all columns of the cache."""
         if tokens is None:
             raise UsageError("a qkflow model needs input_ids, got None")
-        output_attentions = defaults["_output_attentions"] if output_attentions is None else output_attentions
-        output_hidden_states = (
-            defaults["output_hidden_states"] if output_hidden_states is None else output_hidden_states
-        )
+        config = vars(self.config)  # attribute access on a transformers config is slow
         state = None if cache is None else cache.state
         outputs = forward(
             self.model,
             tokens,
             state,
             layout,
-            output_attentions=bool(output_attentions),
-            output_hidden_states=bool(output_hidden_states),
+            output_attentions=bool(config["_output_attentions"] if output_attentions is None else output_attentions),
+            output_hidden_states=bool(
+                config["output_hidden_states"] if output_hidden_states is None else output_hidden_states
+            ),
             checkpoint=self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None,
         )
         if outputs.attentions is None or cache is None:
             return outputs
         attentions = expand_to_columns(outputs.attentions, state, cache.columns, cache.valid())
         return outputs._replace(attentions=attentions)
+
+    def _output(self, output_type: type[Output], values: dict[str, Any], return_dict: bool | None) -> Any:
+        """`output_type(**values)` or a tuple, in a fifth of the time, which matters in cached generation steps."""
+        if torch.compiler.is_compiling():
+            output = output_type(**values)
+        else:
+            output = output_type.__new__(output_type)
+            for name, value in values.items():
+                if value is not None:
+                    output[name] = value
+        return (
+            output if (vars(self.config)["return_dict"] if return_dict is None else return_dict) else output.to_tuple()
+        )
 
 
 class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
@@ -191,15 +206,7 @@ class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
             past_columns = 0 if cache is None else cache.columns
             past_lengths = None if cache is None or cache.state is None or position_ids is None else cache.state.length
             layout = batch_layout(input_ids, attention_mask, position_ids, past_columns, past_lengths)
-        config = vars(self.config)  # attribute access on a transformers config is slow
-        outputs = self._forward(
-            input_ids,
-            cache,
-            layout,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            defaults=config,
-        )
+        outputs = self._forward(input_ids, cache, layout, output_attentions, output_hidden_states)
         cache = self._update_cache(cache, use_cache, outputs.state, layout, input_ids)
         x = outputs.x
         if not isinstance(logits_to_keep, int):
@@ -209,14 +216,14 @@ class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
         logits = self.model.logits(x)
         loss = None
         if labels is not None:
+            vocabulary = self.config.vocab_size
             loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=config["vocab_size"], num_items_in_batch=num_items_in_batch
+                logits=logits, labels=labels, vocab_size=vocabulary, num_items_in_batch=num_items_in_batch
             )
         values = {"loss": loss, "logits": logits, "past_key_values": cache}
         if outputs.hidden_states is not None or outputs.attentions is not None:
             values |= {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
-        output = make_output(CausalLMOutputWithPast, values)
-        return output if (config["return_dict"] if return_dict is None else return_dict) else output.to_tuple()
+        return self._output(CausalLMOutputWithPast, values, return_dict)
 
     def _update_cache(
         self, cache: QKFlowCache | None, use_cache: bool | None, state: Any, layout: Any, tokens: Any
@@ -299,15 +306,7 @@ class QKFlowForSequenceClassification(QKFlowPreTrainedModel):
         """Logits of every label for each sequence and, if `labels` are given, the loss of the problem type."""
         _refuse_embeddings(inputs_embeds)
         layout = None if input_ids is None else batch_layout(input_ids, attention_mask, position_ids, 0, None)
-        config = vars(self.config)
-        outputs = self._forward(
-            input_ids,
-            None,
-            layout,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            defaults=config,
-        )
+        outputs = self._forward(input_ids, None, layout, output_attentions, output_hidden_states)
         x, last = outputs.x, -1
         if layout is not None:
             if is_packed(layout, x) or bool((layout.lengths == 0).any()):
@@ -317,11 +316,9 @@ class QKFlowForSequenceClassification(QKFlowPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        output = make_output(
-            SequenceClassifierOutputWithPast,
-            {"loss": loss, "logits": logits, "hidden_states": outputs.hidden_states, "attentions": outputs.attentions},
-        )
-        return output if (config["return_dict"] if return_dict is None else return_dict) else output.to_tuple()
+        values = {"loss": loss, "logits": logits}
+        values |= {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
+        return self._output(SequenceClassifierOutputWithPast, values, return_dict)
 
     @classmethod
     def _check_folder(cls, folder: Path, options: dict[str, Any]) -> bool:
@@ -366,23 +363,3 @@ def align_weights(model: nn.Module) -> None:
     for tensor in chain(model.parameters(), model.buffers()):
         if tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNMENT:
             tensor.data = tensor.data.clone()
-
-
-Output = TypeVar("Output", CausalLMOutputWithPast, SequenceClassifierOutputWithPast)
-for _output_type in (CausalLMOutputWithPast, SequenceClassifierOutputWithPast):
-    _output_type()  # the first instance registers the type with torch's pytrees
-
-
-def make_output(output_type: type[Output], values: dict[str, Any]) -> Output:
-    """`output_type(**values)` in a fifth of the time, which matters in cached generation steps.
-
-    >>> make_output(CausalLMOutputWithPast, {"loss": None, "logits": torch.ones(1)}).to_tuple()
-    (tensor([1.]),)
-    """
-    if torch.compiler.is_compiling():
-        return output_type(**values)
-    output = output_type.__new__(output_type)
-    for name, value in values.items():
-        if value is not None:
-            output[name] = value
-    return output

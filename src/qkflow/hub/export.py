@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import shlex
@@ -10,20 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qkflow.data import Tokenizer, WordTokenizer
 from qkflow.errors import UsageError
 from qkflow.hub.config_json import CAUSAL_LM, MODEL_TYPE, model_keys
-from qkflow.hub.load import INDEX, PREFIX, WEIGHTS, unique_tensors
-from qkflow.hub.safe_files import first_line
+from qkflow.hub.load import INDEX, PREFIX, WEIGHTS
 from qkflow.hub.tokenizer import write_tokenizer
 from qkflow.io import write_folder, write_json
 from qkflow.training import LoadedRun, load_run, read_metrics
 from qkflow.training.run_dir import read_json
+from qkflow.training.tensors import model_tensors, save_tensors
 
+_METADATA = {"format": "pt"}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -62,7 +60,7 @@ def _refuse_existing(folder: Path) -> None:
 def _write_files(folder: Path, run: LoadedRun, max_bytes: int) -> None:
     end = run.tokenizer.end
     special_tokens = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-    weights = {PREFIX + name: tensor.detach().contiguous() for name, tensor in unique_tensors(run.model).items()}
+    weights = {PREFIX + name: tensor for name, tensor in model_tensors(run.model).items()}
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     general = {"architectures": [CAUSAL_LM], "dtype": dtype, "model_type": MODEL_TYPE, "use_cache": True}
     write_json(folder / "config.json", {**model_keys(run.model.config), **special_tokens, **general})
@@ -85,26 +83,16 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], max_bytes: int) 
         shards[-1][name] = tensor
         shard_bytes += tensor.nbytes
     if len(shards) == 1:
-        _save(folder / WEIGHTS, shards[0])
+        save_tensors(folder / WEIGHTS, shards[0], _METADATA)
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _save(folder / file, shard)
+        save_tensors(folder / file, shard, _METADATA)
         weight_map |= dict.fromkeys(shard, file)
     total_size = sum(tensor.nbytes for tensor in weights.values())
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    path.touch()
-    mode = path.stat().st_mode
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(errno.EIO, first_line(error), str(path)) from error
-    path.chmod(mode)  # safetensors makes the file readable by its owner only, whatever the umask
 
 
 _CARD = """---
@@ -143,12 +131,12 @@ def model_card(run: LoadedRun, environment: Mapping[str, Any], evaluation: Mappi
     config, model = run.config, run.model.config
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     mechanism = model.mechanism if isinstance(model.mechanism, str) else ", ".join(model.mechanism)
-    corpus = environment.get("corpus", {})
+    data = environment.get("data", {})
     rows = {
         "mechanism": f"`{mechanism}`",
         "parameters": f"{parameters:,} ({model.layers} layers of width {model.width}, {model.heads} heads)",
         "vocabulary": f"{run.tokenizer.vocabulary:,} tokens (`{run.tokenizer.kind}`)",
-        "corpus": f"`{corpus.get('name', run.corpus.source)}` (SHA-256 `{corpus.get('digest', 'unknown')}`)",
+        "corpus": f"`{data.get('name', run.corpus.source)}` (SHA-256 `{data.get('digest', 'unknown')}`)",
         "training": f"{run.step:,} of {config.steps:,} steps of {config.batch} x {config.context} tokens",
         "seeds": f"{config.seed} (model), {config.data_seed} (data)",
     }

@@ -31,7 +31,7 @@ from qkflow.hub.safe_files import first_line, parse_json_object, path_inside, re
 from qkflow.mechanisms import mechanism
 from qkflow.models import Classifier, Decoder, DecoderConfig
 from qkflow.models.stack import StackConfig
-from qkflow.training.tensors import refuse_foreign
+from qkflow.training.tensors import model_tensors, refuse_foreign
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -85,8 +85,11 @@ def read_folder(path: Path | str) -> ModelFolder:
             f"{folder}: the tokenizer has {tokenizer.vocabulary} tokens and the model {config.vocabulary}: they do not"
             " match"
         )
-    dtypes = {name: tensor.dtype for name, tensor in unique_tensors(empty).items()}
-    weights = _read_tensors(folder, infos)
+    dtypes = {name: tensor.dtype for name, tensor in model_tensors(empty).items()}
+    weights: dict[str, Tensor] = {}
+    for file in sorted({info.file for info in infos.values()}):
+        with safe_open(path_inside(folder, file), framework="pt") as opened:
+            weights |= {name: opened.get_tensor(name) for name, info in infos.items() if info.file == file}
     return ModelFolder(
         path=folder,
         config=config,
@@ -218,25 +221,6 @@ def _refuse_repeated_names(path: Path) -> None:
         parse_json_object(file.read(length), path)
 
 
-def _read_tensors(folder: Path, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for file in sorted({info.file for info in infos.values()}):
-        with safe_open(path_inside(folder, file), framework="pt") as weights:
-            tensors |= {name: weights.get_tensor(name) for name, info in infos.items() if info.file == file}
-    return tensors
-
-
-def unique_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, tied ones once under their first name; works on the meta device."""
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            tensors[name] = tensor
-        seen.add(id(tensor))
-    return tensors
-
-
 def _build_on_meta(
     build: Callable[[Any], nn.Module], config: StackConfig, infos: Mapping[str, TensorInfo], folder: Path
 ) -> nn.Module:
@@ -246,7 +230,9 @@ def _build_on_meta(
     if embedding is None or embedding.shape != expected:
         actual = "is missing" if embedding is None else f"has shape {list(embedding.shape)}"
         raise CheckpointError(f"{folder}: '{PREFIX}embedding.weight' {actual}, its config requires {list(expected)}")
-    if config.layers > len(infos) or _alternations(config) > len(infos):
+    couplings = [getattr(mechanism(spec), "coupling", None) for spec in dict.fromkeys(config.mechanisms)]
+    alternations = max(getattr(coupling, "alternations", 1) for coupling in couplings)  # each has its own networks
+    if max(config.layers, alternations) > len(infos):
         raise CheckpointError(f"{folder}: its config requires more modules than its {len(infos)} tensors can fill")
     try:
         with torch.device("meta"):
@@ -255,17 +241,11 @@ def _build_on_meta(
         raise CheckpointError(f"{folder}: no model can be built from its config ({first_line(error)})") from error
 
 
-def _alternations(config: StackConfig) -> int:
-    """The largest number of alternations of a coupling, each of which has its own networks."""
-    couplings = [getattr(mechanism(spec), "coupling", None) for spec in dict.fromkeys(config.mechanisms)]
-    return max(getattr(coupling, "alternations", 1) for coupling in couplings)
-
-
 def _check_weights(
     folder: Path, infos: Mapping[str, TensorInfo], model: nn.Module, *, ignore: frozenset[str] = frozenset()
 ) -> None:
     """Raise `CheckpointError` unless the tensors match the parameters of the model, except for names in `ignore`."""
-    tensors = {PREFIX + name: tensor for name, tensor in unique_tensors(model).items()}
+    tensors = {PREFIX + name: tensor for name, tensor in model_tensors(model).items()}
     if mismatched := sorted((tensors.keys() ^ infos.keys()) - ignore):
         source = "the model" if mismatched[0] in tensors else "the weights"
         raise CheckpointError(f"{folder}: the weights do not match the config, {mismatched[0]!r} is only in {source}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -18,9 +18,7 @@ class Run:
     """A run, as callbacks see it."""
 
     folder: Path
-    """The run folder."""
     config: TrainConfig
-    """The config."""
     model: nn.Module
     """The model in training; do not modify it."""
     step: int
@@ -38,7 +36,6 @@ class Result:
     """The result of a finished run."""
 
     folder: Path
-    """The run folder."""
     step: int
     """Steps completed."""
     metrics: Mapping[str, Any]
@@ -96,32 +93,3 @@ class Measurement(Protocol):
     def finish(self, model: nn.Module, folder: Path) -> None:
         """Write more files (atomically), after the last step and evaluation and before weights.safetensors."""
         ...
-
-
-class Callbacks(Callback):
-    """Several callbacks as one."""
-
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self.callbacks = tuple(callbacks)
-
-    def _call(self, event: str, argument: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, event)(argument)
-
-    def on_start(self, run: Run) -> None:  # noqa: D102
-        self._call("on_start", run)
-
-    def on_step(self, record: Mapping[str, Any]) -> None:  # noqa: D102
-        self._call("on_step", record)
-
-    def on_evaluate(self, record: Mapping[str, Any]) -> None:  # noqa: D102
-        self._call("on_evaluate", record)
-
-    def on_checkpoint(self, path: Path) -> None:  # noqa: D102
-        self._call("on_checkpoint", path)
-
-    def on_notice(self, text: str) -> None:  # noqa: D102
-        self._call("on_notice", text)
-
-    def on_end(self, result: Result) -> None:  # noqa: D102
-        self._call("on_end", result)

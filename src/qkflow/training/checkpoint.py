@@ -21,6 +21,7 @@ each shard is in the header of its file, as JSON: there is no pickle.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -36,7 +37,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qkflow.errors import CheckpointError, DiskError
-from qkflow.io import checksum, discard, sync, write_folder
+from qkflow.io import checksum, discard, disk_errors, sync, write_folder
 from qkflow.training.distributed import SingleProcess, mark_on_all_ranks
 from qkflow.training.tensors import load_tensors, refuse_foreign, save_tensors
 
@@ -56,13 +57,9 @@ class Checkpoint:
     """A checkpoint that has passed every check."""
 
     path: Path
-    """Its folder."""
     step: int
-    """Optimizer steps."""
     weights: Mapping[str, Tensor]
-    """The model's tensors by name."""
     optimizer: Mapping[str, Tensor]
-    """The optimizer's tensors by name."""
     extra: dict[str, Any]
     """Other values of the manifest."""
 
@@ -164,8 +161,11 @@ def _write(path: Path, action: Callable[[], None]) -> None:
 
 def prune(folder: Path) -> None:
     """Remove all checkpoints but the last two."""
-    for old in find(folder)[:-KEPT]:
-        _remove(old)
+    for path in find(folder)[:-KEPT]:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        with contextlib.suppress(OSError):
+            os.rename(path, temporary)  # an interrupted removal must not leave part of a checkpoint under its name
+            discard(temporary)
 
 
 def find(folder: Path) -> list[Path]:
@@ -188,7 +188,11 @@ def load(path: Path) -> Checkpoint:
     try:
         manifest = _read_manifest(path)
         _verify(path, manifest)
-        weights, optimizer = (_read(path, manifest, part) for part in _PARTS)
+        if manifest["format"] == SHARDED_FORMAT:
+            files = [path / name for name in sorted(manifest["files"])]
+            weights, optimizer = (ShardedTensors(files, part) for part in _PARTS)
+        else:
+            weights, optimizer = (load_tensors(path / f"{part}.safetensors") for part in _PARTS)
     except OSError as error:
         raise CheckpointError(f"{error.filename or path} cannot be read ({error.strerror})") from error
     return Checkpoint(path=path, step=manifest["step"], weights=weights, optimizer=optimizer, extra=manifest["extra"])
@@ -219,21 +223,9 @@ def set_aside(path: Path) -> Path:
     """Rename a refused checkpoint, so that it neither blocks a new one nor counts as one of the last two."""
     aside = path.with_name(f"refused-{path.name}")
     discard(aside)
-    try:
+    with disk_errors(f"rename {path}"):
         os.rename(path, aside)
-    except OSError as error:
-        raise DiskError(error.errno, f"could not rename {path} ({error.strerror})") from error
     return aside
-
-
-def _remove(path: Path) -> None:
-    """Rename first: an interrupted removal must not leave an incomplete checkpoint under its name."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        os.rename(path, temporary)
-    except OSError:
-        return
-    discard(temporary)
 
 
 def _manifest(number: int, step: int, files: Mapping[str, str], extra: Mapping[str, Any]) -> bytes:
@@ -269,12 +261,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not has_names or type(manifest.get("step")) is not int or not isinstance(manifest.get("extra"), dict):
         raise CheckpointError(f"{file} is not a manifest of qkflow")
     return manifest
-
-
-def _read(path: Path, manifest: dict[str, Any], part: str) -> Mapping[str, Tensor]:
-    if manifest["format"] == SHARDED_FORMAT:
-        return ShardedTensors([path / name for name in sorted(manifest["files"])], part)
-    return load_tensors(path / f"{part}.safetensors")
 
 
 def _verify(path: Path, manifest: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ process all of these are trivial (`SingleProcess`).
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 import uuid
@@ -22,8 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from qkflow import errors
-from qkflow.errors import DiskError, UsageError
+from qkflow.errors import DiskError, DivergenceError, Interrupted, UsageError
 from qkflow.training.reproducibility import pick_device
 
 Parallel = Literal["ddp", "fsdp"]
@@ -36,14 +34,6 @@ _FILE_TIMEOUT = 60.0
 """Seconds until a file written by one machine should be visible on all machines."""
 _POLL_SECONDS = 0.02
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_ERROR_TYPES: tuple[type[Exception], ...] = (
-    errors.CheckpointError,
-    errors.BusyError,
-    errors.UsageError,
-    errors.DiskError,
-    errors.DivergenceError,
-    errors.Interrupted,
-)
 _ON_ALL_RANKS = "raised on all ranks"
 
 
@@ -56,7 +46,6 @@ class SingleProcess:
     """
 
     rank: int = 0
-    """The rank of this process."""
     size: int = 1
     """The number of processes."""
     kind: Parallel | None = None
@@ -81,11 +70,11 @@ class SingleProcess:
         return flag
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all ranks, in order."""
+        """The values of all ranks, in order."""
         return [value]
 
     def broadcast(self, value: Any) -> Any:
-        """The JSON value of rank 0; the values of other ranks are ignored."""
+        """The value of rank 0; the values of other ranks are ignored."""
         return self.gather(value if self.is_main else None)[0]
 
     def sum(self, array: np.ndarray) -> np.ndarray:
@@ -133,17 +122,9 @@ class ProcessGroup(SingleProcess):
         return bool(votes.item())
 
     def gather(self, value: Any) -> list[Any]:  # noqa: D102
-        content = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(content)]))
-        own = torch.zeros(max(int(size.item()) for size in sizes), dtype=torch.uint8)
-        own[: len(content)] = torch.from_numpy(content.copy())
-        buffers = [torch.zeros_like(own) for _ in range(self.size)]
-        dist.all_gather(buffers, own)
-        return [
-            json.loads(buffer[: int(size.item())].numpy().tobytes())
-            for buffer, size in zip(buffers, sizes, strict=True)
-        ]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def sum(self, array: np.ndarray) -> np.ndarray:  # noqa: D102
         total = torch.from_numpy(array.copy())
@@ -165,11 +146,8 @@ class ProcessGroup(SingleProcess):
             error = caught
         if not self.any(error is not None):
             return
-        descriptions = self.gather(None if error is None else _describe(error))
-        if error is None:
-            rank, description = next((rank, text) for rank, text in enumerate(descriptions) if text is not None)
-            error = _rebuild(rank, description)
-        raise mark_on_all_ranks(error)
+        gathered = self.gather(None if error is None else _for_other_ranks(error, self.rank))
+        raise mark_on_all_ranks(error or next(caught for caught in gathered if caught is not None))
 
 
 class LostProcessError(RuntimeError):
@@ -240,30 +218,23 @@ def private_store(store: Store, rank: int, size: int, timeout: timedelta) -> Sto
     >>> store.check(["a"])
     False
     """
-    prefix = _request_prefix(store, rank, timeout) if rank else _announce_prefix(store, size, timeout)
-    return PrefixStore(prefix, store)
-
-
-def _request_prefix(store: Store, rank: int, timeout: timedelta) -> str:
-    number = uuid.uuid4().hex
-    store.set(f"hello/{rank}", number)
-    store.wait([f"welcome/{rank}/{number}"], timeout)
-    prefix = store.get(f"welcome/{rank}/{number}").decode()
-    store.set(f"here/{prefix}/{rank}", "")
-    return prefix
-
-
-def _announce_prefix(store: Store, size: int, timeout: timedelta) -> str:
+    if rank:
+        number = uuid.uuid4().hex
+        store.set(f"hello/{rank}", number)
+        store.wait([f"welcome/{rank}/{number}"], timeout)
+        prefix = store.get(f"welcome/{rank}/{number}").decode()
+        store.set(f"here/{prefix}/{rank}", "")
+        return PrefixStore(prefix, store)
     prefix, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     missing, answered = set(range(1, size)), set[str]()
     while missing:
-        for rank in sorted(missing):
-            if store.check([f"here/{prefix}/{rank}"]):
-                missing.remove(rank)
-            elif store.check([f"hello/{rank}"]):
-                number = store.get(f"hello/{rank}").decode()
+        for other in sorted(missing):
+            if store.check([f"here/{prefix}/{other}"]):
+                missing.remove(other)
+            elif store.check([f"hello/{other}"]):
+                number = store.get(f"hello/{other}").decode()
                 if number not in answered:
-                    store.set(f"welcome/{rank}/{number}", prefix)
+                    store.set(f"welcome/{other}/{number}", prefix)
                     answered.add(number)
         if missing and time.monotonic() > deadline:
             raise UsageError(
@@ -271,7 +242,7 @@ def _announce_prefix(store: Store, size: int, timeout: timedelta) -> str:
                 f"{min(missing)}): see their output, and check that all machines run the same command"
             )
         time.sleep(_POLL_SECONDS if missing else 0)
-    return prefix
+    return PrefixStore(prefix, store)
 
 
 def was_restarted() -> bool:
@@ -312,15 +283,10 @@ def first_not_none(values: Iterable[T | None]) -> T | None:
     return next((value for value in values if value is not None), None)
 
 
-def _describe(error: Exception) -> dict[str, Any]:
-    kind = next((kind.__name__ for kind in _ERROR_TYPES if isinstance(error, kind)), None)
-    text = error.strerror if isinstance(error, DiskError) else str(error)
-    number = error.errno if isinstance(error, OSError) else None
-    return {"kind": kind, "text": text if kind else f"{type(error).__name__}: {text}", "errno": number}
-
-
-def _rebuild(rank: int, description: dict[str, Any]) -> Exception:
-    """The error of another rank."""
-    text = f"process {rank}: {description['text']}"
-    kind = next((kind for kind in _ERROR_TYPES if kind.__name__ == description["kind"]), RuntimeError)
-    return DiskError(description["errno"], text) if kind is DiskError else kind(text)
+def _for_other_ranks(error: Exception, rank: int) -> Exception:
+    """An error that names its rank and can be sent to the others, which libraries' own classes may not allow."""
+    if isinstance(error, DiskError):
+        return DiskError(error.errno, f"process {rank}: {error.strerror}")
+    if isinstance(error, UsageError | DivergenceError | Interrupted):
+        return type(error)(f"process {rank}: {error}")
+    return RuntimeError(f"process {rank}: {type(error).__name__}: {error}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from qkflow.training.step import Learner
 class _Reporter:
     """Writes metrics.jsonl and calls the callbacks on rank 0; an error there is raised on all ranks."""
 
-    def __init__(self, folder: Path, callbacks: Callback, group: SingleProcess) -> None:
+    def __init__(self, folder: Path, callbacks: Sequence[Callback], group: SingleProcess) -> None:
         self.callbacks, self.group = callbacks, group
         path = folder / "metrics.jsonl"
         self.metrics = group.on_main(lambda: Metrics(path))
@@ -57,8 +57,8 @@ class _Reporter:
             self.metrics.write(record)
 
     def call(self, event: str, argument: Any) -> None:
-        """Call a method of the callbacks."""
-        self.group.on_main(lambda: getattr(self.callbacks, event)(argument))
+        """Call a method of all callbacks."""
+        self.group.on_main(lambda: [getattr(callback, event)(argument) for callback in self.callbacks])
 
     def sync(self) -> None:
         """Sync metrics.jsonl to disk."""
@@ -77,7 +77,7 @@ class Loop:
         self,
         folder: Path,
         learner: Learner,
-        callbacks: Callback,
+        callbacks: Sequence[Callback],
         stop: StopRequest,
         *,
         start: checkpoint.Checkpoint | None = None,
@@ -105,7 +105,16 @@ class Loop:
             self.reporter.close()
 
     def _train(self) -> Result:
-        self._report_start()
+        run = Run(
+            folder=self.folder,
+            config=self.config,
+            model=self.learner.model,
+            step=self.learner.step,
+            corpus=f"{self.objective.name} ({self.objective.digest[:12]})",
+            processes=self.group.size,
+            parallel=self.group.kind,
+        )
+        self.reporter.call("on_start", run)
         try:
             self._evaluate_if_due()
             self._measure_if_due()
@@ -212,7 +221,7 @@ class Loop:
         self.reporter.sync()
         extra = {
             "config": checksum(self.folder / "config.json"),
-            "corpus": self.objective.digest,
+            "data": self.objective.digest,
             "seconds": self.seconds,
             "tokens": learner.n_tokens(),
         }
@@ -242,18 +251,6 @@ class Loop:
     def _should_stop(self) -> bool:
         """Whether a stop was requested on any rank."""
         return self.group.any(self.stop())
-
-    def _report_start(self) -> None:
-        run = Run(
-            folder=self.folder,
-            config=self.config,
-            model=self.learner.model,
-            step=self.learner.step,
-            corpus=f"{self.objective.name} ({self.objective.digest[:12]})",
-            processes=self.group.size,
-            parallel=self.group.kind,
-        )
-        self.reporter.call("on_start", run)
 
     def _interruption(self) -> Interrupted:
         step, steps, command = self.learner.step, self.config.steps, resume_command(self.folder)

@@ -35,11 +35,9 @@ class Objective(ABC):
     """What a run trains on."""
 
     name: str
-    """The name of the data."""
     digest: str
     """A hash of the data: a run can only be resumed on the same data."""
     tokens_per_step: float
-    """Training tokens per step."""
     tokenizer: Tokenizer | None = None
     """The tokenizer, which is stored with the run; None if there is none."""
 
@@ -115,7 +113,9 @@ class LanguageModelObjective(Objective):
         if scored is not None:
             return Examples(inputs=inputs, targets=targets, scored=torch.from_numpy(scored))
         # A document is preceded by the end token, its first context: that is where a new segment starts.
-        return Examples(inputs=inputs, targets=targets, starts=None if config.crossing else inputs == self.corpus.end)
+        return Examples(
+            inputs=inputs, targets=targets, starts=None if config.crossing else inputs == self.corpus.tokenizer.end
+        )
 
     def validation(self, limit: int | None) -> HeldOut:  # noqa: D102
         config = self.config

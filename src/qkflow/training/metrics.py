@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qkflow.errors import DiskError
-from qkflow.io import write_file
+from qkflow.io import disk_errors, write_file
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -40,32 +39,25 @@ class Metrics:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with self._guarded():
+        with disk_errors(f"write {self.path}"):
             self._file = open(path, "ab")  # noqa: SIM115
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record; a non-finite value raises `ValueError`, since JSON cannot represent it."""
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
-        with self._guarded():
+        with disk_errors(f"write {self.path}"):
             self._file.write(line)
             self._file.flush()
 
     def sync(self) -> None:
         """Sync all records to disk."""
-        with self._guarded():
+        with disk_errors(f"write {self.path}"):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
         with contextlib.suppress(OSError):
             self._file.close()
-
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DiskError(error.errno, f"could not write {self.path} ({error.strerror})") from error
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

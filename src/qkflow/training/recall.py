@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qkflow.config import from_dict
 from qkflow.data import Split, Window
 from qkflow.data.text.corpus import CELL_DTYPE
 from qkflow.io import write_json
@@ -57,13 +58,16 @@ class CellResult:
     depth: int | None
     """Position of the needle, in percent of the haystack; None if the task has none."""
     instances: int
-    """Instances in this cell."""
     questions: int
-    """Questions in this cell."""
     right: int
     """Questions that were answered correctly."""
     squares: float
     """Sum over instances of the squared fraction of correct answers."""
+
+    def __post_init__(self) -> None:
+        is_valid = 1 <= self.instances <= self.questions and 0 <= self.right <= self.questions
+        if not is_valid or not 0 <= self.squares <= self.instances:
+            raise ValueError(f"not the counts of a cell: {self}")
 
     @property
     def accuracy(self) -> float:
@@ -185,32 +189,11 @@ def read_recall(folder: Path) -> RecallResult | None:
     """
     try:
         data = json.loads((folder / FILE).read_bytes())
-        cells = tuple(_cell(cell) for cell in data["cells"])
+        cells = tuple(from_dict(CellResult, cell) for cell in data["cells"])
         task, split, step = data["task"], data["split"], data["step"]
+        types = (task["axes"], list), (task["spec"], str), (task["chance"], int | float), (split, str), (step, int)
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
-    if not (_is_task_record(task) and isinstance(split, str) and isinstance(step, int) and cells):
+    if not cells or not all(isinstance(value, expected) for value, expected in types):
         return None
     return RecallResult(task=task, split=split, step=step, cells=cells)
-
-
-def _is_task_record(record: Any) -> bool:
-    if not isinstance(record, dict) or not isinstance(record.get("axes"), list):
-        return False
-    return isinstance(record.get("spec"), str) and isinstance(record.get("chance"), int | float)
-
-
-def _cell(data: dict[str, Any]) -> CellResult:
-    """A cell from JSON; anything else raises `ValueError`."""
-    cell = CellResult(**data)
-    coordinates = [getattr(cell, name) for name in _COORDINATES]
-    counts = [cell.instances, cell.questions, cell.right]
-    if not (
-        all(isinstance(count, int) for count in counts)
-        and all(value is None or isinstance(value, int) for value in coordinates)
-        and 1 <= cell.instances <= cell.questions
-        and 0 <= cell.right <= cell.questions
-        and 0 <= cell.squares <= cell.instances
-    ):
-        raise ValueError(f"not the counts of a cell: {data}")
-    return cell

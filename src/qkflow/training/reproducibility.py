@@ -93,17 +93,21 @@ def pick_device(name: str) -> torch.device:
 
 
 def platform_record(device: torch.device | None = None) -> dict[str, Any]:
-    """The machine and the package versions, as JSON values.
+    """The machine, the package versions and the kernels in use (triton, native or torch), as JSON values.
 
     >>> platform_record()["device"]
     'cpu'
     """
+    device = device or torch.device("cpu")
+    kernels = "native" if build.is_loaded() else "torch"
+    if device.type == "cuda":
+        kernels = "triton" if triton_error(device) is None else "torch"
     return {
         "cores": os.cpu_count(),
         "cpu": _cpu_name(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": _device_name(device),
-        "kernels": _kernels(device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "kernels": kernels,
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
@@ -128,19 +132,6 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for name, (old_value, new_value) in values.items()
         if old_value != new_value
     ]
-
-
-def _kernels(device: torch.device | None) -> str:
-    """The kernels that are used: `triton` on a GPU, `native` on a CPU, or plain `torch`."""
-    if device is not None and device.type == "cuda":
-        return "triton" if triton_error(device) is None else "torch"
-    return "native" if build.is_loaded() else "torch"
-
-
-def _device_name(device: torch.device | None) -> str:
-    if device is None:
-        return "cpu"
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _version(package: str) -> str | None:

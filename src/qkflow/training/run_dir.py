@@ -18,7 +18,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,13 @@ import torch
 from torch import Tensor
 
 from qkflow.config import from_dict, to_dict
-from qkflow.data import CorpusConfig, Tokenizer, load_tokenizer, save_tokenizer
-from qkflow.errors import CheckpointError, DiskError, UsageError
-from qkflow.io import checksum, discard, replace, write_file, write_json
+from qkflow.data import CorpusConfig, Tokenizer, save_tokenizer
+from qkflow.data.text.tokenizers import saved_tokenizer
+from qkflow.errors import CheckpointError, UsageError
+from qkflow.io import checksum, discard, disk_errors, replace, write_file, write_json
 from qkflow.models import Decoder, DecoderConfig
 from qkflow.training import checkpoint
-from qkflow.training.callbacks import Callback, Result
+from qkflow.training.callbacks import Result
 from qkflow.training.config import TrainConfig
 from qkflow.training.evaluate import DOCUMENT
 from qkflow.training.metrics import read_metrics, trim_metrics
@@ -41,21 +42,20 @@ from qkflow.training.recall import read_recall
 from qkflow.training.reproducibility import changes, pick_device
 from qkflow.training.tensors import digest, load_model_tensors, load_tensors, refuse_foreign, save_tensors
 
+Notify = Callable[[str], None]
+"""Receives messages for the user."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRun:
     """A language model loaded from its run folder."""
 
     folder: Path
-    """The run folder."""
     config: TrainConfig
-    """The config."""
     corpus: CorpusConfig
-    """The corpus it was trained on."""
     model: Decoder
     """The model, in evaluation mode."""
     tokenizer: Tokenizer
-    """The tokenizer."""
     step: int
     """Training steps of the weights."""
     finished: bool
@@ -95,21 +95,11 @@ def load_run(folder: Path | str, *, device: str = "cpu") -> LoadedRun:
         config=config,
         corpus=config.data,
         model=model.to(pick_device(device)).eval(),
-        tokenizer=_read_tokenizer(folder),
+        tokenizer=saved_tokenizer(str(folder)),
         step=step,
         finished=finished,
         notices=tuple(notices),
     )
-
-
-def _read_tokenizer(folder: Path) -> Tokenizer:
-    path = folder / "tokenizer.json"
-    try:
-        return load_tokenizer(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"{path} is missing or damaged ({error}): restore it from a copy") from error
 
 
 def holds_run(folder: Path) -> bool:
@@ -166,10 +156,8 @@ def begin(
 ) -> None:
     """Create a run. The config is written last: without it there is nothing to resume."""
     refuse_held(folder)  # checked again under the lock
-    try:
+    with disk_errors(f"create {folder / 'checkpoints'}"):
         (folder / "checkpoints").mkdir(exist_ok=True)
-    except OSError as error:
-        raise DiskError(error.errno, f"could not create {folder / 'checkpoints'} ({error.strerror})") from error
     write_json(folder / "environment.json", {**environment, "resumed": []})
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder / "tokenizer.json")
@@ -178,49 +166,41 @@ def begin(
     write_json(folder / "config.json", to_dict(config))
 
 
-def resumed_config(folder: Path, config: TrainConfig | None) -> TrainConfig:
-    """The config of the run to resume; raises if another one is given."""
-    stored = read_config(folder)
-    if config is not None and config != stored:
-        raise UsageError(f"the config differs from that of {folder}: resume without a config, or start a new run")
-    return stored
-
-
-def resumed_threads(folder: Path, callbacks: Callback) -> int | None:
+def resumed_threads(folder: Path, notify: Notify) -> int | None:
     """The number of threads that the run was started with; a notice if this process has another."""
     recorded = read_json(folder / "environment.json").get("threads")
     if not isinstance(recorded, int) or recorded < 1:
         return None
     if (current := torch.get_num_threads()) != recorded:
-        callbacks.on_notice(
+        notify(
             f"this process has threads={current}, the run was started with {recorded}: "
             f"using {recorded}, since the last bits of results depend on it"
         )
     return recorded
 
 
-def record_session(folder: Path, session: dict[str, Any], callbacks: Callback) -> None:
+def record_session(folder: Path, session: dict[str, Any], notify: Notify) -> None:
     """Add a resumed session to environment.json, with notices about differences; raises if the data has changed."""
     record = read_json(folder / "environment.json")
-    before, now = record.get("corpus"), session["corpus"]
+    before, now = record.get("data"), session["data"]
     if before is None or before.get("digest") != now["digest"]:
         raise UsageError(
             f"the data {now['name']} (SHA-256 {now['digest'][:12]}) has changed since {folder} was started: "
             "restore it, or start a new run"
         )
     for notice in changes(record, session):
-        callbacks.on_notice(notice)
+        notify(notice)
     write_json(folder / "environment.json", {**record, "resumed": [*record.get("resumed", []), session]})
 
 
-def latest_checkpoint(folder: Path, callbacks: Callback) -> checkpoint.Checkpoint | None:
+def latest_checkpoint(folder: Path, notify: Notify) -> checkpoint.Checkpoint | None:
     """The newest valid checkpoint; metrics.jsonl is trimmed to it, and damaged ones are renamed.
 
     None means that the run was stopped before its first checkpoint: it starts again, with the same bits.
     """
     latest, refused = checkpoint.load_latest(folder)
     for path, reason in refused.items():
-        callbacks.on_notice(f"checkpoint refused, using the one before it: {reason}")
+        notify(f"checkpoint refused, using the one before it: {reason}")
         checkpoint.set_aside(path)
     if latest is not None and latest.extra.get("config") != checksum(folder / "config.json"):
         raise UsageError(

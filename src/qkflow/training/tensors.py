@@ -16,17 +16,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qkflow.errors import CheckpointError
-from qkflow.training.parallel import is_sharded, local, shard_like
+from qkflow.training.parallel import is_sharded, shard_like
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors as safetensors, with their `digest` in the header; a full disk raises `OSError`."""
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors as safetensors; a full disk raises `OSError`. By default the header holds their `digest`."""
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     path.touch()
     mode = path.stat().st_mode
     try:
         # One entry only: the header's bytes must not depend on the order of a hash map.
-        save_file(contiguous, path, metadata={"sha256": digest(contiguous)})
+        save_file(contiguous, path, metadata or {"sha256": digest(contiguous)})
     except SafetensorError as error:
         match = re.search(r"os error (\d+)", str(error))
         number = int(match[1]) if match else errno.EIO
@@ -82,15 +82,10 @@ def refuse_foreign(path: Path) -> None:
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a model by name; tied ones once, under their first name."""
-    tensors: dict[str, Tensor] = {}
-    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-    for name, tensor in model.state_dict().items():
-        own = local(tensor)
-        location = (own.data_ptr(), tensor.shape, tensor.stride())
-        if own.numel() == 0 or location not in seen:
-            tensors[name] = tensor
-        seen.add(location)
-    return tensors
+    tensors: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensors.setdefault(id(tensor), (name, tensor.detach()))
+    return dict(tensors.values())
 
 
 def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from qkflow.errors import UsageError
 from qkflow.io import locked
 from qkflow.training import checkpoint
-from qkflow.training.callbacks import Callback, Callbacks, Measurement, Result
+from qkflow.training.callbacks import Callback, Measurement, Result
 from qkflow.training.config import TrainConfig
 from qkflow.training.distributed import Parallel, SingleProcess, is_torchrun, join, was_restarted
 from qkflow.training.loop import Loop
@@ -21,14 +21,15 @@ from qkflow.training.optim import load_optimizer
 from qkflow.training.parallel import ignore_view_warnings, validate_parallel
 from qkflow.training.reproducibility import flushed_denormals, own_randomness, platform_record, threads
 from qkflow.training.run_dir import (
+    Notify,
     begin,
     finished,
     holds_run,
     initial_weights,
     latest_checkpoint,
+    read_config,
     record_session,
     refuse_held,
-    resumed_config,
     resumed_threads,
     sweep,
 )
@@ -69,17 +70,20 @@ def train(
     """
     folder = Path(out)
     with join(parallel) as group, contextlib.ExitStack() as stack:
-        calls = Callbacks(callbacks if group.is_main else ())
+        callbacks = callbacks if group.is_main else ()
+
+        def notify(text: str) -> None:
+            for callback in callbacks:
+                callback.on_notice(text)
+
         resume = resume or is_restart(folder, group)
         with group.raise_on_all_ranks():
-            if config is not None:
-                config = _with_initial(config, initial, resume=resume)
-            config = _resolve_config(config, folder, resume=resume)
+            config = _resolve_config(config, folder, initial, resume=resume)
             validate_parallel(config, group, resume=resume)
             if measurement is not None and group.is_sharded:
                 raise UsageError("a measurement needs the whole model on one process: use parallel='ddp'")
             if resume and (result := finished(folder)) is not None:
-                calls.on_notice(f"{folder} is finished ({result.step} steps): nothing to do")
+                notify(f"{folder} is finished ({result.step} steps): nothing to do")
                 return result
         with group.raise_on_all_ranks():
             device = group.device(config.device)
@@ -87,20 +91,20 @@ def train(
         with group.raise_on_all_ranks():
             if group.is_main:
                 stack.enter_context(locked(folder / "lock"))
-            n_threads = cpu_threads or (resumed_threads(folder, calls) if resume else config.threads)
+            n_threads = cpu_threads or (resumed_threads(folder, notify) if resume else config.threads)
             stack.enter_context(threads(n_threads))
             stack.enter_context(flushed_denormals(config.flush_denormals))
             stack.enter_context(own_randomness(device))
             stack.enter_context(ignore_view_warnings(group))
             learner = Learner(config, objective, device, group=group, initial=None if resume else initial)
         learner.parallelize()
-        group.on_main(lambda: _prepare_folder(folder, learner, calls, command, resume=resume, initial=initial))
+        group.on_main(lambda: _prepare_folder(folder, learner, notify, command, resume=resume, initial=initial))
         with group.raise_on_all_ranks():
             if not group.wait_for_file(lambda: holds_run(folder)):
                 raise UsageError(f"{folder} is not the folder of rank 0: use a folder that all machines share")
-        start = _restore(folder, learner, calls) if resume else None
+        start = _restore(folder, learner, notify) if resume else None
         with stop_on_signals(patient=is_torchrun()) as stop:
-            return Loop(folder, learner, calls, stop, start=start, measurement=measurement).run()
+            return Loop(folder, learner, callbacks, stop, start=start, measurement=measurement).run()
 
 
 def is_restart(folder: Path, group: SingleProcess) -> bool:
@@ -114,30 +118,32 @@ def is_restart(folder: Path, group: SingleProcess) -> bool:
     return True
 
 
-def _resolve_config(config: TrainConfig | None, folder: Path, *, resume: bool) -> TrainConfig:
+def _resolve_config(
+    config: TrainConfig | None, folder: Path, initial: Mapping[str, Tensor] | None, *, resume: bool
+) -> TrainConfig:
+    """The config of the run, with the hash of the initial weights, which must be those that it names, if any."""
+    if config is not None:
+        own = None if initial is None else digest(initial)
+        if config.initial is None:
+            config = replace(config, initial=own)
+        elif own != config.initial and not (resume and own is None):
+            expected, got = config.initial[:12], "none" if own is None else own[:12]
+            raise UsageError(f"the config starts from the weights {expected}, got {got}: pass those as initial")
     if resume:
-        return resumed_config(folder, config)
+        stored = read_config(folder)
+        if config is not None and config != stored:
+            raise UsageError(f"the config differs from that of {folder}: resume without a config, or start a new run")
+        return stored
     if config is None:
         raise UsageError("a new run needs a config: pass one, or resume an existing run")
     refuse_held(folder)
     return config
 
 
-def _with_initial(config: TrainConfig, initial: Mapping[str, Tensor] | None, *, resume: bool) -> TrainConfig:
-    """The config with the hash of the initial weights, which must be those that the config names, if any."""
-    own = None if initial is None else digest(initial)
-    if config.initial is None:
-        return replace(config, initial=own)
-    if own != config.initial and not (resume and own is None):
-        got = "none" if own is None else own[:12]
-        raise UsageError(f"the config starts from the weights {config.initial[:12]}, got {got}: pass those as initial")
-    return config
-
-
 def _prepare_folder(
     folder: Path,
     learner: Learner,
-    callbacks: Callback,
+    notify: Notify,
     command: Sequence[str],
     *,
     resume: bool,
@@ -148,21 +154,21 @@ def _prepare_folder(
     sweep(folder)
     environment = {
         "command": list(command),
-        "corpus": {"name": objective.name, "digest": objective.digest},
+        "data": {"name": objective.name, "digest": objective.digest},
         "processes": group.size,
         "parallel": group.kind,
         **platform_record(learner.device),
     }
     if resume:
-        record_session(folder, environment, callbacks)
+        record_session(folder, environment, notify)
     else:
         begin(folder, learner.config, environment, objective.tokenizer, initial)
 
 
-def _restore(folder: Path, learner: Learner, callbacks: Callback) -> checkpoint.Checkpoint | None:
+def _restore(folder: Path, learner: Learner, notify: Notify) -> checkpoint.Checkpoint | None:
     """Load the newest valid checkpoint, chosen by rank 0, or the initial weights if there is none."""
     group = learner.group
-    start = group.on_main(lambda: latest_checkpoint(folder, callbacks))
+    start = group.on_main(lambda: latest_checkpoint(folder, notify))
     path = group.broadcast(None if start is None else str(start.path))
     with group.raise_on_all_ranks():
         if path is None:

@@ -47,7 +47,7 @@ def _run(folder: Path, mechanism: str | tuple[str, ...], tokenizer: Tokenizer) -
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     config = TrainConfig(data=CorpusConfig(source="text.txt"), model=shape, steps=7)
-    record = {"command": ["qkflow", "train", "my text.txt"], "corpus": {"name": "text.txt", "digest": "abc"}}
+    record = {"command": ["qkflow", "train", "my text.txt"], "data": {"name": "text.txt", "digest": "abc"}}
     evaluated = {"kind": "eval", "step": 7, "bits_per_byte": 1.25, "perplexity": 2.5}
     (folder / "config.json").write_text(json.dumps(to_dict(config)))
     (folder / "environment.json").write_text(json.dumps(record))

@@ -35,14 +35,14 @@ def test_accumulated_micro_batches_equal_the_whole_batch(configure: Any, corpus:
 def test_without_crossing_a_document_does_not_see_the_previous_one(configure: Any, corpus: Any) -> None:
     def second_loss(crossing: bool, first: int) -> float:
         learner = make_learner(configure(crossing=crossing))
-        window = torch.tensor([[first, first, corpus.end, 97, 98, 97, 98]])
+        window = torch.tensor([[first, first, corpus.tokenizer.end, 97, 98, 97, 98]])
         torch.manual_seed(0)
         with torch.no_grad():
             for parameter in learner.model.parameters():
                 parameter.normal_(std=0.3)  # blocks are nearly zero at initialization
             losses = []
             for tokens in (window, window[:, :3]):
-                starts = None if crossing else tokens[:, :-1] == corpus.end
+                starts = None if crossing else tokens[:, :-1] == corpus.tokenizer.end
                 examples = Examples(inputs=tokens[:, :-1], targets=tokens[:, 1:], starts=starts)
                 losses.append(learner.objective.loss(learner.module, examples))
             return float(losses[0] * 6 - losses[1] * 2)

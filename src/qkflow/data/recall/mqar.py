@@ -10,7 +10,7 @@ likely.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -76,37 +76,34 @@ class MQAR:
         """Return one cell per number of pairs."""
         return tuple(RecallCell(pairs, self.length, None) for pairs in self.pairs)
 
-    def draw(self, cell: RecallCell | None, *, seed: Seed, first: int, count: int) -> Instances:
-        """Generate instances of a test cell, or training instances if `cell` is None."""
-        config = self if cell is None or cell.pairs is None else replace(self, pairs=(cell.pairs,))
-        return mqar(config, seed=seed, count=count, first=first)
+    def draw(self, cell: RecallCell | None = None, *, seed: Seed, count: int, first: int = 0) -> Instances:
+        """Generate instances number `first` to `first + count - 1` of the stream of `seed`.
 
+        They have the number of pairs of a test `cell`, or any of `pairs` if it is None.
 
-def mqar(config: MQAR, *, seed: Seed, count: int, first: int = 0) -> Instances:
-    """Generate instances number `first` to `first + count - 1` of the stream of `seed`.
-
-    >>> config = MQAR(pairs=(2,), length=12)
-    >>> instances = mqar(config, seed=0, count=1)
-    >>> " ".join(config.words[token] for token in instances.tokens[0])
-    'k48 v40 k35 v63 . . . k35 v63 . k48 v40'
-    >>> instances.answers.tolist()
-    [[0, 8, 9], [0, 11, 12]]
-    """
-    n_filler_draws = config.length if config.fillers > 1 else 0
-    numbers = random_uint64(seed, first + np.arange(count), 1 + n_filler_draws + config.keys + config.length)
-    pairs = np.array(config.pairs)[randint(numbers[:, 0], len(config.pairs))]
-    tokens = np.empty((count, config.length), dtype=np.int64)
-    is_answer = np.zeros((count, config.length), dtype=bool)
-    for n_pairs in config.pairs:
-        rows = pairs == n_pairs
-        tokens[rows], is_answer[rows] = _with_pairs(config, n_pairs, numbers[rows, 1 + n_filler_draws :])
-    if config.fillers > 1:
-        is_filler = tokens == config.keys + config.values
-        tokens += is_filler * randint(numbers[:, 1 : 1 + n_filler_draws], config.fillers)
-    instance, begin = np.nonzero(is_answer)
-    cells = np.empty(count, dtype=CELL_DTYPE)
-    cells["pairs"], cells["length"], cells["depth"] = pairs, config.length, -1
-    return Instances(tokens, np.column_stack([instance, begin, begin + 1]), cells)
+        >>> config = MQAR(pairs=(2,), length=12)
+        >>> instances = config.draw(seed=0, count=1)
+        >>> " ".join(config.words[token] for token in instances.tokens[0])
+        'k48 v40 k35 v63 . . . k35 v63 . k48 v40'
+        >>> instances.answers.tolist()
+        [[0, 8, 9], [0, 11, 12]]
+        """
+        choices = self.pairs if cell is None or cell.pairs is None else (cell.pairs,)
+        n_filler_draws = self.length if self.fillers > 1 else 0
+        numbers = random_uint64(seed, first + np.arange(count), 1 + n_filler_draws + self.keys + self.length)
+        pairs = np.array(choices)[randint(numbers[:, 0], len(choices))]
+        tokens = np.empty((count, self.length), dtype=np.int64)
+        is_answer = np.zeros((count, self.length), dtype=bool)
+        for n_pairs in choices:
+            rows = pairs == n_pairs
+            tokens[rows], is_answer[rows] = _with_pairs(self, n_pairs, numbers[rows, 1 + n_filler_draws :])
+        if self.fillers > 1:
+            is_filler = tokens == self.keys + self.values
+            tokens += is_filler * randint(numbers[:, 1 : 1 + n_filler_draws], self.fillers)
+        instance, begin = np.nonzero(is_answer)
+        cells = np.empty(count, dtype=CELL_DTYPE)
+        cells["pairs"], cells["length"], cells["depth"] = pairs, self.length, -1
+        return Instances(tokens, np.column_stack([instance, begin, begin + 1]), cells)
 
 
 def _with_pairs(config: MQAR, n_pairs: int, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -110,49 +110,42 @@ class Needle:
         """Return one cell per length and depth."""
         return tuple(RecallCell(None, length, depth) for length in self.test_lengths for depth in self.depths)
 
-    def draw(self, cell: RecallCell | None, *, seed: Seed, first: int, count: int) -> Instances:
-        """Generate instances of a test cell, or training instances if `cell` is None."""
+    def draw(self, cell: RecallCell | None = None, *, seed: Seed, count: int, first: int = 0) -> Instances:
+        """Generate instances number `first` to `first + count - 1` of the stream of `seed`.
+
+        They have the length and depth of a test `cell`, or the training length if it is None. Without a depth, each
+        instance has a depth uniform in 0 .. 100.
+
+        >>> config = Needle(kind=1, digits=3)
+        >>> instances = config.draw(RecallCell(pairs=None, length=30, depth=50), seed=0, count=1)
+        >>> " ".join(config.words[token] for token in instances.tokens[0])
+        'the road is long . the number of comet is 2 9 5 . the rain is . what is the number of comet ? it is 2 9 5'
+        >>> instances.answers.tolist()
+        [[0, 27, 30]]
+        """
         length, depth = (self.length, None) if cell is None else (cell.length, cell.depth)
-        return needles(self, seed=seed, count=count, length=length, depth=depth, first=first)
+        hay_length, (symbols, answer_length) = _haystack_length(self, length), _answer_symbols(self)
+        grammar = _grammar(self.kind)
+        n_numbers = 2 + answer_length + grammar.max_sentences(hay_length) + hay_length
+        numbers = random_uint64(seed, first + np.arange(count), n_numbers)
+        depths = randint(numbers[:, 0], 101) if depth is None else np.full(count, depth)
+        key = _tokens(words.KEYS)[randint(numbers[:, 1], len(words.KEYS))]
+        answer = _tokens(symbols)[randint(numbers[:, 2 : 2 + answer_length], len(symbols))]
 
+        hay, borders = grammar.haystack(numbers[:, 2 + answer_length :], hay_length)
+        nearest = np.abs(100 * borders - depths[:, None] * hay_length).argmin(axis=1)
+        begin = np.take_along_axis(borders, nearest[:, None], axis=1)
+        needle, question = (_fill_pattern(self, pattern, key, answer) for pattern in (words.NEEDLE, words.QUESTION))
+        n = needle.shape[1]
+        # insert the needle at `begin`: gather the text from the concatenation [haystack | needle]
+        t = np.arange(hay_length + n)
+        source = np.where(t < begin, t, np.where(t < begin + n, t - begin + hay_length, t - n))
+        text = np.take_along_axis(np.concatenate([hay, needle], axis=1), source, axis=1)
 
-def needles(
-    config: Needle, *, seed: Seed, count: int, length: int | None = None, depth: int | None = None, first: int = 0
-) -> Instances:
-    """Generate instances number `first` to `first + count - 1` of the stream of `seed`.
-
-    `length` defaults to the training length. If `depth` is None, each instance has a depth uniform in 0 .. 100.
-
-    >>> config = Needle(kind=1, digits=3)
-    >>> instances = needles(config, seed=0, count=1, length=30, depth=50)
-    >>> " ".join(config.words[token] for token in instances.tokens[0])
-    'the road is long . the number of comet is 2 9 5 . the rain is . what is the number of comet ? it is 2 9 5'
-    >>> instances.answers.tolist()
-    [[0, 27, 30]]
-    """
-    length = config.length if length is None else length
-    hay_length, (symbols, answer_length) = _haystack_length(config, length), _answer_symbols(config)
-    grammar = _grammar(config.kind)
-    n_numbers = 2 + answer_length + grammar.max_sentences(hay_length) + hay_length
-    numbers = random_uint64(seed, first + np.arange(count), n_numbers)
-    depths = randint(numbers[:, 0], 101) if depth is None else np.full(count, depth)
-    key = _tokens(words.KEYS)[randint(numbers[:, 1], len(words.KEYS))]
-    answer = _tokens(symbols)[randint(numbers[:, 2 : 2 + answer_length], len(symbols))]
-
-    hay, borders = grammar.haystack(numbers[:, 2 + answer_length :], hay_length)
-    nearest = np.abs(100 * borders - depths[:, None] * hay_length).argmin(axis=1)
-    begin = np.take_along_axis(borders, nearest[:, None], axis=1)
-    needle, question = (_fill_pattern(config, pattern, key, answer) for pattern in (words.NEEDLE, words.QUESTION))
-    n = needle.shape[1]
-    # insert the needle at `begin`: gather the text from the concatenation [haystack | needle]
-    t = np.arange(hay_length + n)
-    source = np.where(t < begin, t, np.where(t < begin + n, t - begin + hay_length, t - n))
-    text = np.take_along_axis(np.concatenate([hay, needle], axis=1), source, axis=1)
-
-    cells = np.empty(count, dtype=CELL_DTYPE)
-    cells["pairs"], cells["length"], cells["depth"] = -1, length, depths
-    spans = np.column_stack([np.arange(count), np.full(count, length - answer_length), np.full(count, length)])
-    return Instances(np.concatenate([text, question], axis=1), spans, cells)
+        cells = np.empty(count, dtype=CELL_DTYPE)
+        cells["pairs"], cells["length"], cells["depth"] = -1, length, depths
+        spans = np.column_stack([np.arange(count), np.full(count, length - answer_length), np.full(count, length)])
+        return Instances(np.concatenate([text, question], axis=1), spans, cells)
 
 
 class _Grammar(NamedTuple):

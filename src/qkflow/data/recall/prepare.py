@@ -10,16 +10,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from qkflow import io
 from qkflow.config import to_dict
 from qkflow.data.recall.base import Instances, RecallCell
 from qkflow.data.recall.spec import RecallTask, format_recall_spec
-from qkflow.data.text.corpus import CELL_DTYPE, FORMAT, RECORD_FILE, token_dtype
-from qkflow.data.text.tokenizers import TOKENIZER_FILE, Tokenizer, WordTokenizer, save_tokenizer
+from qkflow.data.text.corpus import CELL_DTYPE, FORMAT, token_dtype, write_record
+from qkflow.data.text.tokenizers import Tokenizer, WordTokenizer
 from qkflow.errors import UsageError
 
 GENERATOR_VERSION = 1  # increase whenever a spec would give other tokens
@@ -46,28 +44,23 @@ def write_task(folder: Path, task: RecallTask) -> None:
     ):
         instances = _new_instances(task, split, cells, count, seen)
         counts[split] = _write_split(folder, split, instances, tokenizer, digest.update)
-    save_tokenizer(tokenizer, folder / TOKENIZER_FILE)
-    record: dict[str, Any] = {
-        "format": FORMAT,
-        "name": format_recall_spec(task),
-        "digest": digest.hexdigest(),
-        "tokens": tokenizer.kind,
-        "vocabulary": tokenizer.vocabulary,
-        "end": tokenizer.end,
-        "dtype": token_dtype(tokenizer),
-        "task": {
-            "name": task.name,
-            "spec": format_recall_spec(task),
-            "context": task.length,
-            "chance": task.chance,
-            "axes": list(task.axes),
-            "config": to_dict(task),
-            "generator": GENERATOR_VERSION,
-        },
-        "parts": counts,
-        "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
+    record = {
+        "name": task.name,
+        "spec": format_recall_spec(task),
+        "context": task.length,
+        "chance": task.chance,
+        "axes": list(task.axes),
+        "config": to_dict(task),
+        "generator": GENERATOR_VERSION,
     }
-    io.write_json(folder / RECORD_FILE, record)
+    write_record(
+        folder,
+        name=format_recall_spec(task),
+        digest=digest.hexdigest(),
+        tokenizer=tokenizer,
+        counts=counts,
+        details={"task": record},
+    )
 
 
 def _new_instances(

@@ -26,7 +26,7 @@ PLURALS = ("irregular_plural_subject_verb_agreement_1", "regular_plural_subject_
 SETS = (RELATIONAL, RELATIVE, *PLURALS)
 SKIPPED_SETS = ("irregular_plural_subject_verb_agreement_2", "regular_plural_subject_verb_agreement_2")
 EXPECTED = "BLiMP: its .tar.xz, a .zip, or a folder with its .jsonl files (sentence_good, sentence_bad)"
-AUXILIARIES = {"is": 0, "was": 0, "has": 0, "does": 0, "are": 1, "were": 1, "have": 1, "do": 1}
+AUXILIARIES = {"is": 0, "was": 0, "has": 0, "does": 0, "are": 1, "were": 1, "have": 1, "do": 1}  # 1: plural
 NOTES = (
     "rationale: the subject's head noun; many determiners (every, these) also show the number",
     "the distractor sets always have a noun of the other number after the subject, which a model can learn instead",
@@ -86,8 +86,9 @@ def _prefix(name: str, row: Any, location: str, skipped: Counter[str]) -> Prefix
     elif (head := _head_position(name, prefix)) is None:
         skipped["no subject found"] += 1
     else:
-        label, noun = _verb_number(words[verb], others[verb]), prefix[head]
-        return Prefix(words=prefix, label=label, head=head, noun=noun, template=name, kind=name)
+        # a verb in the third person singular is longer than its plural
+        label = AUXILIARIES.get(words[verb].removesuffix("n't"), int(len(words[verb]) < len(others[verb])))
+        return Prefix(words=prefix, label=label, head=head, noun=prefix[head], template=name, kind=name)
     return None
 
 
@@ -98,11 +99,6 @@ def _head_position(name: str, prefix: tuple[str, ...]) -> int | None:
     next_words = ("of", "about") if name == RELATIONAL else ("that", "who", "which")
     start = 3 if prefix[:3] == ("a", "lot", "of") else 1
     return next((position - 1 for position in range(start, len(prefix)) if prefix[position] in next_words), None)
-
-
-def _verb_number(right: str, wrong: str) -> int:
-    """Return 0 for singular, 1 for plural. A verb in the third person singular is longer than its plural."""
-    return AUXILIARIES.get(right.removesuffix("n't"), int(len(right) < len(wrong)))
 
 
 def _consistent(prefixes: list[Prefix], skipped: Counter[str]) -> Iterator[Prefix]:

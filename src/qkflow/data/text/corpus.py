@@ -26,8 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from qkflow.data.text.tokenizers import TOKENIZER_FILE, Ids, Tokenizer, load_tokenizer
+from qkflow.data.text.tokenizers import TOKENIZER_FILE, Ids, Tokenizer, load_tokenizer, save_tokenizer
 from qkflow.errors import UsageError
+from qkflow.io import write_json
 
 FORMAT = 2
 RECORD_FILE = "corpus.json"
@@ -69,7 +70,6 @@ class Corpus:
     """A prepared corpus: its splits, its tokenizer and its record."""
 
     name: str
-    """Display name."""
     digest: str
     """SHA-256 of the text, or of a task's files: equal digests mean equal documents."""
     folder: Path
@@ -87,11 +87,6 @@ class Corpus:
     def vocabulary(self) -> int:
         """Number of tokens, including the end-of-document token."""
         return self.tokenizer.vocabulary
-
-    @property
-    def end(self) -> int:
-        """The end-of-document token."""
-        return self.tokenizer.end
 
     @property
     def task(self) -> dict[str, Any] | None:
@@ -112,10 +107,6 @@ class Corpus:
     def unit(self) -> str:
         """Unit of the loss: per `byte` for text, per `answer token` for a recall task."""
         return "byte" if self.task is None else "answer token"
-
-    def encode(self, text: str | bytes) -> list[int]:
-        """Return the tokens of a text."""
-        return self.tokenizer.encode(text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text)
 
     def decode(self, ids: Ids) -> bytes:
         """Return the bytes of the tokens; end tokens are skipped."""
@@ -142,6 +133,25 @@ class Corpus:
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedCorpusError(f"{folder} is not a prepared corpus, or damaged ({error}): {hint}") from error
         return cls(name=name, digest=digest, folder=folder, record=record, tokenizer=tokenizer, **splits)
+
+
+def write_record(
+    folder: Path, *, name: str, digest: str, tokenizer: Tokenizer, counts: dict[str, Any], details: dict[str, Any]
+) -> None:
+    """Write the tokenizer and the record of a prepared corpus, after its splits; `details` are added to the record."""
+    save_tokenizer(tokenizer, folder / TOKENIZER_FILE)
+    record = {
+        "format": FORMAT,
+        "name": name,
+        "digest": digest,
+        "tokens": tokenizer.kind,
+        "vocabulary": tokenizer.vocabulary,
+        "end": tokenizer.end,
+        "dtype": token_dtype(tokenizer),
+        "parts": counts,
+        "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
+    }
+    write_json(folder / RECORD_FILE, record | details)
 
 
 def token_dtype(tokenizer: Tokenizer) -> str:

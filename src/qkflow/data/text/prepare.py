@@ -25,7 +25,7 @@ from qkflow import io
 from qkflow.data.recall import is_recall_task, parse_recall_spec
 from qkflow.data.recall import prepare as recall
 from qkflow.data.text.config import CorpusConfig
-from qkflow.data.text.corpus import FORMAT, RECORD_FILE, Corpus, DamagedCorpusError, token_dtype
+from qkflow.data.text.corpus import FORMAT, Corpus, DamagedCorpusError, token_dtype, write_record
 from qkflow.data.text.resolve import find_source
 from qkflow.data.text.sources import Source
 from qkflow.data.text.splits import (
@@ -40,13 +40,11 @@ from qkflow.data.text.splits import (
     with_digest,
 )
 from qkflow.data.text.tokenizers import (
-    TOKENIZER_FILE,
     ByteTokenizer,
     Tokenizer,
     WordTokenizer,
     gpt2_digest,
     load_gpt2,
-    save_tokenizer,
     saved_tokenizer,
     train_bpe,
 )
@@ -190,27 +188,17 @@ def _write_corpus(
         raise UsageError(
             f"{source.name} ({scanned.bytes} bytes) is too short, {' and '.join(empty)} would be empty: use more text"
         )
-    save_tokenizer(tokenizer, folder / TOKENIZER_FILE)
-    record = {
-        "format": FORMAT,
-        "name": source.name,
-        "digest": scanned.digest,
+    details = {
         "bytes": scanned.bytes,
-        "tokens": config.tokens,
-        "vocabulary": tokenizer.vocabulary,
-        "end": tokenizer.end,
-        "dtype": token_dtype(tokenizer),
         "split": {
             "rule": plan.rule,
             "test_percent": plan.test_percent if plan.rule == "hash" else None,
             "cuts": list(plan.cuts) if plan.rule == "contiguous" else None,
             "passage": config.passage if plan.passage_splits else None,
         },
-        "parts": counts,
         "tokenizers": importlib.metadata.version("tokenizers") if config.tokens != "bytes" else None,
-        "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
     }
-    io.write_json(folder / RECORD_FILE, record)
+    write_record(folder, name=source.name, digest=scanned.digest, tokenizer=tokenizer, counts=counts, details=details)
 
 
 def cut_at_words(pieces: Iterable[TextPiece], size: int = 1 << 20) -> Iterator[TextPiece]:

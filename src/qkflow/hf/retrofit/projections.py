@@ -28,14 +28,12 @@ Projection = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class QKHeads:
-    """The heads of a layer."""
+    """The numbers of query and key heads of a layer."""
 
     queries: int
-    """Query heads."""
     keys: int
-    """Key heads."""
     width: int
-    """Head dimension."""
+    """Dimension of one head."""
 
 
 class Projections(ABC):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkflow.data.recall import MQAR, mqar
+from qkflow.data.recall import MQAR
 from qkflow.errors import UsageError
 
 QUICK = settings(deadline=None, max_examples=25)
@@ -33,7 +33,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
 @given(kwargs=options())
 def test_keys_values_and_fillers_are_disjoint(kwargs: dict[str, Any]) -> None:
     config = MQAR(**kwargs)
-    instances = mqar(config, seed=1, count=8)
+    instances = config.draw(seed=1, count=8)
     kinds = {"k": set(range(config.keys)), "v": set(range(config.keys, config.keys + config.values))}
     kinds["."] = set(range(config.keys + config.values, len(config.words)))
     assert sum(map(len, kinds.values())) == len(set(config.words)) == config.keys + config.values + config.fillers
@@ -50,7 +50,7 @@ def test_keys_values_and_fillers_are_disjoint(kwargs: dict[str, Any]) -> None:
 @given(kwargs=options(), seed=st.integers(-5, 2**65))
 def test_each_key_is_queried_once_and_has_one_answer(kwargs: dict[str, Any], seed: int) -> None:
     config = MQAR(**kwargs)
-    instances = mqar(config, seed=seed, count=8)
+    instances = config.draw(seed=seed, count=8)
     assert instances.tokens.shape == (8, config.length)
     for number, (row, cell) in enumerate(zip(instances.tokens, instances.cells, strict=True)):
         pairs = int(cell["pairs"])
@@ -71,7 +71,7 @@ def test_each_key_is_queried_once_and_has_one_answer(kwargs: dict[str, Any], see
 
 def test_query_arrangements_are_equally_likely() -> None:
     config = MQAR(pairs=(2,), length=10, keys=2, values=1)
-    rows = Counter(tuple(row) for row in mqar(config, seed=0, count=6000).tokens[:, 4:].tolist())
+    rows = Counter(tuple(row) for row in config.draw(seed=0, count=6000).tokens[:, 4:].tolist())
     filler = config.words.index(".")
     expected = set()
     for first, second in permutations((0, 1)):
@@ -86,7 +86,7 @@ def test_query_arrangements_are_equally_likely() -> None:
 
 def test_all_draws_are_uniform() -> None:
     config = MQAR(pairs=(1, 3), length=20, keys=5, values=4, fillers=2)
-    instances = mqar(config, seed=0, count=4000)
+    instances = config.draw(seed=0, count=4000)
     counts = np.bincount(instances.tokens.ravel(), minlength=len(config.words))
     for kind in (counts[:5], counts[5:9], counts[9:]):
         assert kind.max() < 1.08 * kind.min()
@@ -96,12 +96,12 @@ def test_all_draws_are_uniform() -> None:
 @pytest.mark.parametrize("seed", [0, "0/train"])
 def test_instance_depends_only_on_seed_and_index(seed: int | str) -> None:
     config = MQAR(pairs=(2, 4), length=24, fillers=3)
-    whole = mqar(config, seed=seed, count=30)
-    later = mqar(config, seed=seed, count=12, first=9)
+    whole = config.draw(seed=seed, count=30)
+    later = config.draw(seed=seed, count=12, first=9)
     mask = np.isin(np.arange(30), np.arange(9, 21))
     for actual, expected in zip(later, whole.select(mask), strict=True):
         np.testing.assert_array_equal(actual, expected)
-    assert not (mqar(config, seed=1, count=30).tokens == whole.tokens).all(axis=1).any()
+    assert not (config.draw(seed=1, count=30).tokens == whole.tokens).all(axis=1).any()
 
 
 @pytest.mark.parametrize(

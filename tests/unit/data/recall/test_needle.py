@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkflow.data.recall import Needle, needle_words, needles
+from qkflow.data.recall import Needle, RecallCell, needle_words
 from qkflow.errors import UsageError
 
 QUICK = settings(deadline=None, max_examples=25)
@@ -40,7 +40,7 @@ def test_text_has_one_needle_at_its_depth_and_one_answer(
     config = Needle(**kwargs)
     size = {"number": config.digits, "id": config.characters, "word": 1}[config.answer_kind]
     length = OVERHEAD + 2 * size + spare
-    instances = needles(config, seed=seed, count=4, length=length, depth=depth)
+    instances = config.draw(RecallCell(None, length, depth), seed=seed, count=4)
     assert instances.tokens.shape == (4, length)
     assert instances.answers.tolist() == [[n, length - size, length] for n in range(4)]
     assert instances.cells.tolist() == [(-1, length, depth)] * 4
@@ -69,7 +69,7 @@ def test_text_has_one_needle_at_its_depth_and_one_answer(
 def test_haystacks_are_complete_sentences_except_the_last(kind: int) -> None:
     config = Needle(kind=kind)
     patterns = [pattern.split() for pattern in (needle_words.REPEATED if kind == 1 else needle_words.VARIED)]
-    instances = needles(config, seed=0, count=3, length=300, depth=100)
+    instances = config.draw(RecallCell(None, 300, 100), seed=0, count=3)
     for row in instances.tokens:
         text = " ".join(decode(config, row)).split(f" the {config.answer_kind} of ")[0].removesuffix(" .")
         for number, sentence in enumerate(text.split(" . ")[:-1]):
@@ -85,7 +85,7 @@ def test_haystacks_are_complete_sentences_except_the_last(kind: int) -> None:
 
 
 def test_only_the_first_kind_has_a_repeated_haystack() -> None:
-    plain, varied = (needles(Needle(kind=kind), seed=0, count=2, length=400, depth=0).tokens for kind in (1, 2))
+    plain, varied = (Needle(kind=kind).draw(RecallCell(None, 400, 0), seed=0, count=2).tokens for kind in (1, 2))
     period = sum(len(sentence.split()) for sentence in needle_words.REPEATED)
     hay = slice(11, 380)
     assert (plain[0, hay][period:] == plain[0, hay][:-period]).all()
@@ -117,7 +117,7 @@ def test_word_lists_are_disjoint_and_kinds_share_a_vocabulary() -> None:
 )
 def test_chance_is_the_accuracy_of_guessing(config: Needle, answers: int) -> None:
     assert config.chance == 1 / answers
-    instances = needles(config, seed=0, count=40 * answers, length=60)
+    instances = config.draw(RecallCell(None, 60, None), seed=0, count=40 * answers)
     begin = instances.answers[0, 1]
     _, counts = np.unique(instances.tokens[:, begin:], axis=0, return_counts=True)
     assert len(counts) == answers
@@ -128,7 +128,7 @@ def test_chance_is_the_accuracy_of_guessing(config: Needle, answers: int) -> Non
 
 def test_training_depths_are_uniform_and_recorded() -> None:
     config = Needle(kind=2)
-    instances = needles(config, seed=0, count=2000, length=100)
+    instances = config.draw(RecallCell(None, 100, None), seed=0, count=2000)
     assert np.bincount(instances.cells["depth"], minlength=101).min() >= 5
     key = config.words.index("number")
     begin = (instances.tokens == key).argmax(axis=1) - 1
@@ -138,7 +138,7 @@ def test_training_depths_are_uniform_and_recorded() -> None:
 
 def test_instance_depends_only_on_seed_and_index() -> None:
     config = Needle(kind=2, length=90)
-    whole, later = needles(config, seed=3, count=9), needles(config, seed=3, count=4, first=5)
+    whole, later = config.draw(seed=3, count=9), config.draw(seed=3, count=4, first=5)
     np.testing.assert_array_equal(later.tokens, whole.tokens[5:])
     np.testing.assert_array_equal(later.cells, whole.cells[5:])
 
@@ -175,4 +175,4 @@ def test_invalid_options_raise(kwargs: dict[str, Any], message: str) -> None:
 
 def test_length_argument_is_checked() -> None:
     with pytest.raises(UsageError, match="do not fit into length 20"):
-        needles(Needle(), seed=0, count=1, length=20)
+        Needle().draw(RecallCell(None, 20, None), seed=0, count=1)

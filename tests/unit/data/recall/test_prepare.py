@@ -53,7 +53,7 @@ def test_instances_are_separated_by_end_tokens_and_have_answers(source: str) -> 
     for name, split in splits(corpus).items():
         begins, ends = split.documents.T
         assert begins.tolist() == [1, *(ends[:-1] + 1)]
-        assert np.flatnonzero(split.tokens == corpus.end).tolist() == [0, *ends]
+        assert np.flatnonzero(split.tokens == corpus.tokenizer.end).tolist() == [0, *ends]
         assert len(split.tokens) == corpus.record["parts"][name]["tokens"] == ends[-1] + 1
         assert split.answers is not None
         assert split.cells is not None
@@ -193,4 +193,4 @@ def test_task_decodes_to_its_words() -> None:
     begin, end = corpus.test.documents[0]
     text = corpus.decode(corpus.test.tokens[begin - 1 : end + 1]).decode()
     assert text.startswith("the number of ")
-    assert corpus.encode(text) == corpus.test.tokens[begin:end].tolist()
+    assert corpus.tokenizer.encode(text.encode()) == corpus.test.tokens[begin:end].tolist()

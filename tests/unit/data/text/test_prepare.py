@@ -53,11 +53,11 @@ def test_documents_are_separated_by_end_tokens(tmp_path: Path, options: dict[str
     decoded = []
     for split in splits(corpus).values():
         assert len(split.documents) > 0
-        assert split.tokens[0] == split.tokens[-1] == corpus.end
+        assert split.tokens[0] == split.tokens[-1] == corpus.tokenizer.end
         begins, ends = split.documents.T
         assert begins.tolist() == [1, *(ends[:-1] + 1)]
-        assert (split.tokens[ends] == corpus.end).all()
-        assert (split.tokens == corpus.end).sum() == len(begins) + 1
+        assert (split.tokens[ends] == corpus.tokenizer.end).all()
+        assert (split.tokens == corpus.tokenizer.end).sum() == len(begins) + 1
         assert split.sizes.tolist() == [len(text) for text in texts(corpus, split)]
         assert split.tokens.max() < corpus.vocabulary
         decoded += texts(corpus, split)
@@ -77,11 +77,11 @@ def test_single_text_is_divided_into_passages(tmp_path: Path, options: dict[str,
         assert begins.tolist() == [1, *ends[:-1]]
         assert all(text.decode() for text in texts(corpus, split))
         assert split.sizes.tolist() == [len(text) for text in texts(corpus, split)]
-    assert corpus.train.tokens[0] == corpus.end
+    assert corpus.train.tokens[0] == corpus.tokenizer.end
     assert corpus.validation.tokens[0] == corpus.train.tokens[-1]
     assert corpus.test.tokens[0] == corpus.validation.tokens[-1]
-    assert (corpus.validation.tokens != corpus.end).all()
-    assert corpus.test.tokens[-1] == corpus.end
+    assert (corpus.validation.tokens != corpus.tokenizer.end).all()
+    assert corpus.test.tokens[-1] == corpus.tokenizer.end
 
 
 def test_few_documents_are_cut_contiguously(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_few_documents_are_cut_contiguously(tmp_path: Path) -> None:
     assert texts(corpus, corpus.validation) == [b"b" * 30, b"c" * 20]
     assert texts(corpus, corpus.test) == [b"d" * 30, b"d" * 20]
     assert corpus.validation.tokens[0] == ord("b")
-    assert corpus.test.tokens[0] == corpus.end
+    assert corpus.test.tokens[0] == corpus.tokenizer.end
 
 
 def test_equal_lines_are_in_one_split(tmp_path: Path) -> None:
@@ -138,8 +138,8 @@ def test_bpe_is_trained_on_the_train_split_only(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(text + b"xylophones " * 80)
     corpus = open_corpus(config(tmp_path / "a.txt", tokens="bpe", vocabulary=400))
     assert b"xylophones" in corpus.decode(corpus.test.tokens)
-    assert len(corpus.encode(b" again")) == 1
-    assert len(corpus.encode(b"xylophones")) > 5
+    assert len(corpus.tokenizer.encode(b" again")) == 1
+    assert len(corpus.tokenizer.encode(b"xylophones")) > 5
 
 
 def test_token_type_is_the_narrowest(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_held_out_split_of_one_text_is_cut_into_passages(library: Library) -> No
     library[("toys",)] = {split: [{"text": split * 100}] for split in ("train", "validation", "test")}
     corpus = open_corpus(CorpusConfig(source="hf:toys", passage=100))
     assert [len(split.documents) for split in (corpus.train, corpus.validation, corpus.test)] == [1, 10, 4]
-    assert corpus.validation.tokens[0] == corpus.end
+    assert corpus.validation.tokens[0] == corpus.tokenizer.end
 
 
 def test_missing_field_error_lists_the_fields(library: Library) -> None:

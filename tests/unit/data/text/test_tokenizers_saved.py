@@ -32,7 +32,7 @@ def test_saved_corpus_is_cached_by_tokenizer_content(tmp_path: Path, cache: Path
     tokenizer = train_bpe([TEXT.encode()], 300)
     run = save(tmp_path / "run", tokenizer)
     corpus = open_corpus(CorpusConfig(source=str(tmp_path / "text.txt"), tokens="saved", vocabulary_files=run))
-    assert (corpus.vocabulary, corpus.end) == (tokenizer.vocabulary, tokenizer.end)
+    assert (corpus.vocabulary, corpus.tokenizer.end) == (tokenizer.vocabulary, tokenizer.end)
     assert corpus.tokenizer.to_json() == tokenizer.to_json()
     begin, end = corpus.train.documents[0]
     assert tokenizer.decode(corpus.train.tokens[begin:end]) == corpus.decode(corpus.train.tokens[begin:end])
