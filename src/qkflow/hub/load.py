@@ -230,9 +230,11 @@ def _build_on_meta(
     if embedding is None or embedding.shape != expected:
         actual = "is missing" if embedding is None else f"has shape {list(embedding.shape)}"
         raise CheckpointError(f"{folder}: '{PREFIX}embedding.weight' {actual}, its config requires {list(expected)}")
-    couplings = [getattr(mechanism(spec), "coupling", None) for spec in dict.fromkeys(config.mechanisms)]
-    alternations = max(getattr(coupling, "alternations", 1) for coupling in couplings)  # each has its own networks
-    if max(config.layers, alternations) > len(infos):
+    n_modules = config.layers
+    if n_modules <= len(infos):  # otherwise even a list of the mechanisms may be too large
+        couplings = [getattr(mechanism(spec), "coupling", None) for spec in dict.fromkeys(config.mechanisms)]
+        n_modules = max(getattr(coupling, "alternations", 1) for coupling in couplings)  # each has its own networks
+    if n_modules > len(infos):
         raise CheckpointError(f"{folder}: its config requires more modules than its {len(infos)} tensors can fill")
     try:
         with torch.device("meta"):
