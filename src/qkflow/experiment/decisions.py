@@ -48,6 +48,20 @@ class Round:
             raise UsageError(f"a round needs a number from 1, arms and seeds, got {self}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class StudyState:
+    """How far a study is."""
+
+    rounds: int
+    """Rounds that have been judged."""
+    ended: str | None
+    """Why no further round starts; None if the study is still running, or was interrupted."""
+    elapsed: float
+    """Seconds that it has taken."""
+    budget: float | None
+    """Seconds that it may take; None if there is no limit."""
+
+
 class Decisions:
     """The records of a study's decisions.jsonl; raises `UsageError` if it was changed by hand."""
 
@@ -105,6 +119,18 @@ class Decisions:
         judged = self.of_kind("verdicts")
         where = f" of {self.path}"
         return {v["arm"]: from_dict(Verdict, v, where=where) for v in (judged[-1]["verdicts"] if judged else [])}
+
+    def state(self, budget: float | None) -> StudyState:
+        """How far the study is; `budget` is that of its design."""
+        elapsed = [float(record["elapsed"]) for record in self.records if "elapsed" in record]
+        added = self.of_kind("budget")
+        last = self.records[-1] if self.records else {}
+        return StudyState(
+            rounds=self.judged_rounds(),
+            ended=last["reason"] if last.get("kind") == "end" else None,
+            elapsed=elapsed[-1] if elapsed else 0.0,
+            budget=float(added[-1]["seconds"]) if added else budget,
+        )
 
     def append_verdicts(self, round_: Round, verdicts: tuple[Verdict, ...], elapsed: float) -> None:
         """Write the verdicts of a round, and the seconds that the study has taken."""

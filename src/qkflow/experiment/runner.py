@@ -183,8 +183,7 @@ class _Session:
         self.command = tuple(command) or design.command
         self.disk_error: RunOutcome | None = None
         self.decisions = Decisions(study)
-        recorded = [float(record["elapsed"]) for record in self.decisions.records if "elapsed" in record]
-        self.earlier, self.start = recorded[-1] if recorded else 0.0, time.monotonic()
+        self.earlier, self.start = self.decisions.state(None).elapsed, time.monotonic()
         self.meter = ProgressMeter(study, design)
         if more is not None:
             self._add_budget(more)
@@ -270,10 +269,9 @@ class _Session:
             arms=(design.spec.baseline, *open_arms),
             seeds=tuple(range(design.first_seed + seeds[number - 1], design.first_seed + seeds[number])),
         )
-        if number > 1 and self._budget() is not None:
-            needed = self._round_seconds(round_)
-            if self._elapsed() + needed > (self._budget() or 0.0):
-                return self._end("the budget is spent", failed)
+        budget = self.decisions.state(design.budget).budget
+        if number > 1 and budget is not None and self._elapsed() + self._round_seconds(round_) > budget:
+            return self._end("the budget is spent", failed)
         self.decisions.append("round", {"round": round_.number, "arms": list(round_.arms), "seeds": list(round_.seeds)})
         return round_
 
@@ -286,10 +284,6 @@ class _Session:
         if self.decisions.records[-1]["kind"] != "end":
             raise UsageError(f"{self.study} has not ended: finish it with `{resume_study_command(self.study)}` first")
         self.decisions.append("budget", {"seconds": self._elapsed() + seconds})
-
-    def _budget(self) -> float | None:
-        added = self.decisions.of_kind("budget")
-        return float(added[-1]["seconds"]) if added else self.design.budget
 
     def _elapsed(self) -> float:
         """Seconds that the study has taken, over all sessions, as far as they are on record."""

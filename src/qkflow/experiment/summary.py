@@ -16,7 +16,7 @@ import numpy as np
 from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError
 from qkflow.experiment.budget import EVALUATIONS
-from qkflow.experiment.decisions import Decisions, Round
+from qkflow.experiment.decisions import Decisions, Round, StudyState
 from qkflow.experiment.design import (
     ArmDesign,
     Design,
@@ -139,6 +139,8 @@ class ExperimentResult:
     """environment.json of the first run."""
     command: tuple[str, ...]
     """The command that started the experiment."""
+    state: StudyState
+    """How far the study is."""
     unit: str = "byte"
     """What losses are per."""
     recall: RecallSummary | None = None
@@ -266,6 +268,7 @@ def read_result(study: Path | str) -> ExperimentResult:
         design=to_dict(design),
         environment=environment,
         command=design.command,
+        state=decisions.state(design.budget),
         unit=design.unit,
         recall=read_recall_summary(finished_folders),
         rationale=rationale,
