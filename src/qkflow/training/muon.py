@@ -59,29 +59,28 @@ class Muon(torch.optim.AdamW):
         super().step(closure)  # skips the matrices, whose gradients are gone
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+        by_shape: dict[torch.Size, list[Tensor]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None:
                 by_shape.setdefault(parameter.shape, []).append(parameter)
         for shape, parameters in by_shape.items():
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            gradients = torch.stack([parameter.grad for parameter in parameters if parameter.grad is not None])
             buffers = [self._buffer(parameter) for parameter in parameters]
-            torch._foreach_lerp_(buffers, gradients, 1 - MOMENTUM)
-            torch._foreach_lerp_(gradients, buffers, MOMENTUM)
-            updates = newton_schulz(torch.stack(gradients)).unbind()
+            for buffer, gradient in zip(buffers, gradients, strict=True):
+                buffer.lerp_(gradient, 1 - MOMENTUM)
+            updates = newton_schulz(gradients.lerp_(torch.stack(buffers), MOMENTUM))
             rate = group["lr"] * _RMS * math.sqrt(max(shape))
-            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(parameters, updates, alpha=-rate)
-            for parameter in parameters:
+            for parameter, update in zip(parameters, updates, strict=True):
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=rate)
                 parameter.grad = None
 
-    def _buffer(self, parameter: nn.Parameter) -> Tensor:
+    def _buffer(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         return state["momentum_buffer"]
 
 
-def hidden_matrices(blocks: Iterable[nn.Module]) -> set[nn.Parameter]:
+def hidden_matrices(blocks: Iterable[nn.Module]) -> set[Tensor]:
     """The weights of the linear layers in the blocks of a model: the parameters that Muon orthogonalizes."""
     return {module.weight for block in blocks for module in block.modules() if isinstance(module, nn.Linear)}
