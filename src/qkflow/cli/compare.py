@@ -1,18 +1,14 @@
-"""`qkflow compare`, and how the commands run experiments and present their results."""
+"""`qkflow compare`."""
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as ProgressBar
 
 from qkflow.cli.options import (
     command_line,
@@ -26,19 +22,10 @@ from qkflow.cli.options import (
 )
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
-from qkflow.experiment.design import Design, PlannedRun
-from qkflow.experiment.executors.base import Executor, make_executor
-from qkflow.experiment.extension import extend
-from qkflow.experiment.progress import Observer, Progress
-from qkflow.experiment.runner import run_experiment
-from qkflow.experiment.spec import ExperimentSpec
-from qkflow.experiment.summary import ExperimentResult
-from qkflow.formatting import format_clock
-from qkflow.mechanisms import mechanisms
-from qkflow.report import export_csv, export_json, terminal, write_report
-
-_LINE_INTERVAL = 10.0
-"""Seconds between two lines of progress if the output is not a terminal."""
+from qkflow.experiment.executors.base import make_executor
+from qkflow.experiment.spec import ExperimentSpec, all_arms, split_arms
+from qkflow.report import run_and_present
+from qkflow.training.regime import OptimizerName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +39,7 @@ class Compare:
       qkflow compare enwik8 --arms standard,standard:window=64 --match seconds
       qkflow compare mqar:pairs=4+8+16 --arms standard,qdelta   recall, by number of pairs
       qkflow compare --resume runs/study           after Ctrl-C or a crash
-      qkflow compare --extend runs/study --seeds 10  more seeds, the same error rate
+      qkflow compare --extend runs/study --budget 1h  more time, the same error rate
     """
 
     corpus: Annotated[str | None, tyro.conf.Positional, flag("CORPUS", "python-stdlib")] = None
@@ -62,19 +49,24 @@ class Compare:
     """Mechanisms, the baseline first, such as standard,differential:window=64."""
     budget: Annotated[str | None, flag("TIME", "10m")] = None
     """Time for the whole study, such as 3m, 2h or 3d. Model size, tokens and seeds are chosen to fit."""
-    seeds: Annotated[int | None, flag("N", "what fits, 2 to 10")] = None
-    """Runs per arm."""
+    seeds: Annotated[int | None, flag("N", "what fits")] = None
+    """The most runs per arm. Arms that are decided earlier have fewer."""
+    first_seed: Annotated[int | None, flag("N", "0")] = None
+    """The first seed."""
     match: Annotated[Literal["tokens", "flops", "seconds"] | None, flag("{tokens,flops,seconds}", "tokens")] = None
     """What all arms share besides the number of parameters."""
     size: Annotated[str | None, flag("NAME", "what fits")] = None
     """Model size: 100k, 500k, 1m, 5m, 60m, 150m or 350m parameters."""
     train_tokens: Annotated[str | None, flag("N", "what fits")] = None
     """Training tokens per run, such as 2M. With --seeds and --size, no budget applies."""
-    rates: Annotated[str | None, flag("LR,LR,...", "0.003")] = None
-    """Learning rates. If there are several, each arm is tuned over all of them first."""
+    rates: Annotated[str | None, flag("LR,LR,...", "by mechanism and size")] = None
+    """Learning rates. If there are several, each arm is tuned over all of them first. By default, arms are tuned
+    from 30 minutes of budget on."""
+    optimizer: Annotated[OptimizerName | None, flag("{muon,adamw}", "muon")] = None
+    """Muon for the matrices in blocks and AdamW for the rest, or AdamW for all."""
     context: Annotated[int | None, flag("N", "128 or 256, or the task's")] = None
     """Context length."""
-    batch: Annotated[int | None, flag("N", "16 or 32")] = None
+    batch: Annotated[int | None, flag("N", "4 to 64, by tokens")] = None
     """Batch size (sequences)."""
     margin: Annotated[float | None, flag("FRACTION", "0.005")] = None
     """Equivalence margin, as a fraction of the baseline's loss."""
@@ -103,7 +95,7 @@ class Compare:
     resume: Annotated[Path | None, flag("STUDY")] = None
     """Resume the study in this folder. No other option is needed."""
     extend: Annotated[Path | None, flag("STUDY")] = None
-    """Start a new study with the runs of this one and more seeds."""
+    """Continue a study that has ended with undecided arms for another --budget."""
 
     def run(self) -> int:
         """Run the study, print its result and write its report."""
@@ -113,11 +105,11 @@ class Compare:
             self._refuse("--resume continues the study unchanged", allowed=("resume",))
             run_and_present(None, self.resume, executor=executor, console=console)
         elif self.extend is not None:
-            self._refuse("--extend keeps the design of the study", allowed=("extend", "seeds", "out"))
-            if self.seeds is None:
-                raise UsageError("--extend needs the total number of seeds: give --seeds N")
-            spec = extend(self.extend, seeds=self.seeds)
-            run_and_present(spec, self._folder(), executor=executor, console=console, command=command_line())
+            self._refuse("--extend keeps the design of the study", allowed=("extend", "budget"))
+            if self.budget is None:
+                raise UsageError("--extend needs the additional time: give --budget TIME")
+            more = parse_duration(self.budget)
+            run_and_present(None, self.extend, executor=executor, console=console, more=more)
         else:
             run_and_present(self._spec(), self._folder(), executor=executor, console=console, command=command_line())
         return 0
@@ -143,6 +135,8 @@ class Compare:
                 size=self.size,
                 tokens=None if self.train_tokens is None else parse_count(self.train_tokens),
                 seeds=self.seeds,
+                first_seed=self.first_seed,
+                optimizer=self.optimizer,
                 learning_rates=None if self.rates is None else parse_numbers(self.rates, "--rates", "1e-3,3e-3"),
                 context=self.context,
                 batch=self.batch,
@@ -157,112 +151,7 @@ class Compare:
     def _folder(self) -> Path:
         if self.out is not None:
             return self.out
-        if self.extend is not None:
-            return new_folder(f"{self.extend.name}-extended", parent=self.extend.parent)
         return new_folder(re.sub(r"[^\w.=-]+", "_", f"compare-{Path(self.corpus or 'python-stdlib').name}"))
-
-
-def run_and_present(
-    spec: ExperimentSpec | None,
-    out: Path,
-    *,
-    executor: Executor,
-    console: Console,
-    command: Sequence[str] = (),
-    quiet: bool = False,
-) -> ExperimentResult:
-    """Run or resume an experiment with its progress shown, then present the result."""
-    display = ExperimentDisplay(console)
-    try:
-        result = run_experiment(spec, out, executor=executor, observer=display, command=command)
-    finally:
-        display.close()
-    return present(result, out, console, quiet=quiet)
-
-
-def present(result: ExperimentResult, folder: Path, console: Console, *, quiet: bool = False) -> ExperimentResult:
-    """Write the report and the tables of a study, and print the answer unless `quiet`."""
-    shown = result.rationale or result
-    with console.status("writing the report"):
-        export_json(shown, folder / "results.json")
-        export_csv(shown, folder / "results.csv")
-        page = write_report(shown, folder / "report.html")
-    if not quiet:
-        console.print(terminal(shown))
-    console.print(f"report: {page.absolute()}", markup=False, highlight=False, soft_wrap=True)
-    return result
-
-
-class ExperimentDisplay(Observer):
-    """Shows a progress bar on a terminal, and lines elsewhere."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self.bar = ProgressBar(
-            TextColumn("runs {task.fields[runs]}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[speed]}"),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-        self.task = None
-        self.last_line = time.monotonic()
-
-    def on_notice(self, text: str) -> None:
-        """Print the notice."""
-        self.print(text)
-
-    def on_design(self, design: Design) -> None:
-        """Start the bar."""
-        self.task = self.bar.add_task("study", total=None, runs="", speed="starting")
-        self.bar.start()
-
-    def on_progress(self, progress: Progress) -> None:
-        """Update the bar, or print a line every few seconds."""
-        runs = f"{progress.finished}/{progress.runs}"
-        speed = f"{progress.items_per_second:,.0f} {progress.item}/s" if progress.items_per_second else ""
-        left = "" if progress.seconds_left is None else f"{format_clock(progress.seconds_left)} left"
-        speed = " · ".join(text for text in (speed, left) if text)
-        if not self.bar.disable and self.task is not None:
-            self.bar.update(self.task, total=progress.all_items, completed=progress.items, runs=runs, speed=speed)
-        elif time.monotonic() - self.last_line > _LINE_INTERVAL:
-            self.last_line = time.monotonic()
-            self.print(
-                f"runs {runs}  {progress.items / max(1, progress.all_items):.0%} of all {progress.item}  {speed}"
-            )
-
-    def on_failure(self, run: PlannedRun, reason: str) -> None:
-        """Print which run failed."""
-        self.print(f"failed: {run.arm}, seed {run.seed}: {reason}")
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self.bar.stop()
-
-    def print(self, text: str) -> None:
-        """Print one line, above the bar if there is one."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def all_arms() -> tuple[str, ...]:
-    """All registered mechanisms, with standard as the baseline."""
-    return ("standard", *sorted(name for name in mechanisms() if name != "standard"))
-
-
-def split_arms(text: str) -> tuple[str, ...]:
-    """Split a comma-separated list of arms, whose options are separated by commas, too.
-
-    >>> split_arms("standard, differential:window=64,qk_norm=true,standard:window=8")
-    ('standard', 'differential:window=64,qk_norm=true', 'standard:window=8')
-    """
-    arms: list[str] = []
-    for piece in (piece.strip() for piece in text.split(",")):
-        if arms and "=" in piece and ":" not in piece.split("=")[0]:
-            arms[-1] += f",{piece}"
-        else:
-            arms.append(piece)
-    return tuple(arm for arm in arms if arm)
 
 
 def parse_count(text: str) -> int:

@@ -6,9 +6,9 @@ import json
 import re
 import signal
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 import tyro
 from rich.console import Console
@@ -28,10 +28,12 @@ from qkflow.cli.recall_table import percent
 from qkflow.config import from_dict, to_dict
 from qkflow.data import CorpusConfig, open_corpus
 from qkflow.errors import DiskError, DivergenceError, Interrupted, UsageError, unknown
+from qkflow.experiment.budget import TOKENS_PER_PARAMETER
 from qkflow.experiment.spec import parse_arm
-from qkflow.models import SIZES, DecoderConfig, size
+from qkflow.models import SIZES, DecoderConfig, parameters, size
 from qkflow.training import Result, TrainConfig, read_metrics, read_recall, steps_for_budget, train
 from qkflow.training.distributed import LostProcessError, Parallel, SingleProcess, is_on_all_ranks, is_torchrun, join
+from qkflow.training.regime import OptimizerName, default_batch, default_regime
 from qkflow.training.run_dir import read_config
 from qkflow.training.train import is_restart
 
@@ -68,9 +70,11 @@ class Train:
     """Training time, such as 90s, 2m or 1h; converted to steps by a measurement."""
     context: Annotated[int | None, flag("N", "256, or the task's")] = None
     """Context length."""
-    batch: Annotated[int | None, flag("N", "32")] = None
+    batch: Annotated[int | None, flag("N", "4 to 64, by size")] = None
     """Batch size (sequences)."""
-    lr: Annotated[float | None, flag("RATE", "0.003")] = None
+    optimizer: Annotated[OptimizerName | None, flag("{muon,adamw}", "muon")] = None
+    """Muon for the matrices in blocks and AdamW for the rest, or AdamW for all (the default of tasks and fsdp)."""
+    lr: Annotated[float | None, flag("RATE", "by mechanism, size and batch")] = None
     """Peak learning rate."""
     qk_ratio: Annotated[float | None, flag("R", "1")] = None
     """Learning-rate multiplier of queries and keys; same as --mechanism standard:r=20."""
@@ -205,6 +209,7 @@ class Train:
             steps=self.steps,
             context=self.context,
             batch=self.batch,
+            optimizer=self.optimizer,
             lr=self.lr,
             qk_ratio=self.qk_ratio,
             qk_growth=self.qk_growth,
@@ -214,11 +219,25 @@ class Train:
             compile=self.compile or None,
         )
         flags |= ratio
+        if opened.task is None:
+            settings = self._regime(decoder, {**settings, **flags}) | settings
         if self.steps is None and self.budget is not None:
             flags["steps"] = _UNDECIDED
         return from_dict(
             TrainConfig, {"steps": _UNDECIDED, **settings, **flags, "data": corpus_config, "model": decoder}
         )
+
+    def _regime(self, model: DecoderConfig, given: dict[str, Any]) -> dict[str, Any]:
+        """The defaults for text, given the settings that are fixed."""
+        count, context = parameters(model), int(given.get("context", TrainConfig.context))
+        optimizer = given.get("optimizer", "adamw" if self.parallel == "fsdp" else "muon")
+        batch = int(given.get("batch", default_batch(TOKENS_PER_PARAMETER * count, context)))
+        if optimizer not in get_args(OptimizerName):
+            return {}
+        regime = default_regime(
+            parameters=count, batch=batch, context=context, mechanism=model.mechanisms[0], optimizer=optimizer
+        )
+        return {**asdict(regime), "schedule": "stable"}
 
     def _with_steps(
         self, config: TrainConfig, budget: float, folder: Path, group: SingleProcess, console: Console

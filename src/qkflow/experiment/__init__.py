@@ -9,7 +9,6 @@
 """
 
 from qkflow.experiment.executors.base import Executor, make_executor
-from qkflow.experiment.extension import extend
 from qkflow.experiment.progress import Observer
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
@@ -22,7 +21,6 @@ __all__ = [
     "ExperimentSpec",
     "Observer",
     "Verdict",
-    "extend",
     "make_executor",
     "read_result",
     "run_experiment",

@@ -1,8 +1,9 @@
-"""Match the arms, and turn a time budget into a model size, a number of seeds and a number of steps.
+"""Match the arms, and turn a time budget into a model size, a number of steps and a number of seeds.
 
 All arms have the same number of parameters, and train on the same tokens, FLOPs or seconds. The speed of every arm is
-measured with as many concurrent runs as the experiment will have. The first entry of `PREFERENCES` is chosen that gives
-every run ten training tokens per parameter; then the steps fill the budget. What the user has fixed stays fixed.
+measured with as many concurrent runs as the experiment will have. The first entry of `PREFERENCES` is chosen whose runs
+have enough steps and ten training tokens per parameter if every arm needs all its seeds; then the steps fill the
+budget. What the user has fixed stays fixed. Arms that are decided with fewer seeds leave their time to the others.
 """
 
 from __future__ import annotations
@@ -24,52 +25,50 @@ from qkflow.formatting import format_compact, format_duration
 from qkflow.models import Decoder, DecoderConfig, matched, parameters, size
 from qkflow.training import TrainConfig
 from qkflow.training.budget import Speed, measure_speed
+from qkflow.training.regime import default_batch
 
 EVALUATIONS = 20
 """Evaluations per run. Steps are a multiple of it, so that one evaluation is at the end of the stable learning rate."""
 TUNING_EVALUATIONS = 4
 """Evaluations per tuning run; only the last one matters."""
-DECAY = 0.2
-"""The last fraction of a run, over which the learning rate decays."""
 TOLERANCE = 0.005
 """The largest relative difference between an arm's parameters and the baseline's."""
 OWN = "own"
 """The size of an experiment with a given model."""
 
-_CONTEXT_AND_BATCH = {"100k": (128, 16), "500k": (256, 16)}
-_DEFAULT_CONTEXT_AND_BATCH = (256, 32)
+_CONTEXT = {"100k": 128}
+_DEFAULT_CONTEXT = 256
+_RECALL_STEP_TOKENS = 2048
+"""Tokens per step of a recall task."""
 
-PREFERENCES = (
-    ("5m", 10),
-    ("5m", 5),
-    ("1m", 10),
-    ("1m", 5),
-    ("500k", 5),
-    ("100k", 5),
-    ("100k", 3),
-    ("100k", 2),
-)
-"""Sizes and seeds, the best first."""
+PREFERENCES = (("5m", 8), ("1m", 8), ("500k", 8), ("100k", 8), ("100k", 6), ("100k", 4), ("100k", 3))
+"""Sizes, and seeds that fit into the budget if no arm is decided early; the best first."""
 DEFAULT_BUDGET = 600.0
 """Seconds, if neither a budget nor tokens are given."""
 DEFAULT_SEEDS = 5
 """Seeds, if tokens are given and no budget."""
 TOKENS_PER_PARAMETER = 10
 """Training tokens per parameter that a size needs to be chosen."""
-RESERVE = 0.1
+ENOUGH_STEPS, FEWEST_STEPS = 1500, 800
+"""Steps that a size needs to be chosen, and those that are enough for a budget below ten minutes."""
+TUNING_BUDGET = 1800.0
+"""Seconds of budget from which each arm tunes its learning rate."""
+TUNING_FACTORS = (0.5, 1.0, 2.0)
+"""Learning rates that tuning tries, as multiples of the default."""
+RESERVE = 0.05
 """The fraction of a budget for starting runs and writing the report."""
 _MEASURING = 0.03
 """The fraction of a budget for measuring the speed of all arms at one size."""
 _SAFETY = 0.9
 """Suggested budgets allow for a machine that is measured a little faster the next time."""
 
-_EVALUATION_TIME, _FINAL_EVALUATION_TIME = 0.06, 0.15
+_EVALUATION_TIME, _FINAL_EVALUATION_TIME = 0.05, 0.1
 """The fractions of a run's time for the evaluations during it, and for the last one."""
 _FORWARD_COST = 1 / 3
 """The cost of evaluating a token, relative to training on it: one forward pass instead of one forward and two back."""
 _MIN_EVALUATION_TOKENS = 8192
-_MIN_DOCUMENTS = 8
-"""Documents of average length that fit into the last evaluation."""
+_MIN_WINDOWS = 400
+"""Windows in the last evaluation: a few of each document if there are about 100."""
 
 MeasureSpeeds = Callable[["SizedArms", float], tuple[Speed, ...]]
 """Measures the speed of each arm, spending about this many seconds on each."""
@@ -111,23 +110,23 @@ class SizedArms:
 def match_arms(spec: ExperimentSpec, size_name: str, vocabulary: int, instance_length: int | None = None) -> SizedArms:
     """The arms of a spec at a named size (or `OWN`), each with as many parameters as the baseline.
 
-    For a recall task, `instance_length` is the context length; the tokens per step stay the same.
+    For a recall task, `instance_length` is the context length.
 
     >>> from qkflow.data import CorpusConfig
     >>> sized = match_arms(ExperimentSpec(data=CorpusConfig(), arms=("standard", "differential")), "100k", 257)
     >>> [arm.parameters for arm in sized.arms], sized.context
     ([100224, 100032], 128)
     """
-    context, batch = _CONTEXT_AND_BATCH.get(size_name, _DEFAULT_CONTEXT_AND_BATCH)
-    if instance_length is not None:
-        context, batch = instance_length, max(1, context * batch // instance_length)
-    context, batch = spec.context or context, spec.batch or batch
+    context = spec.context or instance_length or _CONTEXT.get(size_name, _DEFAULT_CONTEXT)
     base = spec.model or size(size_name, vocabulary=vocabulary)
     if base.vocabulary < vocabulary:
         base = replace(base, vocabulary=vocabulary)
     refuse_duplicate_arms(spec.arms)
     models = [replace(base, mechanism=parse_arm(name).mechanism) for name in spec.arms]
     target = parameters(models[0])
+    batch = spec.batch or default_batch(spec.tokens or TOKENS_PER_PARAMETER * target, context)
+    if spec.batch is None and instance_length is not None:
+        batch = max(1, _RECALL_STEP_TOKENS // instance_length)
     arms = tuple(_match(name, model, target, context) for name, model in zip(spec.arms, models, strict=True))
     return SizedArms(size=size_name, context=context, batch=batch, arms=arms)
 
@@ -206,8 +205,8 @@ class Workload:
 
     def seconds(self, steps: int) -> float:
         """Time of all runs, tuning included, if the baseline has `steps`."""
-        during, final = evaluation_tokens(steps * self.arms.step_tokens, self.held_out)
-        last = len(self.held_out.tokens) if final is None else final
+        tokens = steps * self.arms.step_tokens
+        during, last = evaluation_tokens(tokens, self.arms.context, len(self.held_out.tokens))
         arm_steps = self.steps(steps)
 
         def stage(times: int, steps: Iterable[int], evaluations: int) -> float:
@@ -239,6 +238,14 @@ class Workload:
         return most - EVALUATIONS if rounded_up else most
 
 
+def n_rates(spec: ExperimentSpec) -> int:
+    """Learning rates that each arm tries; 1 if it is not tuned."""
+    if spec.learning_rates is not None:
+        return len(spec.learning_rates)
+    is_tuned = spec.base is None and spec.budget is not None and spec.budget >= TUNING_BUDGET
+    return len(TUNING_FACTORS) if is_tuned else 1
+
+
 def makespan(durations: Iterable[float], slots: int) -> float:
     """When the last run ends if each starts, in this order, as soon as a slot is free.
 
@@ -251,13 +258,11 @@ def makespan(durations: Iterable[float], slots: int) -> float:
     return max(free)
 
 
-def evaluation_tokens(train_tokens: int, held_out: Split) -> tuple[int, int | None]:
-    """Held-out tokens of the evaluations during a run with this many training tokens, and of the last (None: all)."""
-    available = len(held_out.tokens)
-    few_documents = available * _MIN_DOCUMENTS // len(held_out.documents)
+def evaluation_tokens(train_tokens: int, context: int, available: int) -> tuple[int, int]:
+    """Held-out tokens of the evaluations during a run with this many training tokens, and of the last evaluation."""
     during = max(_MIN_EVALUATION_TOKENS, int(_EVALUATION_TIME * train_tokens / _FORWARD_COST / EVALUATIONS))
-    final = max(_MIN_EVALUATION_TOKENS, few_documents, int(_FINAL_EVALUATION_TIME * train_tokens / _FORWARD_COST))
-    return min(during, available), None if final >= available else final
+    final = max(_MIN_WINDOWS * context, int(_FINAL_EVALUATION_TIME * train_tokens / _FORWARD_COST))
+    return min(during, available), min(final, available)
 
 
 def tuning_steps(steps: int) -> int:
@@ -329,12 +334,12 @@ def size_options(spec: ExperimentSpec) -> tuple[tuple[str, int], ...]:
 
     >>> from qkflow.data import CorpusConfig
     >>> size_options(ExperimentSpec(data=CorpusConfig(), arms=("standard", "differential"), size="1m"))
-    (('1m', 10), ('1m', 5), ('1m', 3), ('1m', 2))
+    (('1m', 8), ('1m', 6), ('1m', 4), ('1m', 3))
     """
     if (fixed := OWN if spec.model is not None else spec.size) is None:
         options = [(name, spec.seeds or seeds) for name, seeds in PREFERENCES]
     else:
-        options = [(fixed, spec.seeds or seeds) for seeds in (10, 5, 3, 2)]
+        options = [(fixed, spec.seeds or seeds) for seeds in (8, 6, 4, 3)]
     return tuple(dict.fromkeys(options))
 
 
@@ -426,9 +431,9 @@ class _Chooser:
         steps = min(
             work.most_steps(self.time_left(budget)), work.steps_for_tokens(self.spec.passes * self.train_tokens)
         )
-        return steps > 0 and (
-            min(work.steps(steps)) * work.arms.step_tokens >= TOKENS_PER_PARAMETER * work.arms.parameters
-        )
+        fewest = min(work.steps(steps)) if steps else 0
+        has_tokens = fewest * work.arms.step_tokens >= TOKENS_PER_PARAMETER * work.arms.parameters
+        return has_tokens and fewest >= (ENOUGH_STEPS if budget >= DEFAULT_BUDGET else FEWEST_STEPS)
 
     def requested_steps(self, arms: SizedArms) -> int:
         return round_steps((self.spec.tokens or 0) / arms.step_tokens)
@@ -454,9 +459,9 @@ class _Chooser:
             seeds=seeds,
             speeds=speeds,
             match=self.spec.match,
-            rates=len(self.spec.learning_rates),
+            rates=n_rates(self.spec),
             jobs=self.jobs,
-            held_out=self.corpus.validation,
+            held_out=self.corpus.validation if self.corpus.task is not None else self.corpus.test,
             graded=0 if self.corpus.context is None else len(self.corpus.test.tokens),
         )
 
@@ -466,13 +471,13 @@ class _Chooser:
         )
 
     def announce(self, choice: BudgetChoice, budget: float) -> BudgetChoice:
-        arms, count, rates = choice.arms, len(choice.arms.arms), len(self.spec.learning_rates)
-        tokens, runs = choice.steps[0] * arms.step_tokens, count * choice.seeds
-        tuning = f" after {count * rates} tuning runs" if rates > 1 else ""
+        arms, count, rates = choice.arms, len(choice.arms.arms), n_rates(self.spec)
+        tokens = choice.steps[0] * arms.step_tokens
+        tuning = f", {count * rates} tuning runs" if rates > 1 else ""
         self.notice(
-            f"budget {format_duration(budget)}: {format_compact(arms.parameters)} parameters, {format_compact(tokens)} "
-            f"tokens per run, {count} arms x {choice.seeds} seeds = {runs} runs{tuning}, {min(self.jobs, runs)} at a "
-            "time"
+            f"budget {format_duration(budget)}: {format_compact(arms.parameters)} parameters, "
+            f"{choice.steps[0]:,} steps ({format_compact(tokens)} tokens) per run, time for {choice.seeds} seeds of "
+            f"{count} arms{tuning}"
         )
         if tokens < TOKENS_PER_PARAMETER * arms.parameters:
             per_parameter = f"{tokens / arms.parameters:.1f} training tokens per parameter"

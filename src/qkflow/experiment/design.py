@@ -2,9 +2,10 @@
 
 STUDY/
   design.json              this
+  decisions.jsonl          the decisions of each round, and checksums (`decisions`)
   corpus.json              statistics and excerpts of the data
   tuning/ARM/lr-0.003/     one run folder per learning rate, if there is more than one
-  tuning.json              the learning rates that tuning chose, derived from the folders
+  tuning.json              the learning rates that each arm tried, for people
   runs/ARM/seed-0/         one run folder per arm and seed
   lock                     held by the process that runs the experiment
 """
@@ -23,35 +24,46 @@ from typing import Literal, cast
 import torch
 
 from qkflow.config import from_dict, to_dict
-from qkflow.data import Corpus, Split, open_corpus, windows
+from qkflow.data import Corpus, CorpusConfig, open_corpus
+from qkflow.data.recall import format_recall_spec, is_recall_task, parse_recall_spec
 from qkflow.data.tasks import TaskConfig, open_task
 from qkflow.errors import UsageError
 from qkflow.experiment.budget import (
-    DECAY,
+    DEFAULT_BUDGET,
     EVALUATIONS,
     TUNING_EVALUATIONS,
+    TUNING_FACTORS,
+    MatchedArm,
     SizedArms,
     choose_budget,
     evaluation_tokens,
     measure_speeds,
+    n_rates,
     tuning_steps,
 )
+from qkflow.experiment.decisions import Round
 from qkflow.experiment.executors.base import Executor
-from qkflow.experiment.spec import Device, ExperimentSpec, parse_arm, refuse_duplicate_arms
-from qkflow.experiment.stats.verdict import look_rate
+from qkflow.experiment.spec import MOST_SEEDS, Device, ExperimentSpec, parse_arm, refuse_duplicate_arms
+from qkflow.experiment.stats.prior import CALIBRATED
+from qkflow.experiment.stats.rounds import Rule, plan_rounds
 from qkflow.io import write_json
 from qkflow.training import TrainConfig
 from qkflow.training.budget import Speed
 from qkflow.training.config import ModelConfig
 from qkflow.training.losses import open_objective
+from qkflow.training.regime import Regime, default_regime
 from qkflow.training.reproducibility import pick_device
 from qkflow.training.run_dir import finished, read_json
 from qkflow.training.step import build_model
 
-FORMAT = 2
-TUNING_SEED = 1000
+FORMAT = 3
+TUNING_SEED = 10**6
 """The seed of every tuning run; no other run has it."""
+_MOST_JOBS = 4096
+_FOLDER = re.compile(r"[A-Za-z0-9=+,_-][A-Za-z0-9=+,._-]{0,99}")
 _FEWEST_SEEDS = 2
+RECALL_RATE = 3e-3
+"""The learning rate of recall tasks, which are trained with AdamW."""
 _LARGE = 10_000_000
 """Parameters above which a checkpoint is too large to be written every minute."""
 
@@ -71,6 +83,8 @@ class ArmDesign:
     """Declared FLOPs of one forward pass at the context length (training costs three times as much); 0: not known."""
     state_bytes: int
     """Size of the state after one context length, per sequence."""
+    rates: tuple[float, ...]
+    """Learning rates. If there is more than one, tuning chooses."""
     steps: int
     """Steps per run."""
     tuning_steps: int
@@ -78,19 +92,20 @@ class ArmDesign:
     seconds_per_step: float | None
     """Measured before the experiment with all concurrent runs; None if nothing depended on it."""
 
+    def __post_init__(self) -> None:
+        if not _FOLDER.fullmatch(self.folder):
+            raise UsageError(f"the arm {self.name!r} has the folder {self.folder!r}: expected a plain folder name")
+        if self.steps < 1 or self.tuning_steps < 0 or self.parameters < 0 or self.flops_per_token < 0:
+            raise UsageError(f"the arm {self.name!r} has a negative number of steps, parameters or FLOPs")
+        if not self.rates or not all(0 < rate < math.inf for rate in self.rates):
+            raise UsageError(f"the arm {self.name!r} needs learning rates above 0, got {self.rates}")
+        if self.seconds_per_step is not None and not 0 < self.seconds_per_step < math.inf:
+            raise UsageError(f"the arm {self.name!r} has {self.seconds_per_step} seconds per step: expected above 0")
+
     @property
     def step_cost(self) -> float:
         """The relative cost of a step: seconds, or FLOPs, or 1."""
         return self.seconds_per_step or float(self.flops_per_token) or 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParentStudy:
-    """The study that another one extends."""
-
-    folder: str
-    digest: str
-    """SHA-256 of its design.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,24 +126,40 @@ class Design:
     """The named size, `own` for a given model, or `preset`."""
     arms: tuple[ArmDesign, ...]
     """The baseline first."""
-    seeds: int
-    """Runs per arm. Run i has seed i for initialization and, shared by all arms, seed i for the data."""
+    rule: Rule
+    """How many seeds each round has, and how verdicts are decided. All arms share the seeds `first_seed`, `first_seed +
+    1`, ... for initialization and for the data."""
+    first_seed: int
     base: TrainConfig
     """What all runs share. `planned_runs` sets model, steps, evaluations, seeds and learning rate."""
     jobs: int
     """Concurrent runs."""
-    look: int
-    """1, plus one for each extension."""
-    error_rate: float
-    """The share of the spec's error rate that this look may spend."""
-    extends: ParentStudy | None
-    """The study that this one extends."""
+    budget: float | None
+    """Seconds after which no further round starts; None: there is no limit."""
     expected_seconds: float | None
-    """Expected time of all runs; None if nothing was measured."""
+    """Expected time of all runs, if no arm is decided early; None if nothing was measured."""
     unit: str = "byte"
     """What losses are per: a byte of text, or an answer token of a recall task, or an answer of a task."""
     format: int = FORMAT
     """Version of this file."""
+
+    def __post_init__(self) -> None:
+        if tuple(arm.name for arm in self.arms) != self.spec.arms:
+            raise UsageError("the arms of the design are not those of its spec")
+        if len({arm.folder.casefold() for arm in self.arms}) < len(self.arms):
+            raise UsageError("two arms of the design share a folder")
+        if not 0 <= self.first_seed < TUNING_SEED - MOST_SEEDS:
+            raise UsageError(f"first_seed must be from 0 to {TUNING_SEED - MOST_SEEDS - 1}, got {self.first_seed}")
+        if not 1 <= self.jobs <= _MOST_JOBS:
+            raise UsageError(f"jobs must be from 1 to {_MOST_JOBS}, got {self.jobs}")
+        for name in ("budget", "expected_seconds"):
+            if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
+                raise UsageError(f"{name} must be a finite number of seconds, got {value}")
+
+    @property
+    def seeds(self) -> int:
+        """The most runs per arm."""
+        return self.rule.seeds_by_round[-1]
 
     def arm(self, name: str) -> ArmDesign:
         """The arm of that name."""
@@ -136,8 +167,8 @@ class Design:
 
     @property
     def tuned(self) -> bool:
-        """Whether each arm chooses among several learning rates."""
-        return len(self.spec.learning_rates) > 1
+        """Whether arms choose among several learning rates."""
+        return any(len(arm.rates) > 1 for arm in self.arms)
 
     @property
     def step_items(self) -> tuple[int, str]:
@@ -157,8 +188,10 @@ class PlannedRun:
     folder: Path
     """The run folder, relative to the study's."""
     steps: int
+    lr: float
+    """The learning rate; 0 if tuning has failed."""
     config: TrainConfig | None
-    """None until tuning has chosen the learning rate."""
+    """None if tuning has failed."""
 
     @property
     def name(self) -> str:
@@ -198,8 +231,9 @@ def make_design(
             parameters=arm.parameters,
             flops_per_token=arm.flops_per_token,
             state_bytes=arm.state_bytes,
+            rates=_arm_rates(spec, arm, choice.arms, is_text=corpus.task is None),
             steps=steps,
-            tuning_steps=tuning_steps(steps) if len(spec.learning_rates) > 1 else 0,
+            tuning_steps=tuning_steps(steps) if n_rates(spec) > 1 else 0,
             seconds_per_step=None if choice.speeds is None else choice.speeds[index].step,
         )
         for index, (arm, folder, steps) in enumerate(zip(choice.arms.arms, folders, choice.steps, strict=True))
@@ -212,31 +246,19 @@ def make_design(
         digest=corpus.digest,
         size=choice.arms.size,
         arms=arms,
-        seeds=choice.seeds,
+        rule=plan_rounds(
+            choice.seeds,
+            is_limited=spec.seeds is not None,
+            error_rate=spec.error_rate,
+            margin=spec.margin,
+            prior=CALIBRATED if corpus.task is None else None,  # the spread was calibrated on text
+        ),
+        first_seed=spec.first_seed,
         base=base,
         jobs=jobs,
-        look=1,
-        error_rate=look_rate(spec.error_rate, 1),
-        extends=None,
+        budget=None if choice.speeds is None else spec.budget or DEFAULT_BUDGET,
         expected_seconds=choice.seconds,
         unit=corpus.unit,
-    )
-
-
-def extended_design(spec: ExperimentSpec, parent: Design, digest: str, *, command: Sequence[str]) -> Design:
-    """The design of an experiment that extends another: the same but for its seeds and its error rate."""
-    seeds, look = spec.seeds or parent.seeds, parent.look + 1
-    seconds = parent.expected_seconds
-    return replace(
-        parent,
-        spec=spec,
-        command=tuple(command),
-        date=_now(),
-        seeds=seeds,
-        look=look,
-        error_rate=look_rate(spec.error_rate, look),
-        extends=ParentStudy(folder=spec.extends or "", digest=digest),
-        expected_seconds=None if seconds is None else seconds * (seeds / parent.seeds - 1),
     )
 
 
@@ -264,34 +286,44 @@ def _preset_design(spec: ExperimentSpec, base: TrainConfig, executor: Executor, 
                 parameters=_count_parameters(model),
                 flops_per_token=0,
                 state_bytes=0,
+                rates=spec.learning_rates or (base.lr,),
                 steps=base.steps,
-                tuning_steps=base.steps if len(spec.learning_rates) > 1 else 0,
+                tuning_steps=base.steps if n_rates(spec) > 1 else 0,
                 seconds_per_step=None,
             )
             for name, folder, model in zip(spec.arms, folder_names(spec.arms), models, strict=True)
         ),
-        seeds=seeds,
+        rule=Rule(error_rate=spec.error_rate, margin=spec.margin, seeds_by_round=(seeds,), spending=(1.0,)),
+        first_seed=spec.first_seed,
         base=base,
         jobs=spec.jobs or max(1, min(runs, sum(executor.cores()) // (base.threads or 1))),
-        look=1,
-        error_rate=look_rate(spec.error_rate, 1),
-        extends=None,
+        budget=None,
         expected_seconds=None,
         unit="answer token" if task.kind == "generation" else "answer",
     )
 
 
-def planned_runs(design: Design, rates: Mapping[str, float] | None = None) -> tuple[PlannedRun, ...]:
-    """Every run of the design: tuning runs first, then all arms seed by seed, the most expensive arm first.
+def tuning_runs(design: Design) -> tuple[PlannedRun, ...]:
+    """The runs that tune the learning rates, the most expensive arm first; none if there is nothing to tune."""
+    return tuple(
+        _tuning_run(design, arm, arm.rates[index])
+        for index in range(max(len(arm.rates) for arm in design.arms))
+        for arm in _by_cost(design)
+        if 1 < len(arm.rates) > index
+    )
 
-    `rates` are the learning rates that tuning chose, by arm. The main runs of other arms have no config.
+
+def round_runs(design: Design, round_: Round, rates: Mapping[str, float]) -> tuple[PlannedRun, ...]:
+    """The runs of a round, seed by seed, the most expensive arm first.
+
+    `rates` are the learning rates of the arms. The runs of other arms have no config.
     """
-    given = design.spec.learning_rates
-    chosen = dict(rates or {}) if design.tuned else dict.fromkeys((arm.name for arm in design.arms), given[0])
-    by_cost = sorted(design.arms, key=lambda arm: -arm.steps * arm.step_cost)
-    tuning = [_tuning_run(design, arm, rate) for rate in given for arm in by_cost] if design.tuned else []
-    main = [_main_run(design, arm, seed, chosen.get(arm.name)) for seed in range(design.seeds) for arm in by_cost]
-    return (*tuning, *main)
+    arms = [arm for arm in _by_cost(design) if arm.name in round_.arms]
+    return tuple(_main_run(design, arm, seed, rates.get(arm.name)) for seed in round_.seeds for arm in arms)
+
+
+def _by_cost(design: Design) -> list[ArmDesign]:
+    return sorted(design.arms, key=lambda arm: -arm.steps * arm.step_cost)
 
 
 def run_config(
@@ -321,40 +353,39 @@ def run_config(
 
 
 def tuning_losses(study: Path, design: Design) -> dict[str, dict[float, float | None]]:
-    """For each arm, the final loss of each learning rate it tried, in the order given.
+    """For each arm, the final validation loss of each learning rate it tried, in the order given.
 
     None if the run failed or is not finished. Empty if there is one learning rate.
     """
     losses: dict[str, dict[float, float | None]] = {arm.name: {} for arm in design.arms}
-    for run in planned_runs(design):
-        if run.kind == "tuning" and run.config is not None:
-            result = finished(study / run.folder)
-            bits = math.inf if result is None else float(result.metrics["bits_per_byte"])
-            losses[run.arm][run.config.lr] = bits if math.isfinite(bits) else None
+    for run in tuning_runs(design):
+        result = finished(study / run.folder)
+        bits = math.inf if result is None else float(result.metrics["bits_per_byte"])
+        losses[run.arm][run.lr] = bits if math.isfinite(bits) else None
     return losses
 
 
-def chosen_rates(study: Path, design: Design) -> dict[str, float]:
+def best_rates(design: Design, losses: Mapping[str, Mapping[float, float | None]]) -> dict[str, float]:
     """The learning rate of each arm's runs: the only one, or the best that it tried, the smaller of two equal ones.
 
-    An arm whose tuning runs all failed is missing. Meaningful once all tuning runs have ended.
+    An arm whose tuning runs all failed is missing.
     """
-    if not design.tuned:
-        return dict.fromkeys((arm.name for arm in design.arms), design.spec.learning_rates[0])
-    rates = {}
-    for arm, losses in tuning_losses(study, design).items():
-        if finite := [(bits, rate) for rate, bits in losses.items() if bits is not None]:
+    rates = {arm.name: arm.rates[0] for arm in design.arms if len(arm.rates) == 1}
+    for arm, tried in losses.items():
+        if finite := [(bits, rate) for rate, bits in tried.items() if bits is not None]:
             rates[arm] = min(finite)[1]
     return rates
 
 
-def write_tuning(study: Path, design: Design) -> None:
+def write_tuning(study: Path, losses: Mapping[str, Mapping[float, float | None]], rates: Mapping[str, float]) -> None:
     """Write tuning.json for people; the program does not read it."""
-    chosen = chosen_rates(study, design)
-    table = {}
-    for arm, losses in tuning_losses(study, design).items():
-        rows = [{"lr": rate, "bits_per_byte": bits} for rate, bits in losses.items()]
-        table[arm] = {"chosen": chosen.get(arm), "tried": rows}
+    table = {
+        arm: {
+            "chosen": rates.get(arm),
+            "tried": [{"lr": rate, "bits_per_byte": bits} for rate, bits in tried.items()],
+        }
+        for arm, tried in losses.items()
+    }
     write_json(study / "tuning.json", table)
 
 
@@ -376,8 +407,10 @@ def base_config(
     spec: ExperimentSpec, corpus: Corpus, arms: SizedArms, steps: int, threads: int, device: Device
 ) -> TrainConfig:
     """The config of the baseline's first run, from which all others differ in a few fields."""
-    during, final = evaluation_tokens(steps * arms.step_tokens, corpus.validation)
     baseline = arms.arms[0]
+    is_text = corpus.task is None
+    held_out = corpus.test if is_text else corpus.validation
+    during, final = evaluation_tokens(steps * arms.step_tokens, arms.context, len(held_out.tokens))
     base = TrainConfig(
         data=spec.data,
         model=baseline.model,
@@ -385,16 +418,39 @@ def base_config(
         context=arms.context,
         batch=arms.batch,
         schedule="stable",
-        decay=DECAY,
         evaluate_tokens=during,
-        final_tokens=_at_least_two_documents(corpus.validation, final),
+        final_tokens=final,
+        final_split="test" if is_text else "validation",
         log_every=max(1, min(10, steps // 100)),
         checkpoint_every=None,
         checkpoint_minutes=1.0 if arms.parameters < _LARGE else 10.0,
         device=device,
         threads=threads,
     )
-    return run_config(base, baseline.name, baseline.model, steps, 0, spec.learning_rates[0])
+    if is_text:
+        regime = _regime(spec, baseline, arms)
+        base = replace(base, optimizer=regime.optimizer, betas=regime.betas, decay=regime.decay, floor=regime.floor)
+    rate = _arm_rates(spec, baseline, arms, is_text=is_text)[0]
+    return run_config(base, baseline.name, baseline.model, steps, 0, rate)
+
+
+def _arm_rates(spec: ExperimentSpec, arm: MatchedArm, arms: SizedArms, *, is_text: bool) -> tuple[float, ...]:
+    """The learning rates of an arm: those given, or the default of its mechanism, or those around it to be tuned."""
+    if spec.learning_rates is not None:
+        return spec.learning_rates
+    default = _regime(spec, arm, arms).lr if is_text else RECALL_RATE
+    factors = TUNING_FACTORS if n_rates(spec) > 1 else (1.0,)
+    return tuple(float(f"{factor * default:.3g}") for factor in factors)
+
+
+def _regime(spec: ExperimentSpec, arm: MatchedArm, arms: SizedArms) -> Regime:
+    return default_regime(
+        parameters=arm.parameters,
+        batch=arms.batch,
+        context=arms.context,
+        mechanism=parse_arm(arm.name).mechanism,
+        optimizer=spec.optimizer,
+    )
 
 
 def folder_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -438,19 +494,26 @@ def read_design(study: Path | str) -> Design:
 
 
 def _tuning_run(design: Design, arm: ArmDesign, rate: float) -> PlannedRun:
-    config = run_config(
-        design.base,
-        arm.name,
-        arm.model,
-        arm.tuning_steps,
-        TUNING_SEED,
-        rate,
-        evaluations=TUNING_EVALUATIONS if design.spec.base is None else None,
-    )
+    evaluations = TUNING_EVALUATIONS if design.spec.base is None else None
+    base = _tuning_base(design.base)
+    config = run_config(base, arm.name, arm.model, arm.tuning_steps, TUNING_SEED, rate, evaluations=evaluations)
     folder = Path("tuning", arm.folder, f"lr-{rate!r}")
     return PlannedRun(
-        arm=arm.name, seed=TUNING_SEED, kind="tuning", folder=folder, steps=arm.tuning_steps, config=config
+        arm=arm.name, seed=TUNING_SEED, kind="tuning", folder=folder, steps=arm.tuning_steps, lr=rate, config=config
     )
+
+
+def _tuning_base(base: TrainConfig) -> TrainConfig:
+    """The base config for tuning, which must not see what verdicts are based on.
+
+    For text, that is the test documents. The instances of a recall task are generated: tuning has its own.
+    """
+    base = replace(base, final_split="validation", warmup=None)
+    if isinstance(base.data, CorpusConfig) and is_recall_task(base.data.source):
+        task = parse_recall_spec(base.data.source)
+        own = format_recall_spec(replace(task, seed=task.seed + TUNING_SEED))
+        return replace(base, data=replace(base.data, source=own))
+    return base
 
 
 def _main_run(design: Design, arm: ArmDesign, seed: int, rate: float | None) -> PlannedRun:
@@ -459,7 +522,9 @@ def _main_run(design: Design, arm: ArmDesign, seed: int, rate: float | None) -> 
     if rate is not None:
         config = run_config(design.base, arm.name, arm.model, arm.steps, seed, rate, evaluations=evaluations)
     folder = Path("runs", arm.folder, f"seed-{seed}")
-    return PlannedRun(arm=arm.name, seed=seed, kind="main", folder=folder, steps=arm.steps, config=config)
+    return PlannedRun(
+        arm=arm.name, seed=seed, kind="main", folder=folder, steps=arm.steps, lr=rate or 0.0, config=config
+    )
 
 
 def _with_mechanism(model: ModelConfig, mechanism: str) -> ModelConfig:
@@ -487,15 +552,6 @@ def _refuse_context(spec: ExperimentSpec, corpus: Corpus) -> None:
             f"the instances of {corpus.name} have {corpus.context} tokens, got a context length of {spec.context}: "
             f"leave it out, or set length={spec.context} of the task"
         )
-
-
-def _at_least_two_documents(held_out: Split, limit: int | None) -> int | None:
-    """The limit, doubled until two whole documents fit."""
-    while limit is not None:
-        if len({window.document for window in windows(held_out, context=2**20, limit=limit)}) > 1:
-            return limit
-        limit = 2 * limit if 2 * limit < len(held_out.tokens) else None
-    return None
 
 
 def _now() -> str:

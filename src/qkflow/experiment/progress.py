@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qkflow.experiment.budget import makespan
+from qkflow.experiment.decisions import Round
 from qkflow.experiment.design import Design, PlannedRun
 
 _TAIL_BYTES = 4096
@@ -71,6 +73,9 @@ class Observer:
     def on_progress(self, progress: Progress) -> None:
         """About twice a second, and whenever a run has ended."""
 
+    def on_round(self, study: Path, design: Design, round_: Round) -> None:
+        """A round has ended, and its verdicts are written; `summary.read_result` reads them."""
+
     def on_failure(self, run: PlannedRun, reason: str) -> None:
         """A run has failed and is not retried in this session; the others continue."""
 
@@ -78,18 +83,24 @@ class Observer:
 class ProgressMeter:
     """Follows the runs of an experiment. `finish` and `fail` report what the folders do not show."""
 
-    def __init__(
-        self, study: Path, design: Design, runs: Sequence[PlannedRun], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.study, self.design, self.runs, self.clock = study, design, tuple(runs), clock
+    def __init__(self, study: Path, design: Design, clock: Callable[[], float] = time.monotonic) -> None:
+        self.study, self.design, self.clock = study, design, clock
+        self.runs: list[PlannedRun] = []
         self.finished: set[Path] = set()
         self.failed: set[Path] = set()
-        self.tails = {run.folder: last_step(study / run.folder) for run in self.runs}
-        self.steps = {folder: step for folder, (_, step) in self.tails.items()}
-        self.first_steps = dict(self.steps)
+        self.tails: dict[Path, tuple[int, int]] = {}
+        self.steps: dict[Path, int] = {}
+        self.first_steps: dict[Path, int] = {}
         self.active: set[Path] = set()
         self.start = clock()
         self.recent: deque[tuple[float, int]] = deque()
+
+    def add(self, runs: Sequence[PlannedRun]) -> None:
+        """Follow these runs, too."""
+        for run in runs:
+            self.runs.append(run)
+            self.tails[run.folder] = last_step(self.study / run.folder)
+            self.steps[run.folder] = self.first_steps[run.folder] = self.tails[run.folder][1]
 
     def finish(self, run: PlannedRun) -> None:
         """The run is finished."""
@@ -105,6 +116,13 @@ class ProgressMeter:
         """The run was finished before this session and says nothing about its speed."""
         self.finish(run)
         self.first_steps[run.folder] = run.steps
+
+    def run_seconds(self, arm: str) -> float:
+        """Expected seconds of a run of this arm: the median of its finished runs, files and evaluations included."""
+        folders = [run.folder for run in self.runs if run.arm == arm and run.kind == "main"]
+        seconds = [run_seconds(self.study / folder) for folder in folders if folder in self.finished]
+        design = self.design.arm(arm)
+        return statistics.median(seconds) if seconds else design.steps * (design.seconds_per_step or 0.0)
 
     def read(self) -> Progress:
         """Read the folders."""
@@ -151,13 +169,19 @@ class ProgressMeter:
         seconds = self.clock() - self.start
         if done <= 0 or seconds <= 0:
             return None
-        slots = min(self.design.jobs, len(self.runs))
+        slots = max(1, min(self.design.jobs, len(self.runs)))
         pace = done / seconds / slots
         remaining = [(run.steps - self.steps[run.folder]) * self._cost(run) / pace for run in self._unfinished()]
         return makespan(remaining, slots)
 
     def _cost(self, run: PlannedRun) -> float:
         return self.design.arm(run.arm).step_cost
+
+
+def run_seconds(folder: Path) -> float:
+    """Seconds between the first file of a finished run and its last: those of its process, without its imports."""
+    times = [(folder / name).stat().st_mtime for name in ("environment.json", "weights.safetensors")]
+    return max(0.0, times[1] - times[0])
 
 
 def last_step(folder: Path) -> tuple[int, int]:

@@ -1,48 +1,58 @@
 """Run an experiment from its spec, or resume it from its folder, to the result. It can be killed at any time.
 
-Everything that outlives this process is in the folder: the design, and run folders that are finished, started or
-missing. Runs that are not finished are given to the executor. A run that crashes is retried, then recorded as failed.
+    tune the learning rates  ->  round by round: train new seeds of the open arms  ->  judge them
+
+Everything that outlives this process is in the folder: the design, the decisions, and run folders that are finished,
+started or missing. Runs that are not finished are given to the executor. A run that crashes is retried, then recorded
+as failed. Time decides only whether another round starts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import resource
 import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from qkflow.config import from_dict, to_dict
 from qkflow.data import open_corpus
 from qkflow.data.tasks import TaskConfig, open_task
 from qkflow.errors import BusyError, DiskError, DivergenceError, Interrupted, UsageError
+from qkflow.experiment.budget import makespan
 from qkflow.experiment.corpus_stats import describe_corpus
+from qkflow.experiment.decisions import Decisions, Round
 from qkflow.experiment.design import (
     Design,
     PlannedRun,
-    chosen_rates,
+    best_rates,
     holds_study,
     make_design,
-    planned_runs,
     read_design,
+    round_runs,
+    tuning_losses,
+    tuning_runs,
     write_design,
     write_tuning,
 )
 from qkflow.experiment.executors.base import Executor, Resources, describe_error
 from qkflow.experiment.executors.local import LocalExecutor
-from qkflow.experiment.extension import copy_parent_runs, design_extension
 from qkflow.experiment.metrics.measurement import RationaleMeasurement, describe_task
 from qkflow.experiment.progress import Observer, ProgressMeter
+from qkflow.experiment.run_status import FILE as STATUS_FILE
 from qkflow.experiment.run_status import read_status, update_status
 from qkflow.experiment.spec import ExperimentSpec, spec_differences
-from qkflow.experiment.summary import ExperimentResult, read_result
-from qkflow.io import discard, locked, write_json
+from qkflow.experiment.stats.verdict import Verdict, judge_round
+from qkflow.experiment.summary import ExperimentResult, read_losses, read_result
+from qkflow.io import checksum, discard, locked, write_json
 from qkflow.training import Callback, Run, TrainConfig, train
 from qkflow.training.run_dir import finished, holds_run, sweep
 from qkflow.training.signals import StopRequest, stop_on_signals
@@ -85,9 +95,11 @@ def run_experiment(
     executor: Executor | None = None,
     observer: Observer | None = None,
     command: Sequence[str] = (),
+    more: float | None = None,
 ) -> ExperimentResult:
     """Run an experiment in the folder `out`, or resume the one it holds (no spec, or the same one).
 
+    `more` seconds are added to the budget of a study that has ended with open arms.
     Failed runs are reported to the observer and recorded. On Ctrl-C and SIGTERM every run writes a checkpoint, and
     `Interrupted` is raised.
     """
@@ -99,14 +111,15 @@ def run_experiment(
         elif spec is None:
             raise _no_study(study)
         else:
-            if spec.extends is None:
-                design = make_design(spec, entered, notice=observer.on_notice, command=command)
-            else:
-                design = design_extension(spec, command=command)
+            started = time.monotonic()
+            design = make_design(spec, entered, notice=observer.on_notice, command=command)
             write_design(study, design)
+            Decisions(study).append(
+                "design", {"sha256_design": checksum(study / "design.json"), "elapsed": time.monotonic() - started}
+            )
         observer.on_design(design)
         with stop_on_signals() as stop:
-            _Session(study, design, entered, observer, stop, command).run()
+            _Session(study, design, entered, observer, stop, command, more=more).run()
     return read_result(study)
 
 
@@ -163,34 +176,150 @@ class _Session:
         observer: Observer,
         stop: StopRequest,
         command: Sequence[str],
+        *,
+        more: float | None = None,
     ) -> None:
         self.study, self.design, self.executor, self.observer, self.stop = study, design, executor, observer, stop
         self.command = tuple(command) or design.command
         self.disk_error: RunOutcome | None = None
+        self.decisions = Decisions(study)
+        recorded = [float(record["elapsed"]) for record in self.decisions.records if "elapsed" in record]
+        self.earlier, self.start = recorded[-1] if recorded else 0.0, time.monotonic()
+        self.meter = ProgressMeter(study, design)
+        if more is not None:
+            self._add_budget(more)
 
     def run(self) -> None:
-        """The tuning runs, if there are any, then the main runs."""
-        study, design = self.study, self.design
-        if not (study / "corpus.json").exists():
-            write_json(study / "corpus.json", _describe_data(design))
-        copy_parent_runs(study, design, self.observer.on_notice)
-        all_runs = planned_runs(design)
-        self.meter = ProgressMeter(study, design, all_runs)
-        unsettled = [run for run in all_runs if not self._is_settled(run)]
-        self._run_all([run for run in unsettled if run.kind == "tuning"])
-        rates = chosen_rates(study, design)
-        if design.tuned:
-            write_tuning(study, design)
-        main = {run.folder for run in unsettled if run.kind == "main"}
-        self._run_all([run for run in planned_runs(design, rates) if run.folder in main])
+        """Tune, then run and judge rounds until every arm is decided or the budget is spent."""
+        if not (self.study / "corpus.json").exists():
+            write_json(self.study / "corpus.json", _describe_data(self.design))
+        rates = self._tuned_rates()
+        for round_ in self.decisions.rounds():
+            self._run_round(round_, rates)
+        while (next_round := self._next_round(rates)) is not None:
+            self._run_round(next_round, rates)
         self.observer.on_progress(self.meter.read())
+
+    def _tuned_rates(self) -> dict[str, float]:
+        """The learning rate of each arm, chosen once and written before it is used."""
+        self._run_all(self._unsettled(tuning_runs(self.design)))
+        losses = tuning_losses(self.study, self.design)
+        rates = best_rates(self.design, losses)
+        if not self.design.tuned:
+            return rates
+        if recorded := self.decisions.of_kind("rates"):
+            return {arm: float(rate) for arm, rate in recorded[-1]["rates"].items()}
+        write_tuning(self.study, losses, rates)
+        self.decisions.append("rates", {"rates": rates})
+        return rates
+
+    def _run_round(self, round_: Round, rates: Mapping[str, float]) -> None:
+        """Finish the runs of a round, then write its verdicts unless they are written."""
+        self._run_all(self._unsettled(round_runs(self.design, round_, rates)))
+        verdicts = self._judge(round_, rates)
+        if round_.number <= self.decisions.judged_rounds():
+            recorded = self.decisions.of_kind("verdicts")[round_.number - 1]["verdicts"]
+            computed = json.loads(json.dumps([to_dict(verdict) for verdict in verdicts]))
+            if any(old != new for old, new in zip(recorded, computed, strict=True) if old["kind"] != "undecided"):
+                self.observer.on_notice(
+                    f"round {round_.number}: the runs give other verdicts than those in {self.decisions.path}, which "
+                    "are final"
+                )
+            return
+        self.decisions.append_verdicts(round_, verdicts, self._elapsed())
+        self.observer.on_round(self.study, self.design, round_)
+
+    def _judge(self, round_: Round, rates: Mapping[str, float]) -> tuple[Verdict, ...]:
+        """The verdicts after a round; none if the study measures rationales."""
+        if self.design.spec.rationale is not None:
+            return ()
+        judged = self.decisions.of_kind("verdicts")[: round_.number - 1]
+        earlier = {v["arm"]: from_dict(Verdict, v) for v in (judged[-1]["verdicts"] if judged else [])}
+        rounds = [earlier_round for earlier_round in self.decisions.rounds() if earlier_round.number <= round_.number]
+        losses, sizes = read_losses(self.study, self.design, rounds, rates)
+        return judge_round(
+            losses,
+            sizes,
+            baseline=self.design.spec.baseline,
+            rule=self.design.rule,
+            round=round_.number,
+            decided=earlier,
+            unit=self.design.unit,
+        )
+
+    def _next_round(self, rates: Mapping[str, float]) -> Round | None:
+        """Decide whether another round starts, and write that down."""
+        design, number = self.design, self.decisions.judged_rounds() + 1
+        verdicts = self.decisions.verdicts()
+        decided = [arm for arm, verdict in verdicts.items() if verdict.kind != "undecided"]
+        failed = [arm.name for arm in design.arms if arm.name not in rates or self._has_failed(arm.name)]
+        last = self.decisions.records[-1]
+        if last["kind"] == "end" and set(last["failed"]) <= set(failed):
+            return None
+        open_arms = [arm.name for arm in design.arms[1:] if arm.name not in decided and arm.name not in failed]
+        if number > 1 and design.spec.rationale is not None:
+            return self._end("all runs have ended", failed)
+        if not open_arms or design.spec.baseline in failed:
+            undecided = [arm for arm in failed if arm not in decided]
+            return self._end("runs failed" if undecided else "all arms are decided", undecided)
+        if number > len(design.rule.seeds_by_round):
+            return self._end(f"{design.seeds} seeds are the most", failed)
+        seeds = (0, *design.rule.seeds_by_round)
+        round_ = Round(
+            number=number,
+            arms=(design.spec.baseline, *open_arms),
+            seeds=tuple(range(design.first_seed + seeds[number - 1], design.first_seed + seeds[number])),
+        )
+        if number > 1 and self._budget() is not None:
+            needed = self._round_seconds(round_)
+            if self._elapsed() + needed > (self._budget() or 0.0):
+                return self._end("the budget is spent", failed)
+        self.decisions.append("round", {"round": round_.number, "arms": list(round_.arms), "seeds": list(round_.seeds)})
+        return round_
+
+    def _end(self, reason: str, failed: list[str]) -> None:
+        """Write that no further round starts. If the failed runs of an arm succeed later, the study goes on."""
+        self.decisions.append("end", {"reason": reason, "failed": failed, "elapsed": self._elapsed()})
+
+    def _add_budget(self, seconds: float) -> None:
+        """Let a study that has ended go on; the rule stays, so its error rate does, too."""
+        if self.decisions.records[-1]["kind"] != "end":
+            raise UsageError(f"{self.study} has not ended: finish it with `{resume_study_command(self.study)}` first")
+        self.decisions.append("budget", {"seconds": self._elapsed() + seconds})
+
+    def _budget(self) -> float | None:
+        added = self.decisions.of_kind("budget")
+        return float(added[-1]["seconds"]) if added else self.design.budget
+
+    def _elapsed(self) -> float:
+        """Seconds that the study has taken, over all sessions, as far as they are on record."""
+        return self.earlier + time.monotonic() - self.start
+
+    def _round_seconds(self, round_: Round) -> float:
+        """Expected seconds of a round, from the runs of the rounds before it."""
+        seconds = [self.meter.run_seconds(arm) for arm in round_.arms]
+        return makespan(sorted(seconds * len(round_.seeds), reverse=True), self.design.jobs)
+
+    def _has_failed(self, arm: str) -> bool:
+        folder = self.study / "runs" / self.design.arm(arm).folder
+        return any(read_status(path.parent).failed is not None for path in folder.glob(f"*/{STATUS_FILE}"))
+
+    def _unsettled(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+        """The runs that are neither finished nor failed for good."""
+        self.meter.add(runs)
+        return [run for run in runs if not self._is_settled(run)]
 
     def _is_settled(self, run: PlannedRun) -> bool:
         """Whether the run is finished or has failed for good, according to its folder."""
-        folder = self.study / run.folder
+        folder = inside(self.study, run.folder)
+        if (changed := self.decisions.changed_file(self.study, run.folder)) is not None:
+            self.observer.on_notice(f"{self.study / changed} was changed after it was written: training the run again")
+            discard(folder)
+            return False
         if finished(folder) is not None:
             sweep(folder)
             discard(folder / "checkpoints")  # left behind by a killed process
+            self._record(run)
             self.meter.count_as_old(run)
             return True
         status = read_status(folder)
@@ -198,6 +327,11 @@ class _Session:
             self.meter.fail(run)
             self.observer.on_failure(run, status.failed or "unknown")
         return status.failed_for_good
+
+    def _record(self, run: PlannedRun) -> None:
+        """Write the checksums of a finished run."""
+        if not self.decisions.is_recorded(run.folder):
+            self.decisions.append_run(self.study, run.folder)
 
     def _run_all(self, pending: list[PlannedRun]) -> None:
         """Run all of these; those that crash are retried after the others."""
@@ -239,6 +373,7 @@ class _Session:
         """Record how a run ended; whether to try it again."""
         tries[run.folder] += 1
         if outcome.kind == "finished":
+            self._record(run)
             self.meter.finish(run)
         elif outcome.kind == "disk full":
             self.disk_error = outcome
@@ -289,6 +424,7 @@ def _locked_study(study: Path) -> Iterator[None]:
 def _resumed_design(spec: ExperimentSpec | None, study: Path) -> Design:
     """The design in the folder, if it has the same spec and its data has not changed."""
     design = read_design(study)
+    _check_journal(study)
     if spec is not None and spec != design.spec:
         lines = "".join(f"\n  {line}" for line in spec_differences(design.spec, spec))
         raise UsageError(f"{study} holds a different study: choose another folder.{lines}")
@@ -300,6 +436,26 @@ def _resumed_design(spec: ExperimentSpec | None, study: Path) -> Design:
             f"{design.digest[:12]}): restore it, or start a new study"
         )
     return design
+
+
+def _check_journal(study: Path) -> None:
+    """Raise `UsageError` if design.json is not the one that the decisions were made for."""
+    decisions, digest = Decisions(study), checksum(study / "design.json")
+    if not decisions.records:  # killed after writing the design
+        decisions.append("design", {"sha256_design": digest})
+    elif decisions.records[0].get("sha256_design") != digest:
+        raise UsageError(
+            f"{study / 'design.json'} was changed after the study was started: restore it from a copy, or start a new "
+            "study"
+        )
+
+
+def inside(study: Path, folder: Path) -> Path:
+    """The path of a folder of the study; `UsageError` if a link leads out of the study."""
+    path = study / folder
+    if not path.resolve().is_relative_to(study.resolve()):
+        raise UsageError(f"{path} leads out of {study}: remove the link")
+    return path
 
 
 def _describe_data(design: Design) -> dict[str, object]:

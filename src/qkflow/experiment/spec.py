@@ -19,14 +19,16 @@ from qkflow.circuits import RatioSchedule
 from qkflow.data import CorpusConfig
 from qkflow.data.tasks import TaskConfig
 from qkflow.errors import UsageError, unknown
-from qkflow.mechanisms import mechanism
+from qkflow.mechanisms import mechanism, mechanisms
 from qkflow.models import SIZES, DecoderConfig
 from qkflow.probes.attention import Pooling
 from qkflow.training import TrainConfig
+from qkflow.training.regime import OptimizerName
 
 Match = Literal["tokens", "flops", "seconds"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 
+MOST_SEEDS = 1000
 _TRAINING_OPTIONS = ("r", "growth", "embeddings")
 
 
@@ -116,9 +118,14 @@ class ExperimentSpec:
     tokens: int | None = None
     """Training tokens per run of the baseline; None: what the budget allows."""
     seeds: int | None = None
-    """Runs per arm; None: what the budget allows."""
-    learning_rates: tuple[float, ...] = (3e-3,)
-    """If more than one, each arm tries all of them in tuning runs and uses its best."""
+    """The most runs per arm; None: what the budget allows."""
+    first_seed: int = 0
+    """The first seed; the others follow it."""
+    learning_rates: tuple[float, ...] | None = None
+    """If more than one, each arm tries all of them in tuning runs and uses its best. None: the default of each
+    mechanism, tuned if the budget is at least 30 minutes."""
+    optimizer: OptimizerName = "muon"
+    """Muon for the matrices in blocks and AdamW for the rest, or AdamW for all. Presets have their own."""
     context: int | None = None
     """Context length in tokens; None: chosen by model size."""
     batch: int | None = None
@@ -126,7 +133,7 @@ class ExperimentSpec:
     margin: float = 0.005
     """The equivalence margin, as a fraction of the baseline's loss."""
     error_rate: float = 0.05
-    """The rate of false positives over this study and all its extensions."""
+    """The chance of a false better or worse over all arms and rounds; the same for a false equivalent."""
     passes: float = 4.0
     """Maximum number of passes over the corpus per run."""
     jobs: int | None = None
@@ -135,8 +142,6 @@ class ExperimentSpec:
     """CPU threads per run; None: one, if there are at least as many runs as cores."""
     device: Device = "auto"
     """Where to train."""
-    extends: str | None = None
-    """The folder of the study that this one extends with more seeds."""
     base: TrainConfig | None = None
     """The complete training config of all runs, as presets give it. Each arm sets its mechanism and ratios, and each
     run its seeds and learning rate. No budget applies then."""
@@ -162,9 +167,14 @@ class ExperimentSpec:
         for name in ("margin", "error_rate"):
             if not 0 < getattr(self, name) < 1:
                 raise UsageError(f"{name} must be between 0 and 1, got {getattr(self, name):g}")
-        if not self.learning_rates or len(set(self.learning_rates)) < len(self.learning_rates):
-            raise UsageError(f"learning rates must be given, each once, got {self.learning_rates}")
-        for rate in self.learning_rates:
+        if self.first_seed < 0:
+            raise UsageError(f"first_seed must be at least 0, got {self.first_seed}")
+        if self.seeds is not None and self.seeds > MOST_SEEDS:
+            raise UsageError(f"seeds must be at most {MOST_SEEDS}, got {self.seeds}")
+        rates = self.learning_rates
+        if rates is not None and (not rates or len(set(rates)) < len(rates)):
+            raise UsageError(f"learning rates must be given, each once, got {rates}")
+        for rate in rates or ():
             if not 0 < rate < math.inf:
                 raise UsageError(f"a learning rate must be a finite number above 0, got {rate:g}")
         self._check_base()
@@ -186,6 +196,26 @@ class ExperimentSpec:
     def baseline(self) -> str:
         """The arm that the others are compared with."""
         return self.arms[0]
+
+
+def all_arms() -> tuple[str, ...]:
+    """All registered mechanisms, with standard as the baseline."""
+    return ("standard", *sorted(name for name in mechanisms() if name != "standard"))
+
+
+def split_arms(text: str) -> tuple[str, ...]:
+    """Split a comma-separated list of arms, whose options are separated by commas, too.
+
+    >>> split_arms("standard, differential:window=64,qk_norm=true,standard:window=8")
+    ('standard', 'differential:window=64,qk_norm=true', 'standard:window=8')
+    """
+    arms: list[str] = []
+    for piece in (piece.strip() for piece in text.split(",")):
+        if arms and "=" in piece and ":" not in piece.split("=")[0]:
+            arms[-1] += f",{piece}"
+        else:
+            arms.append(piece)
+    return tuple(arm for arm in arms if arm)
 
 
 def spec_differences(stored: ExperimentSpec, requested: ExperimentSpec) -> tuple[str, ...]:

@@ -1,0 +1,152 @@
+"""decisions.jsonl: what a study has decided, and the checksums of the files that its decisions rest on.
+
+    {"kind": "design", ...}      the SHA-256 of design.json
+    {"kind": "run", ...}         a finished run: the SHA-256 of its files
+    {"kind": "rates", ...}       the learning rates that tuning chose
+    {"kind": "round", ...}       a round begins: its arms and seeds
+    {"kind": "verdicts", ...}    a round has ended: the verdicts
+    {"kind": "end", ...}         no further round, and why
+
+A decision is written before it is acted on, so that a resumed study makes the same ones. Every line holds the SHA-256
+of its own content and of the line before it. A crash can truncate the last line only, which is then dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qkflow.config import from_dict, to_dict
+from qkflow.errors import DiskError, UsageError
+from qkflow.experiment.stats.verdict import Verdict
+from qkflow.io import checksum, write_file
+from qkflow.training.run_dir import holds_run
+
+FILE = "decisions.jsonl"
+VERDICT_FILES = ("config.json", "metrics.jsonl", "documents.npy", "weights.safetensors", "recall.json")
+"""The files of a run folder that verdicts and reports rest on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """A round of a study: new seeds for the baseline and for the arms that are still open."""
+
+    number: int
+    """Counted from 1."""
+    arms: tuple[str, ...]
+    """The baseline and the open arms."""
+    seeds: tuple[int, ...]
+    """The new seeds."""
+
+    def __post_init__(self) -> None:
+        if self.number < 1 or not self.arms or not self.seeds:
+            raise UsageError(f"a round needs a number from 1, arms and seeds, got {self}")
+
+
+class Decisions:
+    """The records of a study's decisions.jsonl; raises `UsageError` if it was changed by hand."""
+
+    def __init__(self, study: Path) -> None:
+        self.path = study / FILE
+        self.records: list[dict[str, Any]] = []
+        self._last = ""
+        content = self.path.read_bytes() if self.path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.splitlines(), 1):
+            self._read(line, number)
+        self._truncated = len(whole) < len(content)
+
+    def append(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Write a decision to disk."""
+        if self._truncated:
+            content = self.path.read_bytes()
+            write_file(self.path, content[: content.rfind(b"\n") + 1])
+            self._truncated = False
+        record = {"kind": kind, **values}
+        digest = _digest(record, self._last)
+        line = json.dumps({**record, "sha256": digest}, sort_keys=True, allow_nan=False).encode() + b"\n"
+        try:
+            with open(self.path, "ab") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise DiskError(error.errno, f"could not write {self.path} ({error.strerror})") from error
+        self.records.append(json.loads(line))
+        self._last = digest
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """The records of one kind, in order."""
+        return [record for record in self.records if record["kind"] == kind]
+
+    def rounds(self) -> list[Round]:
+        """The rounds that have begun."""
+        return [
+            Round(number=record["round"], arms=tuple(record["arms"]), seeds=tuple(record["seeds"]))
+            for record in self.of_kind("round")
+        ]
+
+    def judged_rounds(self) -> int:
+        """The number of rounds whose verdicts are written."""
+        return len(self.of_kind("verdicts"))
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """The verdicts of the last judged round, by arm."""
+        judged = self.of_kind("verdicts")
+        where = f" of {self.path}"
+        return {v["arm"]: from_dict(Verdict, v, where=where) for v in (judged[-1]["verdicts"] if judged else [])}
+
+    def append_verdicts(self, round_: Round, verdicts: tuple[Verdict, ...], elapsed: float) -> None:
+        """Write the verdicts of a round, and the seconds that the study has taken."""
+        values = {"round": round_.number, "verdicts": [to_dict(verdict) for verdict in verdicts], "elapsed": elapsed}
+        self.append("verdicts", values)
+
+    def append_run(self, study: Path, folder: Path) -> None:
+        """Write the checksums of a finished run."""
+        self.append("run", {"folder": folder.as_posix(), "files": run_checksums(study / folder)})
+
+    def changed_file(self, study: Path, folder: Path) -> Path | None:
+        """The first file of a finished run that has changed since it was recorded; None if there is none."""
+        recorded = [record for record in self.of_kind("run") if record["folder"] == folder.as_posix()]
+        if not recorded:
+            return None
+        files, current = recorded[-1]["files"], run_checksums(study / folder)
+        return next(
+            (folder / name for name in sorted({*files, *current}) if files.get(name) != current.get(name)), None
+        )
+
+    def is_recorded(self, folder: Path) -> bool:
+        """Whether the checksums of a run are written."""
+        return any(record["folder"] == folder.as_posix() for record in self.of_kind("run"))
+
+    def _read(self, line: bytes, number: int) -> None:
+        try:
+            record = json.loads(line)
+            digest = record.pop("sha256")
+            is_valid = isinstance(record["kind"], str) and digest == _digest(record, self._last)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            is_valid, record, digest = False, {}, ""
+        if not is_valid:
+            raise UsageError(
+                f"{self.path}, line {number} was changed after it was written: restore the file from a copy, or start "
+                "a new study"
+            )
+        self.records.append(record)
+        self._last = digest
+
+
+def run_checksums(folder: Path) -> dict[str, str]:
+    """The SHA-256 of the files of a run that verdicts rest on."""
+    if not holds_run(folder):
+        return {}
+    return {name: checksum(folder / name) for name in VERDICT_FILES if (folder / name).is_file()}
+
+
+def _digest(record: Mapping[str, Any], previous: str) -> str:
+    content = json.dumps(record, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(f"{previous}\n{content}".encode()).hexdigest()
