@@ -91,6 +91,11 @@ class Decisions:
             for record in self.of_kind("round")
         ]
 
+    def rates(self) -> dict[str, float]:
+        """The learning rates that tuning chose, by arm; empty if it has not ended, or there is none."""
+        recorded = self.of_kind("rates")
+        return {arm: float(rate) for arm, rate in recorded[-1]["rates"].items()} if recorded else {}
+
     def judged_rounds(self) -> int:
         """The number of rounds whose verdicts are written."""
         return len(self.of_kind("verdicts"))

@@ -44,8 +44,7 @@ from qkflow.experiment.budget import (
 from qkflow.experiment.decisions import Round
 from qkflow.experiment.executors.base import Executor
 from qkflow.experiment.spec import MOST_SEEDS, Device, ExperimentSpec, parse_arm, refuse_duplicate_arms
-from qkflow.experiment.stats.prior import CALIBRATED
-from qkflow.experiment.stats.rounds import Rule, plan_rounds
+from qkflow.experiment.stats.rounds import PRIOR, Rule, plan_rounds
 from qkflow.io import write_json
 from qkflow.training import TrainConfig
 from qkflow.training.budget import Speed
@@ -251,7 +250,7 @@ def make_design(
             is_limited=spec.seeds is not None,
             error_rate=spec.error_rate,
             margin=spec.margin,
-            prior=CALIBRATED if corpus.task is None else None,  # the spread was calibrated on text
+            prior=PRIOR if corpus.task is None else None,  # the spread was calibrated on text
         ),
         first_seed=spec.first_seed,
         base=base,

@@ -207,8 +207,8 @@ class _Session:
         rates = best_rates(self.design, losses)
         if not self.design.tuned:
             return rates
-        if recorded := self.decisions.of_kind("rates"):
-            return {arm: float(rate) for arm, rate in recorded[-1]["rates"].items()}
+        if recorded := self.decisions.rates():
+            return recorded
         write_tuning(self.study, losses, rates)
         self.decisions.append("rates", {"rates": rates})
         return rates

@@ -15,24 +15,24 @@ import numpy as np
 
 from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError
-from qkflow.experiment.budget import DECAY, EVALUATIONS
+from qkflow.experiment.budget import EVALUATIONS
+from qkflow.experiment.decisions import Decisions, Round
 from qkflow.experiment.design import (
     ArmDesign,
     Design,
     PlannedRun,
-    chosen_rates,
-    planned_runs,
+    best_rates,
     read_design,
+    round_runs,
     tuning_losses,
+    tuning_runs,
 )
 from qkflow.experiment.metrics.rationale import RationaleSummary, read_rationale
 from qkflow.experiment.metrics.recall import RecallSummary, read_recall_summary
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.stats.curves import CostRatio, Curve, cost_ratio
 from qkflow.experiment.stats.paired import Difference, SpreadRatio, spread_ratio
-from qkflow.experiment.stats.prior import PRIOR
-from qkflow.experiment.stats.rounds import Rule
-from qkflow.experiment.stats.verdict import Verdict, judge_round
+from qkflow.experiment.stats.verdict import Verdict
 from qkflow.training import Result, read_metrics
 from qkflow.training.run_dir import finished, read_json
 
@@ -169,14 +169,40 @@ class RunRecord:
     """The lines of metrics.jsonl."""
     failed: str | None
     peak_bytes: int | None
+    changed: Path | None
+    """A file that was changed after the run had finished; its result is then left out."""
+
+
+def read_losses(
+    study: Path, design: Design, rounds: Sequence[Round], rates: Mapping[str, float]
+) -> tuple[dict[str, dict[int, np.ndarray]], np.ndarray]:
+    """The nats of each held-out document by arm and seed, of the finished runs of these rounds, and its bytes."""
+    losses: dict[str, dict[int, np.ndarray]] = {arm.name: {} for arm in design.arms}
+    sizes: np.ndarray | None = None
+    for run in (run for round_ in rounds for run in round_runs(design, round_, rates)):
+        if (result := finished(study / run.folder)) is None:
+            continue
+        documents = result.documents
+        if sizes is not None and not np.array_equal(documents["bytes"], sizes):
+            raise UsageError(
+                f"{study / run.folder / 'documents.npy'} scores other documents than the other runs: restore the "
+                "study's folder from a copy"
+            )
+        sizes = documents["bytes"]
+        losses[run.arm][run.seed] = documents["nats"]
+    return losses, np.ones(1) if sizes is None else sizes
 
 
 def read_result(study: Path | str) -> ExperimentResult:
     """The result of the finished runs in a study's folder."""
     study = Path(study)
-    design = read_design(study)
-    rates, tuning = chosen_rates(study, design), tuning_losses(study, design)
-    runs = [_read_run(study, run) for run in planned_runs(design, rates)]
+    design, decisions = read_design(study), Decisions(study)
+    tuning = tuning_losses(study, design)
+    rates = decisions.rates() or best_rates(design, tuning)
+    planned = [*tuning_runs(design)]
+    for round_ in decisions.rounds():
+        planned += round_runs(design, round_, rates)
+    runs = [_read_run(study, run, decisions) for run in planned]
     main = {
         arm.name: [run for run in runs if run.run.kind == "main" and run.run.arm == arm.name] for arm in design.arms
     }
@@ -185,7 +211,8 @@ def read_result(study: Path | str) -> ExperimentResult:
     )
     comparisons, verdicts = (), ()
     if design.spec.rationale is None:
-        verdicts = _judge(design, main)
+        by_arm = decisions.verdicts()
+        verdicts = tuple(by_arm.get(arm.name) or _no_verdict(arm.name) for arm in design.arms[1:])
         comparisons = _compare(design, main, verdicts, {arm.name: arm.curves for arm in arms})
     baseline = arms[0]
     loss = baseline.mean or 1.0  # irrelevant before the baseline has a run: then there is nothing to judge
@@ -228,7 +255,7 @@ def read_result(study: Path | str) -> ExperimentResult:
         size=design.size,
         context=design.base.context,
         margin=margin,
-        error_rate=design.error_rate,
+        error_rate=design.rule.error_rate,
         finished=sum(run.result is not None for run in runs),
         runs=len(runs),
         arms=arms,
@@ -250,19 +277,21 @@ def example_runs(study: Path | str) -> dict[str, Path]:
     study = Path(study)
     design = read_design(study)
     folders: dict[str, Path] = {}
-    for run in planned_runs(design, chosen_rates(study, design)):
-        folder = study / run.folder
-        is_finished = (folder / "weights.safetensors").exists()
-        if run.kind == "main" and (
-            run.arm not in folders or (is_finished and not (folders[run.arm] / "weights.safetensors").exists())
-        ):
-            folders[run.arm] = folder
+    for arm in design.arms:
+        seeds = sorted((study / "runs" / arm.folder).glob("seed-*"), key=lambda path: int(path.name[5:]))
+        finished_runs = [path for path in seeds if (path / "weights.safetensors").exists()]
+        folders[arm.name] = next(iter(finished_runs or seeds), study / "runs" / arm.folder / "seed-0")
     return {arm.name: folders[arm.name] for arm in design.arms}
 
 
-def _read_run(study: Path, run: PlannedRun) -> RunRecord:
+def _no_verdict(arm: str) -> Verdict:
+    return Verdict(arm=arm, kind="undecided", sentence="no round has finished")
+
+
+def _read_run(study: Path, run: PlannedRun, decisions: Decisions) -> RunRecord:
     folder = study / run.folder
-    status, result = read_status(folder), finished(folder)
+    changed = decisions.changed_file(study, run.folder)
+    status, result = read_status(folder), None if changed is not None else finished(folder)
     return RunRecord(
         run=run,
         folder=folder,
@@ -270,6 +299,7 @@ def _read_run(study: Path, run: PlannedRun) -> RunRecord:
         records=read_metrics(folder / "metrics.jsonl"),
         failed=None if result is not None else status.failed,
         peak_bytes=status.peak_bytes,
+        changed=None if changed is None else study / changed,
     )
 
 
@@ -293,7 +323,7 @@ def _arm_summary(
         flops_per_token=arm.flops_per_token,
         steps=arm.steps,
         tokens=arm.steps * design.base.batch * design.base.context,
-        learning_rate=rate if design.tuned else design.spec.learning_rates[0],
+        learning_rate=rate,
         tuning=tuple(tuning.items()),
         seeds=tuple(run.run.seed for run in done),
         bits_per_byte=tuple(losses),
@@ -319,36 +349,6 @@ def _curve(run: RunRecord) -> Curve | None:
     )
 
 
-def _judge(design: Design, runs: Mapping[str, Sequence[RunRecord]]) -> tuple[Verdict, ...]:
-    """One verdict per arm but the baseline, from the losses of each held-out document."""
-    baseline = design.arms[0].name
-    results = {
-        name: {run.run.seed: run.result for run in arm_runs if run.result is not None}
-        for name, arm_runs in runs.items()
-    }
-    sizes = next((result.documents["bytes"] for result in results[baseline].values()), np.ones(1))
-    for name, by_seed in results.items():
-        if any(
-            not np.array_equal(result.documents["bytes"], sizes) for result in by_seed.values() if results[baseline]
-        ):
-            raise UsageError(
-                f"the runs of {name} and {baseline} scored different documents: the study's folder was altered, "
-                "restore it from a copy"
-            )
-    losses = {
-        name: {seed: result.documents["nats"] for seed, result in by_seed.items() if results[baseline]}
-        for name, by_seed in results.items()
-    }
-    rule = Rule(
-        error_rate=design.error_rate,
-        margin=design.spec.margin,
-        prior=PRIOR if design.unit == "byte" else None,  # the spread was calibrated on text
-        seeds_by_round=(max(2, design.seeds),),
-        spending=(1.0,),
-    )
-    return judge_round(losses, sizes, baseline=baseline, rule=rule, round=1, unit=design.unit)
-
-
 def _compare(
     design: Design,
     runs: Mapping[str, Sequence[RunRecord]],
@@ -356,7 +356,7 @@ def _compare(
     curves: Mapping[str, tuple[Curve, ...]],
 ) -> tuple[Comparison, ...]:
     """Every arm against the baseline, over the seeds that both have finished."""
-    baseline, level = design.arms[0].name, 1 - design.error_rate
+    baseline, level = design.arms[0].name, 1 - design.rule.error_rate
     losses = {
         name: {run.run.seed: float(run.result.metrics["bits_per_byte"]) for run in arm_runs if run.result is not None}
         for name, arm_runs in runs.items()
@@ -369,7 +369,7 @@ def _compare(
             spread = spread_ratio(
                 *([losses[arm][seed] for seed in seeds] for arm in (verdict.arm, baseline)), level=level
             )
-            reach = cost_ratio(curves[verdict.arm], curves[baseline], plateau=1 - DECAY, level=level)
+            reach = cost_ratio(curves[verdict.arm], curves[baseline], plateau=1 - design.base.decay, level=level)
         comparisons.append(
             Comparison(
                 arm=verdict.arm,
@@ -390,6 +390,9 @@ def _remarks(design: Design, runs: Sequence[RunRecord]) -> tuple[str, ...]:
         remarks.append(
             f"{missing} of {len(runs)} runs are not finished ({failed} failed): only seeds with both runs are compared"
         )
+    remarks += [
+        f"{run.changed} was changed after the run had finished: the run is left out" for run in runs if run.changed
+    ]
     if design.seeds == 1:
         remarks.append("one seed gives no interval and no verdict: use at least 3 seeds")
     machines = {str(_read_optional(run.folder / "environment.json").get("cpu")) for run in runs if run.records}
@@ -399,11 +402,6 @@ def _remarks(design: Design, runs: Sequence[RunRecord]) -> tuple[str, ...]:
         remarks.append(
             f"steps are a multiple of {EVALUATIONS}, so in these short runs the {design.spec.match} of an arm differ "
             f"from the baseline's by up to {worst:.0%}, which can decide a verdict: train for longer"
-        )
-    if design.extends is not None:
-        remarks.append(
-            f"this is look {design.look}, which extends {design.extends.folder}: it spends {design.error_rate:.2%} "
-            f"of the error rate of {design.spec.error_rate:.0%}"
         )
     return tuple(remarks)
 
