@@ -13,7 +13,7 @@ pytest := CI=true OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(python) -m pytest -n auto
 demo:
 	@tools/setup.sh run
 	@rm -rf runs/demo
-	@$(python) -m qkflow compare --arms standard,coupled,standard+affine,differential,gated-deltanet,qdelta,kuramoto,kuramoto:frustrated=True --seeds 3 --budget 6m --out runs/demo
+	@$(python) -m qkflow compare --arms standard,coupled,differential,qdelta,kuramoto --budget 5m $(DEMO) --out runs/demo
 
 check: style types layers laws
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -45,7 +44,8 @@ def render_report(report: ReportContent) -> RenderableType:
         parts += [Text(), _line(report.answer)]
     for block in blocks:
         if isinstance(block, Statement):
-            parts.append(Padding(_line(f"{block.text} {block.advice}".rstrip()), (0, 0, 0, _GAP)))
+            if block.in_terminal:
+                parts.append(_line(block.in_terminal))
         elif isinstance(block, Table) and block.terminal:
             caption = Text(escape_unprintable(block.caption), style="italic")
             parts += [Text(), caption, *render_table(block.select(block.terminal))]

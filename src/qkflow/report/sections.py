@@ -170,6 +170,8 @@ class Note:
 
     text: str
     style: Literal["small", "plain", "heading"] = "small"
+    summary: str = ""
+    """If given, the text is hidden behind it on the page."""
     in_terminal: bool = False
 
 
@@ -180,6 +182,8 @@ class Statement:
     verdict: str
     text: str
     advice: str = ""
+    in_terminal: str = ""
+    """The line for a terminal, where a table has the verdicts already; empty for none."""
 
 
 @dataclass(frozen=True, kw_only=True)

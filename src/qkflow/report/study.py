@@ -14,6 +14,7 @@ from qkflow.formatting import (
     format_bytes,
     format_compact,
     format_difference,
+    format_duration,
     format_integer,
     format_number,
     format_p_value,
@@ -58,11 +59,13 @@ def build_report(result: ExperimentResult | RationaleSummary, maps: AttentionMap
         sections, last = rationale.sections(result), rationale.task_section(result)
         tuning = {arm.name: (arm.lr, arm.tried) for arm in result.arms}
         loss, folder = "validation loss in nats", []
+        callouts = _progress(result.finished, result.runs, len(failures))
     else:
         answer, subject, facts = _answer(result), result.corpus, _facts(result)
         sections, last = _loss_sections(result, maps), _corpus_section(result)
         tuning = {arm.name: (arm.learning_rate, dict(arm.tuning)) for arm in result.arms}
-        loss, folder = f"held-out {result.bits}", [("folder", f"`{result.folder}`", "")]
+        loss, folder = f"validation {result.bits}", [("folder", f"`{result.folder}`", "")]
+        callouts = _state(result)
     sections += _tuning_section(tuning, loss)
     if failures:
         lines = BulletList(items=failures, in_terminal=True)
@@ -81,7 +84,7 @@ def build_report(result: ExperimentResult | RationaleSummary, maps: AttentionMap
         kind="study",
         title=f"{shown} vs. {names[0] if names else MISSING} on {subject}",
         answer=answer or "No verdict yet.",
-        callouts=[*_progress(result.finished, result.runs, len(failures)), *result.remarks],
+        callouts=[*callouts, *result.remarks],
         facts=[
             *facts,
             (f"arms {TIMES} seeds", f"{len(names)} {TIMES} {per_arm}"),
@@ -90,6 +93,22 @@ def build_report(result: ExperimentResult | RationaleSummary, maps: AttentionMap
         sections=sections,
         arms=names,
     )
+
+
+def _state(result: ExperimentResult) -> list[str]:
+    """Whether the study has ended, what is still open, and the command that continues it."""
+    state, folder = result.state, shlex.quote(result.folder)
+    open_arms = [verdict.arm for verdict in result.verdicts if verdict.kind == "undecided"]
+    if state.ended is None:
+        left = "" if state.budget is None else f", about {format_duration(max(0.0, state.budget - state.elapsed))} left"
+        return [
+            f"The study is running or was interrupted (`qkflow compare --resume {folder}`): {state.rounds} rounds are "
+            f"judged, {len(open_arms)} of {len(result.verdicts)} arms are open{left}."
+        ]
+    if not open_arms or state.budget is None or state.ended != "the budget is spent":
+        return []
+    more = format_duration(state.elapsed)
+    return [f"More time for the undecided arms: `qkflow compare --extend {folder} --budget {more}`"]
 
 
 def _progress(finished: int, runs: int, failed: int) -> list[str]:
@@ -190,7 +209,7 @@ def comparison_table(result: ExperimentResult) -> Table:
         ),
         number_column("relative", "relative", lambda value: format_percent(value, signed=True)),
         number_column("confidence", "level", lambda value: format_percent(value, 0), is_setting=True),
-        number_column("pairs of runs", "pairs", format_integer, is_setting=True),
+        number_column("seeds", "pairs", format_integer, is_setting=True),
         number_column("documents", "documents", format_integer, is_setting=True),
         number_column("standard deviation", "std", format_number),
         number_column("standard error", "std_error", format_number),
@@ -220,7 +239,7 @@ def comparison_table(result: ExperimentResult) -> Table:
         rows=[_comparison_row(result, arm, compared.get(arm.name)) for arm in result.arms],
         name="comparisons",
         page=("arm", "verdict", "bits_per_byte", "difference", "p_adjusted", "detectable"),
-        terminal=("arm", "verdict", "bits_per_byte", "difference", "p_adjusted"),
+        terminal=("arm", "verdict", "bits_per_byte", "difference", "pairs"),
         margin=result.margin,
     )
 
@@ -258,7 +277,8 @@ def _verdict_section(result: ExperimentResult, table: Table) -> Section:
         accuracy = "" if result.recall is None else recall.accuracy_sentence(result.recall, verdict.arm)
         advice = " ".join(filter(None, (verdict.advice, accuracy)))
         text = f"{shorten(verdict.arm, 48)}: {verdict.sentence}."
-        statements.append(Statement(verdict=verdict.kind, text=text, advice=advice))
+        line = f"{shorten(verdict.arm, 24)}: {verdict.advice}" if verdict.advice else ""
+        statements.append(Statement(verdict=verdict.kind, text=text, advice=advice, in_terminal=line))
     levels = [item.difference.level for item in result.comparisons if item.difference is not None]
     interval = f"{format_percent(max(levels), 0)} interval" if levels else "interval"
     text = (
@@ -273,9 +293,10 @@ def _verdict_section(result: ExperimentResult, table: Table) -> Section:
             " Verdicts use the loss of the answers on held-out instances of the training length. Accuracy is measured"
             " on the test instances and does not affect the verdict."
         )
+    details = Note(text=text, summary="How to read this table")
     if not statements:
         statements = [Note(text="The study has one arm: there is nothing to compare.", style="plain")]
-    return Section(name="verdicts", title="Verdicts", nav="Verdicts", blocks=[table, *statements, Note(text=text)])
+    return Section(name="verdicts", title="Verdicts", nav="Verdicts", blocks=[table, *statements, details])
 
 
 def _learning_section(result: ExperimentResult) -> Section:
@@ -401,7 +422,6 @@ def cost_table(result: ExperimentResult) -> Table:
         columns=columns,
         rows=[attributes(arm, *keys) for arm in result.arms],
         name="cost",
-        terminal=tuple(key for key in keys if key not in ("hidden", "tokens")),
     )
 
 

@@ -16,7 +16,7 @@ STEPS = 2000
 """Steps that a run should have, if its tokens allow it; the batch size follows from this."""
 SMALLEST_BATCH, LARGEST_BATCH = 4, 64
 
-_RATES: dict[OptimizerName, float] = {"adamw": 4e-3, "muon": 8e-3}
+_RATES: dict[OptimizerName, float] = {"adamw": 2.5e-3, "muon": 5e-3}
 """Peak learning rates of standard attention with 100k parameters and 4 sequences per step."""
 _SIZE_EXPONENT = 0.25
 """The learning rate falls with the number of parameters to this power."""
@@ -37,7 +37,7 @@ class Regime:
     """Peak learning rate."""
     betas: tuple[float, float]
     """AdamW's betas."""
-    decay: float = 0.4
+    decay: float = 0.6
     """The last fraction of a run, over which the learning rate decays linearly."""
     floor: float = 0.0
     """The final learning rate, as a fraction of the peak."""
@@ -59,8 +59,8 @@ def default_regime(
     """The defaults for a model with this many parameters.
 
     >>> regime = default_regime(parameters=100_000, batch=4, context=128)
-    >>> regime.lr, round(regime.betas[1], 4)
-    (0.008, 0.9982)
+    >>> regime.lr, regime.betas[1]
+    (0.005, 0.99823)
     """
     family = mechanism.partition(":")[0]
     rate = _RATES[optimizer] * (100_000 / parameters) ** _SIZE_EXPONENT * math.sqrt(batch / SMALLEST_BATCH)
