@@ -8,6 +8,8 @@
 torch.Size([2, 10, 64])
 """
 
+from typing import TYPE_CHECKING, Any
+
 from qkflow.circuits import RatioSchedule, circuit_groups, circuit_lambdas, find_circuits, split_fused
 from qkflow.data import Corpus, CorpusConfig, Split, open_corpus
 from qkflow.errors import (
@@ -63,6 +65,9 @@ from qkflow.models import (
 from qkflow.state import KVCache, RecurrentState, ShiftedKVCache, State
 from qkflow.training import Callback, Evaluation, TrainConfig, evaluate, load_run, train
 
+if TYPE_CHECKING:
+    from qkflow.api import compare
+
 __all__ = [
     "LAWS",
     "SIZES",
@@ -116,6 +121,7 @@ __all__ = [
     "check",
     "circuit_groups",
     "circuit_lambdas",
+    "compare",
     "evaluate",
     "find_circuits",
     "generate",
@@ -130,3 +136,12 @@ __all__ = [
     "stream",
     "train",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `compare` on first use: it needs the libraries of the reports."""
+    if name == "compare":
+        from qkflow.api import compare
+
+        return compare
+    raise AttributeError(f"module 'qkflow' has no attribute {name!r}")

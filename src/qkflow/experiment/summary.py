@@ -5,6 +5,7 @@ Everything is derived from the folder and can be computed again at any time.
 
 from __future__ import annotations
 
+import html
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -159,6 +160,44 @@ class ExperimentResult:
         """Whether the runs learn a task instead of text."""
         return self.unit != "byte"
 
+    @property
+    def page(self) -> Path:
+        """The report of the study."""
+        return Path(self.folder) / "report.html"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dictionary per arm but the baseline: the verdict and its numbers."""
+        arms = {arm.name: arm for arm in self.arms}
+        return [
+            {
+                "arm": verdict.arm,
+                "verdict": verdict.kind,
+                self.bits.replace(" ", "_"): arms[verdict.arm].mean,
+                "difference": None if verdict.difference is None else verdict.difference.mean,
+                "low": None if verdict.difference is None else verdict.difference.low,
+                "high": None if verdict.difference is None else verdict.difference.high,
+                "p_adjusted": verdict.p_adjusted,
+                "seeds": len(arms[verdict.arm].seeds),
+            }
+            for verdict in self.verdicts
+        ]
+
+    def to_frame(self) -> Any:
+        """The `rows` as a pandas data frame; pandas must be installed."""
+        try:
+            import pandas
+        except ImportError:
+            raise UsageError("to_frame needs pandas: pip install pandas, or use rows()") from None
+        return pandas.DataFrame(self.rows())
+
+    def _repr_html_(self) -> str:
+        """The table that notebooks show."""
+        rows = self.rows()
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in (rows[0] if rows else ()))
+        body = "".join(f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row.values())}</tr>" for row in rows)
+        caption = f"against {html.escape(self.baseline)} on {html.escape(self.corpus)}"
+        return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
@@ -285,6 +324,10 @@ def example_runs(study: Path | str) -> dict[str, Path]:
         finished_runs = [path for path in seeds if (path / "weights.safetensors").exists()]
         folders[arm.name] = next(iter(finished_runs or seeds), study / "runs" / arm.folder / "seed-0")
     return {arm.name: folders[arm.name] for arm in design.arms}
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else html.escape(str(value))
 
 
 def _no_verdict(arm: str) -> Verdict:
