@@ -41,7 +41,7 @@ _DEFAULT_CONTEXT = 256
 _RECALL_STEP_TOKENS = 2048
 """Tokens per step of a recall task."""
 
-PREFERENCES = (("5m", 8), ("1m", 8), ("500k", 8), ("100k", 8), ("100k", 6), ("100k", 4), ("100k", 3))
+PREFERENCES = (("5m", 8), ("1m", 8), ("500k", 8), ("100k", 8), ("100k", 5), ("100k", 4), ("100k", 3))
 """Sizes, and seeds that fit into the budget if no arm is decided early; the best first."""
 DEFAULT_BUDGET = 600.0
 """Seconds, if neither a budget nor tokens are given."""
@@ -50,7 +50,7 @@ DEFAULT_SEEDS = 5
 TOKENS_PER_PARAMETER = 10
 """Training tokens per parameter that a size needs to be chosen."""
 ENOUGH_STEPS, FEWEST_STEPS = 1500, 800
-"""Steps that a size needs to be chosen, and those that are enough for a budget below ten minutes."""
+"""Steps that a size needs to be chosen; and those that are enough for a budget below ten minutes, with any tokens."""
 TUNING_BUDGET = 1800.0
 """Seconds of budget from which each arm tunes its learning rate."""
 TUNING_FACTORS = (0.5, 1.0, 2.0)
@@ -334,12 +334,12 @@ def size_options(spec: ExperimentSpec) -> tuple[tuple[str, int], ...]:
 
     >>> from qkflow.data import CorpusConfig
     >>> size_options(ExperimentSpec(data=CorpusConfig(), arms=("standard", "differential"), size="1m"))
-    (('1m', 8), ('1m', 6), ('1m', 4), ('1m', 3))
+    (('1m', 8), ('1m', 5), ('1m', 4), ('1m', 3))
     """
     if (fixed := OWN if spec.model is not None else spec.size) is None:
         options = [(name, spec.seeds or seeds) for name, seeds in PREFERENCES]
     else:
-        options = [(fixed, spec.seeds or seeds) for seeds in (8, 6, 4, 3)]
+        options = [(fixed, spec.seeds or seeds) for seeds in (8, 5, 4, 3)]
     return tuple(dict.fromkeys(options))
 
 
@@ -432,8 +432,10 @@ class _Chooser:
             work.most_steps(self.time_left(budget)), work.steps_for_tokens(self.spec.passes * self.train_tokens)
         )
         fewest = min(work.steps(steps)) if steps else 0
+        if budget < DEFAULT_BUDGET:
+            return fewest >= FEWEST_STEPS
         has_tokens = fewest * work.arms.step_tokens >= TOKENS_PER_PARAMETER * work.arms.parameters
-        return has_tokens and fewest >= (ENOUGH_STEPS if budget >= DEFAULT_BUDGET else FEWEST_STEPS)
+        return has_tokens and fewest >= ENOUGH_STEPS
 
     def requested_steps(self, arms: SizedArms) -> int:
         return round_steps((self.spec.tokens or 0) / arms.step_tokens)
