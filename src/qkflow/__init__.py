@@ -18,6 +18,7 @@ from qkflow.errors import (
     Interrupted,
     UsageError,
 )
+from qkflow.judge import Judgement, judge
 from qkflow.laws import LAWS, LawReport, check
 from qkflow.layout import Layout
 from qkflow.mechanisms import (
@@ -95,6 +96,7 @@ __all__ = [
     "GroupAttention",
     "GroupConfig",
     "Interrupted",
+    "Judgement",
     "KVCache",
     "KuramotoAttention",
     "KuramotoConfig",
@@ -119,6 +121,7 @@ __all__ = [
     "evaluate",
     "find_circuits",
     "generate",
+    "judge",
     "load_run",
     "matched",
     "mechanism",
