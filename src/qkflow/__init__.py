@@ -20,6 +20,7 @@ from qkflow.errors import (
     Interrupted,
     UsageError,
 )
+from qkflow.judge import Judgement, judge
 from qkflow.laws import LAWS, LawReport, check
 from qkflow.layout import Layout
 from qkflow.mechanisms import (
@@ -100,6 +101,7 @@ __all__ = [
     "GroupAttention",
     "GroupConfig",
     "Interrupted",
+    "Judgement",
     "KVCache",
     "KuramotoAttention",
     "KuramotoConfig",
@@ -125,6 +127,7 @@ __all__ = [
     "evaluate",
     "find_circuits",
     "generate",
+    "judge",
     "load_run",
     "matched",
     "mechanism",

@@ -15,6 +15,7 @@ from qkflow.cli.compare import Compare
 from qkflow.cli.evaluate import Eval
 from qkflow.cli.export import Export
 from qkflow.cli.generate import Generate
+from qkflow.cli.judge import Judge
 from qkflow.cli.probe import Probe
 from qkflow.cli.report import Report
 from qkflow.cli.reproduce import Reproduce
@@ -27,6 +28,7 @@ __all__ = ["main"]
 COMMANDS = {
     "compare": Compare,
     "sharpen": Sharpen,
+    "judge": Judge,
     "report": Report,
     "reproduce": Reproduce,
     "train": Train,

@@ -131,7 +131,7 @@ def interval_chart(rows: Sequence[Row], x_title: str, **x_axis: Any) -> PlotlyFi
     return {"data": traces, "layout": _row_layout([row.title for row in rows], x_title, **x_axis)}
 
 
-def strip_chart(arms: Mapping[str, Mapping[int, Number]], x_title: str) -> PlotlyFigure:
+def strip_chart(arms: Mapping[str, Mapping[Any, Number]], x_title: str) -> PlotlyFigure:
     """One row per arm with runs: every run as a mark, the runs of a seed connected, and the mean; `arms` has values by
     name and seed.
     """

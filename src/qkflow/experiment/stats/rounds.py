@@ -4,10 +4,10 @@ r"""The rule by which a study decides: seeds come in rounds, and every round tes
     equivalent       two one-sided tests at the margin (Schuirmann 1987), each at alpha(k), adjusted over the arms by
                      Holm: with the true difference at one margin, only one of the two can err
 
-Round k may spend alpha(k) = error rate x spending(k), and the spending sums to at most one. By Bonferroni's inequality
-the chance of any false "better" or "worse" over all rounds and arms is at most the error rate, whatever the dependence
-of the rounds. This is the discrete form of the error spending of Lan and DeMets (1983); what a round does not use is
-not carried over, so the error rates of later rounds do not depend on the data.
+Round k may spend a share of the error rate, and the shares sum to at most one. alpha(k) is the level that spends this
+share, given that rounds have their first seeds in common (`spending`). What a round does not use is not carried over,
+so alpha(k) does not depend on the data. The levels are computed for eight arms, the most demanding case: with fewer
+arms they are a little too small.
 
 "Better or worse" and "equivalent" are two families with an error rate each: the true difference of an arm cannot be
 both zero and beyond the margin. A rejected hypothesis leaves its family, so later rounds correct for fewer arms. An arm
@@ -16,11 +16,11 @@ in the second.
 
 D. J. Schuirmann, A comparison of the two one-sided tests procedure and the power approach for assessing the
 equivalence of average bioavailability, J. Pharmacokinetics and Biopharmaceutics 15 (1987).
-K. K. G. Lan and D. L. DeMets, Discrete sequential boundaries for clinical trials, Biometrika 70 (1983).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,17 +32,50 @@ from qkflow.errors import UsageError
 from qkflow.experiment.stats.multiplicity import holm_adjusted, max_t_adjusted
 from qkflow.experiment.stats.paired import PairedErrors
 from qkflow.experiment.stats.prior import PRIOR, Prior, baseline_variance, moderated, prior_holds_for_all
+from qkflow.experiment.stats.spending import round_levels
 
-__all__ = ["MARGIN", "PRIOR", "SEEDS_BY_ROUND", "SPENDING", "RoundTests", "Rule", "plan_rounds", "run_tests"]
+__all__ = ["MARGIN", "PRIOR", "ROUNDS", "RoundTests", "Rule", "plan_rounds", "run_tests"]
 
 MARGIN = 0.005
 """The default equivalence margin, as a fraction of the baseline's loss."""
 
-SEEDS_BY_ROUND = (2, 3, 4, 6, 8, 11, 15, 20, 27, 36, 50)
-SPENDING = (0.05, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.04)
+ROUNDS = (2, 3, 4, 5, 6, 8, 10, 13, 17, 22, 29, 38, 50, 65, 85, 110, 145, 190, 250)
+"""Seeds by the end of each round."""
 
 _MOST_SEEDS = 10_000
+_MOST_ARMS = 8
 _LATER = 0.8
+"""What a round beyond the list spends of the rest."""
+_PLANNED = 0.8
+"""What a study that may go on spends by the end of its plan."""
+_PRIOR_CAPS = {2: 0.05, 3: 0.18, 4: 0.4}
+"""The most that rounds with few seeds may have spent if there is a prior, in a plan with more seeds."""
+_LAST_CAPS = {2: 0.25, 3: 0.5, 4: 0.65}
+"""The same if these are the seeds of the plan."""
+
+
+def _schedule(seeds: int, *, is_limited: bool, has_prior: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The rounds of a study that has time for `seeds` seeds, and the share of the error rate that each may spend.
+
+    The spent share grows mostly with the square of the seeds, as power needs most of it late. A prior that is wrong
+    errs most with two to four seeds, so these rounds spend little then. If the study is not limited, a fifth is kept
+    for rounds beyond the plan; each of them spends a quarter of what is left.
+    """
+    planned = 1.0 if is_limited else _PLANNED
+    early, last = (_PRIOR_CAPS, _LAST_CAPS) if has_prior else ({}, {})
+    rounds = [*(n for n in ROUNDS if n < 0.9 * seeds), seeds]
+    spent = [min((0.05 * n / seeds + 0.95 * (n / seeds) ** 2) * planned, early.get(n, 1.0)) for n in rounds[:-1]]
+    spent.append(planned * last.get(seeds, 1.0))
+    if not is_limited:
+        for n in ROUNDS:
+            if 1.1 * seeds < n <= max(50, 4 * seeds):
+                rounds.append(n)
+                spent.append(spent[-1] + (1 - spent[-1]) / 4)
+    steps = [int(10_000 * share) for share in (0.0, *spent)]  # shares with four decimals
+    return tuple(rounds), tuple((after - before) / 10_000 for before, after in itertools.pairwise(steps))
+
+
+SEEDS_BY_ROUND, SPENDING = _schedule(8, is_limited=False, has_prior=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +84,7 @@ class Rule:
 
     >>> rule = Rule(seeds_by_round=(3, 5), spending=(0.5, 0.4))
     >>> [round(rule.alpha(k), 4) for k in (1, 2, 3, 4)]
-    [0.025, 0.02, 0.004, 0.0008]
+    [0.025, 0.0265, 0.004, 0.0008]
     """
 
     error_rate: float = 0.05
@@ -85,11 +118,12 @@ class Rule:
             raise UsageError(f"the spending must sum to at most 1, got {math.fsum(self.spending)}")
 
     def alpha(self, round: int) -> float:
-        """The error rate that a round (counted from 1) may spend."""
+        """The error rate at which a round (counted from 1) tests: the level that spends its share."""
         if round < 1:
             raise ValueError(f"rounds are counted from 1, got {round}")
         if round <= len(self.spending):
-            return self.error_rate * self.spending[round - 1]
+            spent = tuple(self.error_rate * share / _MOST_ARMS for share in self.spending)
+            return _MOST_ARMS * round_levels(self.seeds_by_round, spent)[round - 1]
         left = max(0.0, 1 - math.fsum(self.spending))
         return self.error_rate * left * _LATER * (1 - _LATER) ** (round - len(self.spending) - 1)
 
@@ -102,19 +136,16 @@ def plan_rounds(
     margin: float = MARGIN,
     prior: Prior | None = None,
 ) -> Rule:
-    """The rule of a study whose time is enough for `seeds` seeds of every arm.
+    """The rule of a study that has time for `seeds` seeds of every arm.
 
-    If `is_limited`, the last round has exactly these seeds and the rounds spend the whole error rate. Otherwise the
-    study has the usual rounds: arms that are decided leave their time to the others, which may reach later rounds.
+    If `is_limited`, these are the most seeds, and the last round spends what is left of the error rate. Otherwise arms
+    that are decided leave their time to the others, and a fifth of the error rate is kept for further rounds.
 
-    >>> plan_rounds(5, is_limited=True).seeds_by_round
-    (2, 3, 4, 5)
+    >>> rule = plan_rounds(6, is_limited=True)
+    >>> rule.seeds_by_round, rule.spending
+    ((2, 3, 4, 5, 6), (0.1222, 0.1403, 0.193, 0.2458, 0.2987))
     """
-    rounds, spending = SEEDS_BY_ROUND, SPENDING
-    if is_limited:
-        earlier = [(n, share) for n, share in zip(SEEDS_BY_ROUND, SPENDING, strict=True) if n < seeds]
-        rounds = (*(n for n, _ in earlier), max(2, seeds))
-        spending = (*(share for _, share in earlier), 1 - math.fsum(share for _, share in earlier))
+    rounds, spending = _schedule(max(2, seeds), is_limited=is_limited, has_prior=prior is not None)
     return Rule(error_rate=error_rate, margin=margin, prior=prior, seeds_by_round=rounds, spending=spending)
 
 

@@ -43,8 +43,8 @@ class Verdict:
     paired: Pairing = "paired"
     """Whether all seeds of the arm are seeds of the baseline, some, or none."""
     seeds_needed: int | None = None
-    """For undecided: total seeds for a power of 0.8 in the next round, if the true difference is the observed one; None
-    if more than 1000 are needed or it cannot be estimated."""
+    """For undecided: total seeds for a power of 0.8 in the next round (after the last round: in a new study), if the
+    true difference is the observed one; None if more than 1000 are needed or it cannot be estimated."""
 
 
 def look_rate(error_rate: float, look: int) -> float:
@@ -254,8 +254,8 @@ class _Writer:
 
         Equivalence needs both sides to be rejected: each with a power of 0.9.
         """
-        alpha = self.rule.alpha(self.round + 1) / self.arms
-        if not alpha > 0 or not errors.spread > 0:
+        alpha = (self.rule.alpha(self.round + 1) or self.rule.alpha(self.round)) / self.arms
+        if not errors.spread > 0:
             return None
         needed = functools.partial(
             seeds_needed,

@@ -11,7 +11,7 @@ import pytest
 from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError
 from qkflow.experiment.stats.prior import Prior
-from qkflow.experiment.stats.rounds import Rule
+from qkflow.experiment.stats.rounds import PRIOR, Rule, plan_rounds
 from qkflow.experiment.stats.simulation import KINDS, judge_studies
 from qkflow.experiment.stats.verdict import Verdict, judge_round
 
@@ -44,13 +44,37 @@ def test_invalid_rules_are_refused(change: dict[str, Any], message: str) -> None
         replace(Rule(seeds_by_round=(3, 5), spending=(0.5, 0.5)), **change)
 
 
-def test_rounds_never_spend_more_than_the_error_rate() -> None:
-    for rule in (Rule(), Rule(seeds_by_round=(3,), spending=(0.3,))):
-        rates = [rule.alpha(round) for round in range(1, 60)]
-        assert sum(rates) <= 0.05 * (1 + 1e-9)
-        assert min(rates) >= 0
+def test_a_single_round_tests_at_what_it_spends_and_later_rounds_at_what_is_left() -> None:
+    rule = Rule(seeds_by_round=(3,), spending=(0.3,))
+    rates = [rule.alpha(round) for round in range(1, 60)]
+    assert rates[:3] == pytest.approx([0.015, 0.8 * 0.035, 0.16 * 0.035])
+    assert sum(rates) == pytest.approx(0.05)
+    assert Rule(seeds_by_round=(3,), spending=(1.0,)).alpha(2) == 0
     with pytest.raises(ValueError, match="counted from 1, got 0"):
         Rule().alpha(0)
+
+
+def test_rounds_of_one_study_test_at_more_than_they_spend() -> None:
+    rule = Rule(seeds_by_round=(3, 6, 12), spending=(0.2, 0.3, 0.5))
+    rates = [rule.alpha(round) for round in (1, 2, 3)]
+    assert rates[0] == pytest.approx(0.01)
+    assert all(rate > 0.05 * share for rate, share in zip(rates[1:], rule.spending[1:], strict=True))
+    assert sum(rates) < 1.5 * 0.05
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 4, 5, 8, 13, 40, 200])
+@pytest.mark.parametrize("prior", [None, PRIOR])
+def test_a_plan_ends_with_the_seeds_that_it_has_time_for(seeds: int, prior: Prior | None) -> None:
+    limited = plan_rounds(seeds, is_limited=True, prior=prior, error_rate=0.1, margin=0.02)
+    assert limited.seeds_by_round[-1] == seeds
+    assert (limited.prior, limited.error_rate, limited.margin) == (prior, 0.1, 0.02)
+    assert sum(limited.spending) == pytest.approx(1) or (prior is not None and seeds < 5)
+    longer = plan_rounds(seeds, is_limited=False, prior=prior)
+    assert seeds in longer.seeds_by_round
+    assert longer.seeds_by_round[-1] >= min(3 * seeds, 190)
+    assert sum(longer.spending) <= 1
+    planned = sum(share for n, share in zip(longer.seeds_by_round, longer.spending, strict=True) if n <= seeds)
+    assert planned <= 0.8 + 1e-9
 
 
 @pytest.mark.parametrize("prior", [None, Prior(spread=0.01)])
