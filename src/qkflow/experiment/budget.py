@@ -413,7 +413,10 @@ class _Chooser:
         if steps <= most:
             return steps
         elapsed = self.clock() - self.start
-        sufficient = format_duration(_SAFETY * (work.seconds(most) + elapsed) / (1 - RESERVE))
+        seconds = _SAFETY * (work.seconds(most) + elapsed) / (1 - RESERVE)
+        if self.spec.learning_rates is None and seconds < TUNING_BUDGET:  # then nothing is tuned
+            seconds = _SAFETY * (replace(work, rates=1).seconds(most) + elapsed) / (1 - RESERVE)
+        sufficient = format_duration(seconds)
         problem = (
             f"{format_duration(budget)} allows more than {self.spec.passes:g} passes over the "
             f"{format_compact(self.train_tokens)} training tokens of {self.corpus.name}"

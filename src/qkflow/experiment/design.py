@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,11 +42,11 @@ from qkflow.experiment.budget import (
     n_rates,
     tuning_steps,
 )
-from qkflow.experiment.decisions import Round
+from qkflow.experiment.decisions import Decisions, Round
 from qkflow.experiment.executors.base import Executor
 from qkflow.experiment.spec import MOST_SEEDS, Device, ExperimentSpec, parse_arm, refuse_duplicate_arms
 from qkflow.experiment.stats.rounds import PRIOR, Rule, plan_rounds
-from qkflow.io import write_json
+from qkflow.io import checksum, write_json
 from qkflow.training import TrainConfig
 from qkflow.training.budget import Speed
 from qkflow.training.config import ModelConfig
@@ -94,8 +95,15 @@ class ArmDesign:
     def __post_init__(self) -> None:
         if not _FOLDER.fullmatch(self.folder):
             raise UsageError(f"the arm {self.name!r} has the folder {self.folder!r}: expected a plain folder name")
-        if self.steps < 1 or self.tuning_steps < 0 or self.parameters < 0 or self.flops_per_token < 0:
-            raise UsageError(f"the arm {self.name!r} has a negative number of steps, parameters or FLOPs")
+        for name, least in (
+            ("steps", 1),
+            ("parameters", 1),
+            ("tuning_steps", 0),
+            ("flops_per_token", 0),
+            ("state_bytes", 0),
+        ):
+            if (value := getattr(self, name)) < least:
+                raise UsageError(f"the arm {self.name!r} has {name} = {value}: expected at least {least}")
         if not self.rates or not all(0 < rate < math.inf for rate in self.rates):
             raise UsageError(f"the arm {self.name!r} needs learning rates above 0, got {self.rates}")
         if self.seconds_per_step is not None and not 0 < self.seconds_per_step < math.inf:
@@ -149,6 +157,10 @@ class Design:
             raise UsageError("two arms of the design share a folder")
         if not 0 <= self.first_seed < TUNING_SEED - MOST_SEEDS:
             raise UsageError(f"first_seed must be from 0 to {TUNING_SEED - MOST_SEEDS - 1}, got {self.first_seed}")
+        if self.seeds > MOST_SEEDS:
+            raise UsageError(f"a design has at most {MOST_SEEDS} seeds, got {self.seeds}")
+        if (self.rule.error_rate, self.rule.margin) != (self.spec.error_rate, self.spec.margin):
+            raise UsageError("the error rate and the margin of the rule are not those of the spec")
         if not 1 <= self.jobs <= _MOST_JOBS:
             raise UsageError(f"jobs must be from 1 to {_MOST_JOBS}, got {self.jobs}")
         for name in ("budget", "expected_seconds"):
@@ -163,6 +175,11 @@ class Design:
     def arm(self, name: str) -> ArmDesign:
         """The arm of that name."""
         return next(arm for arm in self.arms if arm.name == name)
+
+    def round(self, number: int, arms: Sequence[str]) -> Round:
+        """A round, counted from 1, of these arms; the rule gives its seeds."""
+        seeds = [self.first_seed + count for count in (0, *self.rule.seeds_by_round)]
+        return Round(number=number, arms=tuple(arms), seeds=tuple(range(seeds[number - 1], seeds[number])))
 
     @property
     def tuned(self) -> bool:
@@ -201,7 +218,7 @@ class PlannedRun:
 def make_design(
     spec: ExperimentSpec, executor: Executor, *, notice: Callable[[str], None], command: Sequence[str] = ()
 ) -> Design:
-    """The design of a new experiment that does not extend another."""
+    """The design of a new experiment."""
     if spec.base is not None:
         return _preset_design(spec, spec.base, executor, command)
     if isinstance(spec.data, TaskConfig):
@@ -255,7 +272,7 @@ def make_design(
         first_seed=spec.first_seed,
         base=base,
         jobs=jobs,
-        budget=None if choice.speeds is None else spec.budget or DEFAULT_BUDGET,
+        budget=spec.budget or (DEFAULT_BUDGET if spec.tokens is None else None),
         expected_seconds=choice.seconds,
         unit=corpus.unit,
     )
@@ -486,10 +503,52 @@ def read_design(study: Path | str) -> Design:
     study = Path(study)
     if not holds_study(study):
         raise UsageError(f"{study} is not a study (no design.json): give a folder written by `qkflow compare`")
-    data = read_json(study / "design.json")
+    path = study / "design.json"
+    data = read_json(path)
     if data.get("format") != FORMAT:
-        raise UsageError(f"{study / 'design.json'} has format {data.get('format')!r}, expected {FORMAT}")
-    return from_dict(Design, data)
+        raise UsageError(f"{path} has format {data.get('format')!r}, expected {FORMAT}")
+    try:
+        return from_dict(Design, data)
+    except (UsageError, ValueError, OverflowError) as error:  # an integer may be too large for a float
+        raise UsageError(f"{path}: {error}") from error
+
+
+def read_decisions(study: Path, design: Design) -> Decisions:
+    """The decisions of a study; `UsageError` if they are not those of its design, or the design was changed."""
+    decisions, path = Decisions(study), study / "design.json"
+    if not decisions.records:  # killed after writing the design
+        if any((study / name).exists() for name in ("runs", "tuning")):
+            raise UsageError(f"{decisions.path} is missing: restore it from a copy, or start a new study")
+        return decisions
+    if decisions.records[0].get("sha256_design") != checksum(path):
+        raise UsageError(
+            f"{path} was changed after the study was started: restore it from a copy, or start a new study"
+        )
+    names = design.spec.arms
+    for number, round_ in enumerate(decisions.rounds(), 1):
+        arms = tuple(name for name in names if name in round_.arms)
+        if number > len(design.rule.seeds_by_round) or names[0] not in arms or round_ != design.round(number, arms):
+            raise UsageError(f"{decisions.path}: round {number} does not follow the design")
+    for arm, rate in decisions.rates().items():
+        if arm not in names or rate not in design.arm(arm).rates:
+            raise UsageError(f"{decisions.path}: the learning rate {rate} of {arm!r} is not in the design")
+    judged = decisions.of_kind("verdicts")
+    if [record["round"] for record in judged] != list(range(1, len(judged) + 1)) or len(judged) > len(
+        decisions.rounds()
+    ):
+        raise UsageError(f"{decisions.path}: the verdicts are not those of its rounds")
+    for verdict in decisions.verdicts().values():
+        if verdict.arm not in names[1:]:
+            raise UsageError(f"{decisions.path}: there is no arm {verdict.arm!r} in the design")
+    return decisions
+
+
+def refuse_links(study: Path) -> None:
+    """Raise `UsageError` if a link in a study's folder leads out of it: nothing is written elsewhere."""
+    for folder, folders, files in os.walk(study):
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(study)):
+                raise UsageError(f"{path} leads out of {study}: remove the link")
 
 
 def _tuning_run(design: Design, arm: ArmDesign, rate: float) -> PlannedRun:

@@ -10,7 +10,6 @@ as failed. Time decides only whether another round starts.
 from __future__ import annotations
 
 import contextlib
-import json
 import resource
 import shlex
 import sys
@@ -23,7 +22,6 @@ from typing import Literal
 
 import torch
 
-from qkflow.config import from_dict, to_dict
 from qkflow.data import open_corpus
 from qkflow.data.tasks import TaskConfig, open_task
 from qkflow.errors import BusyError, DiskError, DivergenceError, Interrupted, UsageError
@@ -36,7 +34,9 @@ from qkflow.experiment.design import (
     best_rates,
     holds_study,
     make_design,
+    read_decisions,
     read_design,
+    refuse_links,
     round_runs,
     tuning_losses,
     tuning_runs,
@@ -47,7 +47,6 @@ from qkflow.experiment.executors.base import Executor, Resources, describe_error
 from qkflow.experiment.executors.local import LocalExecutor
 from qkflow.experiment.metrics.measurement import RationaleMeasurement, describe_task
 from qkflow.experiment.progress import Observer, ProgressMeter
-from qkflow.experiment.run_status import FILE as STATUS_FILE
 from qkflow.experiment.run_status import read_status, update_status
 from qkflow.experiment.spec import ExperimentSpec, spec_differences
 from qkflow.experiment.stats.verdict import Verdict, judge_round
@@ -59,6 +58,8 @@ from qkflow.training.signals import StopRequest, stop_on_signals
 
 ATTEMPTS = 3
 """How often a run that crashes is tried per session."""
+BUDGET_SPENT = "the budget is spent"
+"""The reason of a study's end after which it can be extended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +115,7 @@ def run_experiment(
             started = time.monotonic()
             design = make_design(spec, entered, notice=observer.on_notice, command=command)
             write_design(study, design)
-            Decisions(study).append(
-                "design", {"sha256_design": checksum(study / "design.json"), "elapsed": time.monotonic() - started}
-            )
+            _append_design(Decisions(study), time.monotonic() - started)
         observer.on_design(design)
         with stop_on_signals() as stop:
             _Session(study, design, entered, observer, stop, command, more=more).run()
@@ -133,16 +132,16 @@ def resume_study_command(study: Path) -> str:
 
 
 def refuse_other_folder(spec: ExperimentSpec | None, study: Path) -> None:
-    """Raise `UsageError` if the folder holds neither a study nor nothing."""
+    """Raise `UsageError` if the folder holds neither a study nor nothing, or a link leads out of it."""
     if study.exists() and not study.is_dir():
         raise UsageError(f"{study} is a file: choose a folder for the study")
-    if holds_study(study):
-        return
-    if spec is None:
-        raise _no_study(study)
-    names = [path.name for path in study.iterdir()] if study.exists() else []
-    if others := sorted(name for name in names if name != "lock" and not name.endswith(".tmp")):
-        raise UsageError(f"{study} is not empty ({others[0]}) and holds no study: choose another folder")
+    if not holds_study(study):
+        if spec is None:
+            raise _no_study(study)
+        names = [path.name for path in study.iterdir()] if study.exists() else []
+        if others := sorted(name for name in names if name != "lock" and not name.endswith(".tmp")):
+            raise UsageError(f"{study} is not empty ({others[0]}) and holds no study: choose another folder")
+    refuse_links(study)
 
 
 def run_one(spec: RunSpec) -> RunOutcome:
@@ -217,9 +216,9 @@ class _Session:
         self._run_all(self._unsettled(round_runs(self.design, round_, rates)))
         verdicts = self._judge(round_, rates)
         if round_.number <= self.decisions.judged_rounds():
-            recorded = self.decisions.of_kind("verdicts")[round_.number - 1]["verdicts"]
-            computed = json.loads(json.dumps([to_dict(verdict) for verdict in verdicts]))
-            if any(old != new for old, new in zip(recorded, computed, strict=True) if old["kind"] != "undecided"):
+            recorded = self.decisions.verdicts(round_.number)
+            final = [verdict.arm for verdict in recorded.values() if verdict.kind != "undecided"]
+            if any(verdict != recorded[verdict.arm] for verdict in verdicts if verdict.arm in final):
                 self.observer.on_notice(
                     f"round {round_.number}: the runs give other verdicts than those in {self.decisions.path}, which "
                     "are final"
@@ -232,8 +231,6 @@ class _Session:
         """The verdicts after a round; none if the study measures rationales."""
         if self.design.spec.rationale is not None:
             return ()
-        judged = self.decisions.of_kind("verdicts")[: round_.number - 1]
-        earlier = {v["arm"]: from_dict(Verdict, v) for v in (judged[-1]["verdicts"] if judged else [])}
         rounds = [earlier_round for earlier_round in self.decisions.rounds() if earlier_round.number <= round_.number]
         losses, sizes = read_losses(self.study, self.design, rounds, rates)
         return judge_round(
@@ -242,7 +239,7 @@ class _Session:
             baseline=self.design.spec.baseline,
             rule=self.design.rule,
             round=round_.number,
-            decided=earlier,
+            decided=self.decisions.verdicts(round_.number - 1),
             unit=self.design.unit,
         )
 
@@ -252,8 +249,8 @@ class _Session:
         verdicts = self.decisions.verdicts()
         decided = [arm for arm, verdict in verdicts.items() if verdict.kind != "undecided"]
         failed = [arm.name for arm in design.arms if arm.name not in rates or self._has_failed(arm.name)]
-        last = self.decisions.records[-1]
-        if last["kind"] == "end" and set(last["failed"]) <= set(failed):
+        last = self.decisions.last_decision()
+        if last["kind"] == "end" and all(arm in failed for arm in last["failed"]):
             return None
         open_arms = [arm.name for arm in design.arms[1:] if arm.name not in decided and arm.name not in failed]
         if number > 1 and design.spec.rationale is not None:
@@ -263,15 +260,10 @@ class _Session:
             return self._end("runs failed" if undecided else "all arms are decided", undecided)
         if number > len(design.rule.seeds_by_round):
             return self._end(f"{design.seeds} seeds are the most", failed)
-        seeds = (0, *design.rule.seeds_by_round)
-        round_ = Round(
-            number=number,
-            arms=(design.spec.baseline, *open_arms),
-            seeds=tuple(range(design.first_seed + seeds[number - 1], design.first_seed + seeds[number])),
-        )
+        round_ = design.round(number, (design.spec.baseline, *open_arms))
         budget = self.decisions.state(design.budget).budget
         if number > 1 and budget is not None and self._elapsed() + self._round_seconds(round_) > budget:
-            return self._end("the budget is spent", failed)
+            return self._end(BUDGET_SPENT, failed)
         self.decisions.append("round", {"round": round_.number, "arms": list(round_.arms), "seeds": list(round_.seeds)})
         return round_
 
@@ -281,8 +273,11 @@ class _Session:
 
     def _add_budget(self, seconds: float) -> None:
         """Let a study that has ended go on; the rule stays, so its error rate does, too."""
-        if self.decisions.records[-1]["kind"] != "end":
+        last = self.decisions.last_decision()
+        if last["kind"] != "end":
             raise UsageError(f"{self.study} has not ended: finish it with `{resume_study_command(self.study)}` first")
+        if last["reason"] != BUDGET_SPENT:
+            raise UsageError(f"{self.study} has ended because {last['reason']}: more time would change nothing")
         self.decisions.append("budget", {"seconds": self._elapsed() + seconds})
 
     def _elapsed(self) -> float:
@@ -295,8 +290,7 @@ class _Session:
         return makespan(sorted(seconds * len(round_.seeds), reverse=True), self.design.jobs)
 
     def _has_failed(self, arm: str) -> bool:
-        folder = self.study / "runs" / self.design.arm(arm).folder
-        return any(read_status(path.parent).failed is not None for path in folder.glob(f"*/{STATUS_FILE}"))
+        return any(run.arm == arm and run.kind == "main" and run.folder in self.meter.failed for run in self.meter.runs)
 
     def _unsettled(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
         """The runs that are neither finished nor failed for good."""
@@ -305,9 +299,10 @@ class _Session:
 
     def _is_settled(self, run: PlannedRun) -> bool:
         """Whether the run is finished or has failed for good, according to its folder."""
-        folder = inside(self.study, run.folder)
+        folder = self.study / run.folder
         if (changed := self.decisions.changed_file(self.study, run.folder)) is not None:
             self.observer.on_notice(f"{self.study / changed} was changed after it was written: training the run again")
+            self.decisions.append_discarded(run.folder)
             discard(folder)
             return False
         if finished(folder) is not None:
@@ -325,7 +320,7 @@ class _Session:
     def _record(self, run: PlannedRun) -> None:
         """Write the checksums of a finished run."""
         if not self.decisions.is_recorded(run.folder):
-            self.decisions.append_run(self.study, run.folder)
+            self.decisions.append_run(self.study, run.folder, self._elapsed())
 
     def _run_all(self, pending: list[PlannedRun]) -> None:
         """Run all of these; those that crash are retried after the others."""
@@ -418,7 +413,9 @@ def _locked_study(study: Path) -> Iterator[None]:
 def _resumed_design(spec: ExperimentSpec | None, study: Path) -> Design:
     """The design in the folder, if it has the same spec and its data has not changed."""
     design = read_design(study)
-    _check_journal(study)
+    decisions = read_decisions(study, design)
+    if not decisions.records:  # killed after writing the design
+        _append_design(decisions, 0.0)
     if spec is not None and spec != design.spec:
         lines = "".join(f"\n  {line}" for line in spec_differences(design.spec, spec))
         raise UsageError(f"{study} holds a different study: choose another folder.{lines}")
@@ -432,24 +429,9 @@ def _resumed_design(spec: ExperimentSpec | None, study: Path) -> Design:
     return design
 
 
-def _check_journal(study: Path) -> None:
-    """Raise `UsageError` if design.json is not the one that the decisions were made for."""
-    decisions, digest = Decisions(study), checksum(study / "design.json")
-    if not decisions.records:  # killed after writing the design
-        decisions.append("design", {"sha256_design": digest})
-    elif decisions.records[0].get("sha256_design") != digest:
-        raise UsageError(
-            f"{study / 'design.json'} was changed after the study was started: restore it from a copy, or start a new "
-            "study"
-        )
-
-
-def inside(study: Path, folder: Path) -> Path:
-    """The path of a folder of the study; `UsageError` if a link leads out of the study."""
-    path = study / folder
-    if not path.resolve().is_relative_to(study.resolve()):
-        raise UsageError(f"{path} leads out of {study}: remove the link")
-    return path
+def _append_design(decisions: Decisions, elapsed: float) -> None:
+    digest = checksum(decisions.path.with_name("design.json"))
+    decisions.append("design", {"sha256_design": digest, "elapsed": elapsed})
 
 
 def _describe_data(design: Design) -> dict[str, object]:

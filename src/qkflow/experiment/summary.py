@@ -23,7 +23,9 @@ from qkflow.experiment.design import (
     Design,
     PlannedRun,
     best_rates,
+    read_decisions,
     read_design,
+    refuse_links,
     round_runs,
     tuning_losses,
     tuning_runs,
@@ -237,7 +239,9 @@ def read_losses(
 def read_result(study: Path | str) -> ExperimentResult:
     """The result of the finished runs in a study's folder."""
     study = Path(study)
-    design, decisions = read_design(study), Decisions(study)
+    refuse_links(study)
+    design = read_design(study)
+    decisions = read_decisions(study, design)
     tuning = tuning_losses(study, design)
     rates = decisions.rates() or best_rates(design, tuning)
     planned = [*tuning_runs(design)]
@@ -302,7 +306,7 @@ def read_result(study: Path | str) -> ExperimentResult:
         arms=arms,
         comparisons=comparisons,
         verdicts=verdicts,
-        notes=tuple(from_dict(CorpusNote, note) for note in corpus.get("notes", [])),
+        notes=_read_notes(study / "corpus.json", corpus),
         remarks=_remarks(design, runs),
         design=to_dict(design),
         environment=environment,
@@ -318,12 +322,21 @@ def example_runs(study: Path | str) -> dict[str, Path]:
     """For each arm, the folder of its first finished run, or of its first run."""
     study = Path(study)
     design = read_design(study)
+    decisions = read_decisions(study, design)
     folders: dict[str, Path] = {}
     for arm in design.arms:
-        seeds = sorted((study / "runs" / arm.folder).glob("seed-*"), key=lambda path: int(path.name[5:]))
-        finished_runs = [path for path in seeds if (path / "weights.safetensors").exists()]
-        folders[arm.name] = next(iter(finished_runs or seeds), study / "runs" / arm.folder / "seed-0")
-    return {arm.name: folders[arm.name] for arm in design.arms}
+        seeds = [
+            design.first_seed,
+            *(s for round_ in decisions.rounds() if arm.name in round_.arms for s in round_.seeds),
+        ]
+        runs = [Path("runs", arm.folder, f"seed-{seed}") for seed in seeds]
+        finished_runs = [
+            run
+            for run in runs
+            if (study / run / "weights.safetensors").exists() and decisions.changed_file(study, run) is None
+        ]
+        folders[arm.name] = study / (finished_runs or runs)[0]
+    return folders
 
 
 def _cell(value: object) -> str:
@@ -342,7 +355,7 @@ def _read_run(study: Path, run: PlannedRun, decisions: Decisions) -> RunRecord:
         run=run,
         folder=folder,
         result=result,
-        records=read_metrics(folder / "metrics.jsonl"),
+        records=[] if changed is not None else read_metrics(folder / "metrics.jsonl"),
         failed=None if result is not None else status.failed,
         peak_bytes=status.peak_bytes,
         changed=None if changed is None else study / changed,
@@ -459,6 +472,13 @@ def _mismatches(design: Design) -> list[float]:
     seconds = design.spec.match == "seconds"
     costs = [arm.steps * ((arm.seconds_per_step or 0.0) if seconds else arm.flops_per_token) for arm in design.arms]
     return [cost / costs[0] - 1 if costs[0] else 0.0 for cost in costs]
+
+
+def _read_notes(path: Path, corpus: Mapping[str, Any]) -> tuple[CorpusNote, ...]:
+    try:
+        return tuple(from_dict(CorpusNote, note) for note in corpus.get("notes", []))
+    except (UsageError, TypeError) as error:
+        raise UsageError(f"{path} is damaged ({error}): delete it and resume the study") from error
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

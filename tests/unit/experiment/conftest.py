@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from qkflow.data import CorpusConfig
-from qkflow.experiment.design import Design, PlannedRun
+from qkflow.experiment.decisions import Round
+from qkflow.experiment.design import Design, PlannedRun, best_rates, round_runs, tuning_runs
 from qkflow.experiment.executors.base import CallResult, Resources, describe_error
 from qkflow.experiment.progress import Observer, Progress
 from qkflow.experiment.runner import run_experiment
@@ -84,6 +85,18 @@ class Watcher(Observer):
 
     def on_failure(self, job: PlannedRun, reason: str) -> None:
         self.failures.append((job.name, reason))
+
+
+def planned_runs(design: Design, rates: Mapping[str, float] | None = None) -> tuple[PlannedRun, ...]:
+    """All runs of a design, tuning first, as if no arm were decided early."""
+    seeds = tuple(range(design.first_seed, design.first_seed + design.seeds))
+    rates = best_rates(design, {}) if rates is None else rates
+    return (*tuning_runs(design), *round_runs(design, Round(number=1, arms=design.spec.arms, seeds=seeds), rates))
+
+
+@pytest.fixture(name="planned_runs")
+def _planned_runs() -> Callable[..., tuple[PlannedRun, ...]]:
+    return planned_runs
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 from qkflow.circuits import RatioSchedule
 from qkflow.errors import UsageError
 from qkflow.experiment.budget import match_arms, refuse_duplicate_arms
-from qkflow.experiment.design import Design, make_design, planned_runs, read_design, write_design
+from qkflow.experiment.design import Design, make_design, read_design, write_design
 from qkflow.experiment.spec import ExperimentSpec, parse_arm
 
 Ask = Callable[..., ExperimentSpec]
@@ -68,7 +68,7 @@ def designed(spec: ExperimentSpec, executor: Any) -> Design:
     return make_design(spec, executor, notice=lambda text: None, command=("qkflow", "compare"))
 
 
-def test_every_run_of_an_arm_including_tuning_has_its_ratio(ask: Ask, inline: Any) -> None:
+def test_every_run_of_an_arm_including_tuning_has_its_ratio(ask: Ask, inline: Any, planned_runs: Any) -> None:
     arms = ("standard", "standard:r=20", "differential:r=5,growth=40")
     design = designed(ask(arms=arms, learning_rates=(1e-3, 3e-3)), inline())
     ratios = {"standard": (1.0, None), "standard:r=20": (20.0, None), "differential:r=5,growth=40": (5.0, 40.0)}
@@ -81,7 +81,7 @@ def test_every_run_of_an_arm_including_tuning_has_its_ratio(ask: Ask, inline: An
     assert [arm.folder for arm in design.arms] == ["standard", "standard_r=20", "differential_r=5,growth=40"]
 
 
-def test_a_design_without_ratios_is_read(ask: Ask, inline: Any, tmp_path: Path) -> None:
+def test_a_design_without_ratios_is_read(ask: Ask, inline: Any, planned_runs: Any, tmp_path: Path) -> None:
     design = designed(ask(), inline())
     write_design(tmp_path, design)
     file = tmp_path / "design.json"

@@ -21,11 +21,11 @@ from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
 from qkflow.experiment.budget import match_arms, round_steps, steps_per_arm
 from qkflow.experiment.design import (
+    TUNING_SEED,
     Design,
     allocate_cores,
     folder_names,
     make_design,
-    planned_runs,
     read_design,
     write_design,
 )
@@ -118,16 +118,17 @@ def test_an_evaluation_is_at_the_end_of_the_plateau(steps: float) -> None:
     assert abs(made - steps) <= 10 or made == 20
 
 
-def test_the_learning_rate_is_constant_until_the_evaluation_at_four_fifths(ask: Ask, inline: Any) -> None:
+def test_the_learning_rate_is_constant_until_an_evaluation(ask: Ask, inline: Any, planned_runs: Any) -> None:
     config = planned_runs(designed(ask(tokens=200 * 64), inline()))[0].config
     assert config is not None
-    plateau = config.steps * 4 // 5
+    plateau = round(config.steps * (1 - config.decay))
+    assert plateau == config.steps * 3 // 5
     assert plateau % config.evaluate_every == 0
     assert config.steps // config.evaluate_every == 20
     assert [lr_multiplier(config, plateau), lr_multiplier(config, plateau + 1) < 1] == [1.0, True]
 
 
-def test_run_i_of_every_arm_has_seed_i_and_data_seed_i(ask: Ask, inline: Any) -> None:
+def test_run_i_of_every_arm_has_seed_i_and_data_seed_i(ask: Ask, inline: Any, planned_runs: Any) -> None:
     design = designed(ask(seeds=3), inline())
     made = planned_runs(design)
     assert {(job.arm, job.seed) for job in made} == {(arm, seed) for arm in design.spec.arms for seed in range(3)}
@@ -140,7 +141,7 @@ def test_run_i_of_every_arm_has_seed_i_and_data_seed_i(ask: Ask, inline: Any) ->
     assert [job.seed for job in made] == [0, 0, 1, 1, 2, 2]  # pairs come early: half a study can be read
 
 
-def test_runs_differ_only_in_arm_seed_and_rate(ask: Ask, inline: Any) -> None:
+def test_runs_differ_only_in_arm_seed_and_rate(ask: Ask, inline: Any, planned_runs: Any) -> None:
     design = designed(ask(), inline())
     for job in planned_runs(design):
         assert job.config is not None
@@ -148,15 +149,15 @@ def test_runs_differ_only_in_arm_seed_and_rate(ask: Ask, inline: Any) -> None:
         assert same == design.base
 
 
-def test_tuning_runs_have_their_own_seed_and_equal_length(ask: Ask, inline: Any) -> None:
+def test_tuning_runs_have_their_own_seed_and_equal_length(ask: Ask, inline: Any, planned_runs: Any) -> None:
     design = designed(ask(learning_rates=(1e-3, 3e-3, 1e-2), tokens=400 * 64), inline())
     made = planned_runs(design)
     tuning = [job for job in made if job.kind == "tuning"]
     assert {(job.arm, job.config.lr) for job in tuning if job.config} == {
         (arm, rate) for arm in design.spec.arms for rate in (1e-3, 3e-3, 1e-2)
     }
-    assert {(job.seed, job.steps) for job in tuning} == {(1000, 100)}
-    assert all(job.config and job.config.data_seed == 1000 for job in tuning)
+    assert {(job.seed, job.steps) for job in tuning} == {(TUNING_SEED, 100)}
+    assert all(job.config and job.config.data_seed == TUNING_SEED for job in tuning)
     assert all(job.config is None for job in made if job.kind == "main")
     chosen = planned_runs(design, {"standard": 1e-2})
     assert {(job.arm, job.config and job.config.lr) for job in chosen if job.kind == "main"} == {
@@ -172,7 +173,7 @@ def test_a_design_survives_json(ask: Ask, inline: Any, tmp_path: Path) -> None:
     record = json.loads((tmp_path / "design.json").read_text())
     assert record["digest"] == design.digest
     assert record["command"] == ["qkflow", "compare"]
-    assert (record["look"], record["error_rate"]) == (1, pytest.approx(0.04))
+    assert (record["rule"]["error_rate"], record["rule"]["seeds_by_round"]) == (0.05, [2])
     del record["unit"]  # as designs were before there were tasks
     (tmp_path / "design.json").write_text(json.dumps(record))
     assert read_design(tmp_path) == design
@@ -193,7 +194,7 @@ def test_a_folder_without_a_design_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a study"):
         read_design(tmp_path)
     (tmp_path / "design.json").write_text('{"format": 99}')
-    with pytest.raises(UsageError, match="has format 99, expected 2"):
+    with pytest.raises(UsageError, match="has format 99, expected 3"):
         read_design(tmp_path)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qkflow.experiment.design import Design, PlannedRun, make_design, planned_runs
+from qkflow.experiment.design import Design, PlannedRun, make_design
 from qkflow.experiment.progress import ProgressMeter, last_step
 from qkflow.experiment.spec import ExperimentSpec
 
@@ -45,10 +45,11 @@ def test_the_last_whole_line_gives_the_step(tmp_path: Path) -> None:
     assert last_step(tmp_path)[1] == 0
 
 
-def test_speed_and_time_left_are_those_of_this_session(design: Design, tmp_path: Path) -> None:
+def test_speed_and_time_left_are_those_of_this_session(design: Design, planned_runs: Any, tmp_path: Path) -> None:
     clock, made = Clock(), planned_runs(design)
     write(tmp_path, made[0], 50)  # from an earlier session
-    meter = ProgressMeter(tmp_path, design, made, clock)
+    meter = ProgressMeter(tmp_path, design, clock)
+    meter.add(made)
     first = meter.read()
     assert (first.items, first.items_per_second, first.seconds_left, first.running) == (50 * 64, None, None, ())
     clock.now = 10.0
@@ -64,9 +65,12 @@ def test_speed_and_time_left_are_those_of_this_session(design: Design, tmp_path:
     assert seen.seconds_left == pytest.approx(80, rel=0.15)  # a slot makes two steps a second; 30 + 100 | 80 + 100 left
 
 
-def test_finished_runs_count_fully_and_failed_runs_not_at_all(design: Design, tmp_path: Path) -> None:
+def test_finished_runs_count_fully_and_failed_runs_not_at_all(
+    design: Design, planned_runs: Any, tmp_path: Path
+) -> None:
     clock, made = Clock(), planned_runs(design)
-    meter = ProgressMeter(tmp_path, design, made, clock)
+    meter = ProgressMeter(tmp_path, design, clock)
+    meter.add(made)
     clock.now = 10.0
     write(tmp_path, made[1], 30)
     meter.finish(made[0])
@@ -77,9 +81,10 @@ def test_finished_runs_count_fully_and_failed_runs_not_at_all(design: Design, tm
     assert seen.running == ()
 
 
-def test_runs_finished_before_do_not_count_towards_speed(design: Design, tmp_path: Path) -> None:
+def test_runs_finished_before_do_not_count_towards_speed(design: Design, planned_runs: Any, tmp_path: Path) -> None:
     clock, made = Clock(), planned_runs(design)
-    meter = ProgressMeter(tmp_path, design, made, clock)
+    meter = ProgressMeter(tmp_path, design, clock)
+    meter.add(made)
     for job in made[:2]:
         meter.count_as_old(job)
     clock.now = 10.0
@@ -90,10 +95,13 @@ def test_runs_finished_before_do_not_count_towards_speed(design: Design, tmp_pat
     assert meter.read().seconds_left == pytest.approx(20, rel=0.15)
 
 
-def test_a_run_resumed_from_a_checkpoint_is_not_counted_twice(design: Design, tmp_path: Path) -> None:
+def test_a_run_resumed_from_a_checkpoint_is_not_counted_twice(
+    design: Design, planned_runs: Any, tmp_path: Path
+) -> None:
     clock, made = Clock(), planned_runs(design)
     write(tmp_path, made[0], 60)
-    meter = ProgressMeter(tmp_path, design, made, clock)
+    meter = ProgressMeter(tmp_path, design, clock)
+    meter.add(made)
     (tmp_path / made[0].folder / "metrics.jsonl").write_text('{"step": 40}\n')
     clock.now = 10.0
     seen = meter.read()

@@ -94,7 +94,7 @@ class Rule:
     prior: Prior | None = None
     """The calibrated spread over seeds; None to use the seeds of the study alone."""
     seeds_by_round: tuple[int, ...] = SEEDS_BY_ROUND
-    """Seeds of each open arm by the end of each round."""
+    """Seeds of each open arm by the end of each round. A single round of one seed decides nothing."""
     spending: tuple[float, ...] = SPENDING
     """The fraction of the error rate that each round may spend. Rounds beyond the list (a study that is extended) spend
     four fifths of what is left."""
@@ -105,7 +105,8 @@ class Rule:
         if not 0 < self.margin < math.inf:
             raise UsageError(f"margin must be a fraction above 0 of the baseline's loss, got {self.margin}")
         seeds = self.seeds_by_round
-        if not seeds or not all(a < b for a, b in zip((1, *seeds), seeds, strict=False)) or seeds[-1] > _MOST_SEEDS:
+        is_increasing = all(a < b for a, b in zip((1, *seeds), seeds, strict=False))
+        if not seeds or not (is_increasing or seeds == (1,)) or seeds[-1] > _MOST_SEEDS:
             raise UsageError(
                 f"seeds_by_round must increase from at least 2 to at most {_MOST_SEEDS}, got {list(seeds)}"
             )
@@ -145,7 +146,7 @@ def plan_rounds(
     >>> rule.seeds_by_round, rule.spending
     ((2, 3, 4, 5, 6), (0.1222, 0.1403, 0.193, 0.2458, 0.2987))
     """
-    rounds, spending = _schedule(max(2, seeds), is_limited=is_limited, has_prior=prior is not None)
+    rounds, spending = _schedule(seeds, is_limited=is_limited, has_prior=prior is not None)
     return Rule(error_rate=error_rate, margin=margin, prior=prior, seeds_by_round=rounds, spending=spending)
 
 

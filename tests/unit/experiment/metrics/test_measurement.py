@@ -18,7 +18,6 @@ import torch
 from qkflow.data.tasks import Instance, Task, TaskConfig
 from qkflow.errors import CheckpointError, Interrupted, UsageError
 from qkflow.experiment.design import read_design
-from qkflow.experiment.extension import extend
 from qkflow.experiment.metrics import measurement
 from qkflow.experiment.metrics.measurement import RationaleMeasurement, example_instances
 from qkflow.experiment.metrics.rationale import RationaleSummary
@@ -189,8 +188,8 @@ def test_changed_data_is_refused(
 
 def test_a_study_of_rationales_cannot_be_extended(tmp_path: Path, inline: Any, finished: Finished) -> None:
     finished(tmp_path / "study")
-    with pytest.raises(UsageError, match="start a new study with --seeds 5"):
-        run_experiment(extend(tmp_path / "study", seeds=5), tmp_path / "more", executor=inline())
+    with pytest.raises(UsageError, match="more time would change nothing"):
+        run_experiment(None, tmp_path / "study", executor=inline(), more=60.0)
 
 
 def test_texts_that_may_not_be_quoted_appear_nowhere(
