@@ -9,13 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
+from qkflow.cli.compare import run_and_present
 from qkflow.cli.options import new_folder, parse_duration, with_absolute_paths
 from qkflow.data import CorpusConfig
 from qkflow.experiment.executors.base import Executor
 from qkflow.experiment.executors.local import LocalExecutor
 from qkflow.experiment.spec import ExperimentSpec, all_arms
 from qkflow.experiment.summary import ExperimentResult
-from qkflow.report import run_and_present
 
 
 def compare(

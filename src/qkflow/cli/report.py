@@ -9,8 +9,8 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from qkflow.cli.compare import present
 from qkflow.experiment.summary import read_result
-from qkflow.report import present
 
 
 @dataclass(frozen=True, kw_only=True)

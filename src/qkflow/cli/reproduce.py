@@ -10,12 +10,12 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from qkflow.cli.compare import run_and_present
 from qkflow.cli.options import command_line, flag, new_folder, parse_duration, with_absolute_paths, without_none
 from qkflow.errors import UsageError
 from qkflow.experiment.executors.base import make_executor
 from qkflow.experiment.summary import ExperimentResult
 from qkflow.recipes import RECIPES, Recipe, direction, measure_ratio, recipe
-from qkflow.report import run_and_present
 
 
 @dataclass(frozen=True, kw_only=True)

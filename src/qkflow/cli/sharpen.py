@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from qkflow.cli.compare import run_and_present
 from qkflow.cli.options import command_line, flag, flags_given, new_folder, parse_numbers, without_none
 from qkflow.data.tasks import TaskConfig, TaskName
 from qkflow.errors import UsageError
@@ -18,7 +19,6 @@ from qkflow.experiment.presets import SEEDS, sharpen_spec
 from qkflow.experiment.spec import ExperimentSpec, RationaleSpec
 from qkflow.models.one_layer import Form
 from qkflow.probes.attention import Pooling
-from qkflow.report import run_and_present
 
 
 @dataclass(frozen=True, kw_only=True)

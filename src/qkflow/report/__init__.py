@@ -5,16 +5,6 @@ result ─► build_report ─► ReportContent: sections of tables, figures and
 
 from qkflow.report.export import export_csv, export_json, terminal
 from qkflow.report.html import write_report
-from qkflow.report.live import ExperimentDisplay, present, run_and_present
 from qkflow.report.study import build_report
 
-__all__ = [
-    "ExperimentDisplay",
-    "build_report",
-    "export_csv",
-    "export_json",
-    "present",
-    "run_and_present",
-    "terminal",
-    "write_report",
-]
+__all__ = ["build_report", "export_csv", "export_json", "terminal", "write_report"]
