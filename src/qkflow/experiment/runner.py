@@ -50,7 +50,7 @@ from qkflow.experiment.progress import Observer, ProgressMeter
 from qkflow.experiment.run_status import read_status, update_status
 from qkflow.experiment.spec import ExperimentSpec, spec_differences
 from qkflow.experiment.stats.verdict import Verdict, judge_round
-from qkflow.experiment.summary import ExperimentResult, read_losses, read_result
+from qkflow.experiment.summary import NO_RATE, ExperimentResult, read_losses, read_result
 from qkflow.io import checksum, discard, locked, write_json
 from qkflow.training import Callback, Run, TrainConfig, train
 from qkflow.training.run_dir import finished, holds_run, sweep
@@ -205,6 +205,9 @@ class _Session:
         rates = best_rates(self.design, losses)
         if not self.design.tuned:
             return rates
+        for arm in self.design.spec.arms:
+            if arm not in rates:
+                self.observer.on_notice(f"{arm} is not compared: {NO_RATE}")
         if recorded := self.decisions.rates():
             return recorded
         write_tuning(self.study, losses, rates)
@@ -326,7 +329,7 @@ class _Session:
         """Run all of these; those that crash are retried after the others."""
         for run in [run for run in pending if run.config is None]:
             pending.remove(run)
-            self._fail(run, "every learning-rate trial failed", for_good=True)
+            self._fail(run, NO_RATE, for_good=True)
         tries: Counter[Path] = Counter()
         base = self.design.base
         resources = Resources(threads=base.threads or 1, gpus=int(base.device == "cuda"))

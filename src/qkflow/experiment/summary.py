@@ -39,6 +39,8 @@ from qkflow.experiment.stats.verdict import Verdict
 from qkflow.training import Result, read_metrics
 from qkflow.training.run_dir import finished, read_json
 
+NO_RATE = "every learning-rate trial failed"
+"""The reason why an arm is not compared."""
 MATCHING_TOLERANCE = 0.02
 """The largest mismatch between arms, relative to the baseline, without a remark."""
 
@@ -252,7 +254,10 @@ def read_result(study: Path | str) -> ExperimentResult:
         arm.name: [run for run in runs if run.run.kind == "main" and run.run.arm == arm.name] for arm in design.arms
     }
     arms = tuple(
-        _arm_summary(design, arm, main[arm.name], rates.get(arm.name), tuning[arm.name]) for arm in design.arms
+        _arm_summary(
+            design, arm, main[arm.name], rates.get(arm.name), tuning[arm.name], is_tuned=bool(decisions.rates())
+        )
+        for arm in design.arms
     )
     comparisons, verdicts = (), ()
     if design.spec.rationale is None:
@@ -277,7 +282,9 @@ def read_result(study: Path | str) -> ExperimentResult:
         }
         failures = {
             arm.name: tuple(
-                f"{run.folder.name}: {run.failed}" for run in runs if run.run.arm == arm.name and run.failed
+                f"{run.folder.name}: {run.failed or f'{run.changed} was changed after the run had finished'}"
+                for run in runs
+                if run.run.arm == arm.name and (run.failed or run.changed)
             )
             for arm in design.arms
         }
@@ -368,6 +375,8 @@ def _arm_summary(
     runs: Sequence[RunRecord],
     rate: float | None,
     tuning: Mapping[float, float | None],
+    *,
+    is_tuned: bool,
 ) -> ArmSummary:
     done = [run for run in runs if run.result is not None]
     losses = [float(run.result.metrics["bits_per_byte"]) for run in done if run.result is not None]
@@ -392,7 +401,10 @@ def _arm_summary(
         peak_bytes=max(peaks) if peaks else None,
         state_bytes=arm.state_bytes,
         curves=tuple(curve for run in runs if (curve := _curve(run)) is not None),
-        failures=tuple(f"seed {run.run.seed}: {run.failed}" for run in runs if run.failed is not None),
+        failures=(
+            *(f"seed {run.run.seed}: {run.failed}" for run in runs if run.failed is not None),
+            *([NO_RATE] if is_tuned and rate is None else []),
+        ),
     )
 
 

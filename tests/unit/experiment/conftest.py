@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from qkflow.data import CorpusConfig
-from qkflow.experiment.decisions import Round
+from qkflow.experiment.decisions import Decisions, Round
 from qkflow.experiment.design import Design, PlannedRun, best_rates, round_runs, tuning_runs
 from qkflow.experiment.executors.base import CallResult, Resources, describe_error
 from qkflow.experiment.progress import Observer, Progress
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
+from qkflow.io import checksum
 from qkflow.mechanisms import registry
 from qkflow.models import DecoderConfig
 
@@ -92,6 +93,22 @@ def planned_runs(design: Design, rates: Mapping[str, float] | None = None) -> tu
     seeds = tuple(range(design.first_seed, design.first_seed + design.seeds))
     rates = best_rates(design, {}) if rates is None else rates
     return (*tuning_runs(design), *round_runs(design, Round(number=1, arms=design.spec.arms, seeds=seeds), rates))
+
+
+@pytest.fixture
+def edit_decisions() -> Callable[..., None]:
+    """Rewrites decisions.jsonl with valid checksums, also that of design.json, as a skilled forger would."""
+
+    def edit(study: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list) -> None:
+        records = change(Decisions(study).records)
+        (study / "decisions.jsonl").unlink()
+        decisions = Decisions(study)
+        for record in records:
+            if record["kind"] == "design":
+                record = {**record, "sha256_design": checksum(study / "design.json")}
+            decisions.append(record["kind"], {key: value for key, value in record.items() if key != "kind"})
+
+    return edit
 
 
 @pytest.fixture(name="planned_runs")

@@ -18,6 +18,7 @@ from qkflow.data import CorpusConfig
 from qkflow.errors import BusyError, DiskError, DivergenceError, Interrupted, UsageError
 from qkflow.experiment import runner as run_module
 from qkflow.experiment import runner as worker
+from qkflow.experiment.decisions import Decisions
 from qkflow.experiment.design import TUNING_SEED, read_design
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.runner import run_experiment
@@ -284,21 +285,27 @@ def test_failed_rates_are_skipped_and_an_arm_without_any_is_reported(
             return real(config, out, **options)
 
         patch.setattr(worker, "train", train)
-        run_experiment(ask(learning_rates=(1e-2, 1e-4), seeds=1), study, executor=inline(), observer=watcher)
+        arms = ("standard", "differential", "standard:window=8")
+        spec = ask(arms=arms, learning_rates=(1e-2, 1e-4), seeds=1)
+        result = run_experiment(spec, study, executor=inline(), observer=watcher)
     config = json.loads((study / "runs" / "standard" / "seed-0" / "config.json").read_text())
     assert config["lr"] == 1e-4
-    assert ("differential seed 0", "every learning-rate trial failed") in watcher.failures
+    assert "differential is not compared: every learning-rate trial failed" in watcher.notices
+    assert result.arms[1].failures == ("every learning-rate trial failed",)
+    assert [verdict.kind for verdict in result.verdicts] == ["undecided", "undecided"]
+    assert [arm.seeds for arm in result.arms] == [(0,), (), (0,)]
     assert ("standard lr-0.01", "too fast") in watcher.failures
     again = inline()
     run_experiment(None, study, executor=again)  # the choice stands, though nothing is broken any more
     assert not again.calls
 
 
-def test_a_run_folder_of_another_config_is_refused_and_the_others_finish(
-    inline: Any, finish_study: Any, watcher: Any, tmp_path: Path
+def test_an_unfinished_run_of_another_config_is_refused_and_the_others_finish(
+    inline: Any, finish_study: Any, edit_decisions: Any, watcher: Any, tmp_path: Path
 ) -> None:
     study = tmp_path / "study"
     finish_study(study)
+    edit_decisions(study, lambda records: [record for record in records if record["kind"] in ("design", "round")])
     folder = study / "runs" / "standard" / "seed-0"
     (folder / "weights.safetensors").unlink()
     shutil.rmtree(study / "runs" / "differential" / "seed-1")
@@ -332,10 +339,9 @@ def test_all_arms_score_the_same_documents(inline: Any, finish_study: Any, tmp_p
 def test_a_run_fails_if_its_lock_stays_held(ask: Ask, inline: Any, watcher: Any, tmp_path: Path) -> None:
     study = tmp_path / "study"
     with locked(study / "runs" / "standard" / "seed-0" / "lock"):
-        (study / "design.json").write_text("{}")  # not to be taken for a foreign folder
-        (study / "design.json").unlink()
         design = run_module.make_design(ask(seeds=1), inline(), notice=lambda text: None)
         run_module.write_design(study, design)
+        Decisions(study).append("design", {"sha256_design": checksum(study / "design.json")})
         run_experiment(None, study, executor=inline(), observer=watcher)
     assert [name for name, _ in watcher.failures] == ["standard seed 0"]
     assert "in use by another process" in watcher.failures[0][1]

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def test_the_difference_is_that_of_documents_npy(study: Path) -> None:
     assert [arm.bits_per_byte for arm in found.arms] == [
         pytest.approx([loss(arm, seed) for seed in (0, 1)]) for arm in ("standard", "differential")
     ]
-    assert found.comparisons[0].p_adjusted == difference.p
+    assert found.comparisons[0].p_adjusted == found.verdicts[0].p_adjusted == pytest.approx(difference.p)
     assert difference.level == pytest.approx(1 - found.error_rate)
     assert found.margin == pytest.approx(0.005 * sum(found.arms[0].bits_per_byte) / 2)
 
@@ -96,12 +97,18 @@ def test_a_result_survives_json(study: Path, tmp_path: Path) -> None:
     assert record == json.loads(json.dumps(to_dict(found)))
 
 
-def test_a_failed_run_does_not_affect_other_pairs(study: Path) -> None:
+def not_judged(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of a study that was killed before it recorded a finished run."""
+    return [record for record in records if record["kind"] not in ("run", "verdicts", "end")]
+
+
+def test_a_failed_run_does_not_affect_other_pairs(study: Path, inline: Any, edit_decisions: Any) -> None:
     lost = study / "runs" / "differential" / "seed-1"
     shutil.rmtree(lost)
     lost.mkdir()
     update_status(lost, attempts=1, failed="the loss went away", failed_for_good=True)
-    found = read_result(study)
+    edit_decisions(study, not_judged)
+    found = run_experiment(None, study, executor=inline())
     difference = found.comparisons[0].difference
     assert difference is not None
     assert (difference.seeds, difference.low) == (1, None)
@@ -110,9 +117,14 @@ def test_a_failed_run_does_not_affect_other_pairs(study: Path) -> None:
     assert found.verdicts[0].kind == "undecided"
 
 
-def test_an_arm_without_any_run_is_undecided_and_not_an_error(study: Path) -> None:
+def test_an_arm_without_any_run_is_undecided_and_not_an_error(study: Path, inline: Any, edit_decisions: Any) -> None:
     shutil.rmtree(study / "runs" / "differential")
-    found = read_result(study)
+    for seed in (0, 1):
+        (study / f"runs/differential/seed-{seed}").mkdir(parents=True)
+        update_status(study / f"runs/differential/seed-{seed}", failed="no loss", failed_for_good=True)
+    edit_decisions(study, not_judged)
+    assert read_result(study).verdicts[0].sentence == "no round has finished"
+    found = run_experiment(None, study, executor=inline())
     assert found.comparisons[0].difference is None
     assert found.verdicts[0].kind == "undecided"
     assert found.arms[1].mean is None
@@ -122,18 +134,23 @@ def test_a_study_without_runs_has_a_result(study: Path) -> None:
     shutil.rmtree(study / "runs")
     shutil.rmtree(study / "tuning")
     (study / "corpus.json").unlink()
+    (study / "decisions.jsonl").unlink()
     found = read_result(study)
     assert found.finished == 0
     assert found.arms[0].learning_rate is None
 
 
-def test_runs_that_scored_other_documents_are_not_compared(study: Path) -> None:
+def test_runs_that_scored_other_documents_are_not_compared(study: Path, inline: Any, edit_decisions: Any) -> None:
     path = study / "runs" / "differential" / "seed-0" / "documents.npy"
     rows = np.load(path)
     rows["bytes"][0] += 1
     np.save(path, rows)
-    with pytest.raises(UsageError, match="different documents"):
-        read_result(study)
+    found = read_result(study)
+    assert f"{path} was changed after the run had finished: the run is left out" in found.remarks
+    assert [arm.seeds for arm in found.arms] == [(0, 1), (1,)]
+    edit_decisions(study, not_judged)  # without its checksum it cannot be known to be changed
+    with pytest.raises(UsageError, match=r"documents\.npy scores other documents than the other runs"):
+        run_experiment(None, study, executor=inline())
 
 
 def test_runs_from_different_machines_are_remarked_on(study: Path) -> None:
@@ -149,10 +166,11 @@ def test_example_runs_are_the_first_finished_ones(study: Path) -> None:
     assert folders["differential"].name == "seed-0"
 
 
-def test_short_runs_that_do_not_match_are_remarked_on(study: Path) -> None:
+def test_short_runs_that_do_not_match_are_remarked_on(study: Path, edit_decisions: Any) -> None:
     path = study / "design.json"
     design = json.loads(path.read_text())
     design["spec"]["match"] = "flops"
     design["arms"][1]["flops_per_token"] = round(1.1 * design["arms"][0]["flops_per_token"])
     path.write_text(json.dumps(design))
+    edit_decisions(study)
     assert any("from the baseline's by up to 10%" in remark for remark in read_result(study).remarks)

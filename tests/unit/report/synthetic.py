@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from qkflow.data import ByteTokenizer, CorpusConfig
+from qkflow.experiment.decisions import StudyState
 from qkflow.experiment.metrics.rationale import (
     AttentionExample,
     MetricChange,
@@ -78,6 +79,7 @@ def study(
     comparisons = tuple(_comparison(name, losses[name], losses[arms[0]]) for name in arms[1:])
     planned = len(arms) * seeds
     return ExperimentResult(
+        state=StudyState(rounds=4, ended="the budget is spent", elapsed=590.0, budget=600.0),
         folder="runs/study",
         corpus="python-stdlib",
         digest="9f2c4e1ab7d05563" * 4,

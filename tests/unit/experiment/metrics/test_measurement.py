@@ -82,11 +82,14 @@ def test_a_stopped_study_resumes_bit_for_bit(tmp_path: Path, inline: Any, finish
     assert rationale_of(cut).arms == rationale_of(whole).arms
 
 
-def test_metrics_are_those_of_the_instances(task: Task, tmp_path: Path, finished: Finished) -> None:
+def test_metrics_are_those_of_the_instances(
+    task: Task, tmp_path: Path, finished: Finished, edit_decisions: Any
+) -> None:
     finished(tmp_path)
     design = json.loads((tmp_path / "design.json").read_text())
     design["spec"]["rationale"]["tau"] = 0.2
     (tmp_path / "design.json").write_text(json.dumps(design))
+    edit_decisions(tmp_path)
     summary = rationale_of(tmp_path)
     assert (summary.instances, summary.with_rationale, summary.finished, summary.runs) == (12, 10, 4, 4)
     for arm, folder in zip(summary.arms, ("standard_r=1", "standard_r=20"), strict=True):
@@ -155,11 +158,17 @@ def test_an_arm_without_runs_does_not_remove_the_examples_of_the_others(tmp_path
 
 @pytest.mark.parametrize("content", ["truncated", None])
 def test_a_damaged_measurement_is_named_with_what_to_do(
-    tmp_path: Path, finished: Finished, content: str | None
+    tmp_path: Path, finished: Finished, inline: Any, edit_decisions: Any, content: str | None
 ) -> None:
     finished(tmp_path)
     path = tmp_path / "runs/standard_r=20/seed-0/instances.safetensors"
+    measured = path.read_bytes()
     path.unlink() if content is None else path.write_text(content)
+    assert rationale_of(tmp_path).arms[1].failures == (f"seed-0: {path} was changed after the run had finished",)
+    run_experiment(None, tmp_path, executor=inline())
+    assert path.read_bytes() == measured
+    path.unlink() if content is None else path.write_text(content)
+    edit_decisions(tmp_path, lambda records: [record for record in records if record["kind"] != "run"])
     with pytest.raises(CheckpointError, match=r"standard_r=20/seed-0 cannot be read \(.*\): delete it, and") as caught:
         read_result(tmp_path)
     assert "\n" not in str(caught.value)
