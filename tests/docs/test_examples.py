@@ -10,7 +10,7 @@ import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 EXPECTED_OUTPUT = {
-    "compare_two": r"standard: .* parameters, 2 seeds\ngated-deltanet: .* 2 seeds\n.*gated-deltanet.+standard",
+    "compare_two": r"standard: .* parameters, 2 seeds\ngated-deltanet: .* 2 seeds\ngated-deltanet: undecided",
     "drop_in_layer": r"(CoupledAttention|QDelta): loss 0\.0\d+, next token 3, .*\n(?=QDelta|$)",
     "own_mechanism": r"causality: passed\n(\w+: passed\n){12}circuits: passed\n$",
     "read_attention": r"r = 1: loss 0\.\d+, \d+% .*\nr = 5: loss 0\.0\d+, \d+% of attention on the deciding token",

@@ -65,7 +65,7 @@ def build_report(result: ExperimentResult | RationaleSummary, maps: AttentionMap
         sections, last = _loss_sections(result, maps), _corpus_section(result)
         tuning = {arm.name: (arm.learning_rate, dict(arm.tuning)) for arm in result.arms}
         loss, folder = f"validation {result.bits}", [("folder", f"`{result.folder}`", "")]
-        callouts = _state(result)
+        callouts = [*_progress(result.finished, result.runs, len(failures)), *_state(result)]
     sections += _tuning_section(tuning, loss)
     if failures:
         lines = BulletList(items=failures, in_terminal=True)
