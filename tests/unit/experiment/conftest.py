@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,19 +11,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import pytest
 import torch
 
 from qkflow.data import CorpusConfig
+from qkflow.experiment import runner
 from qkflow.experiment.decisions import Decisions, Round
 from qkflow.experiment.design import Design, PlannedRun, best_rates, round_runs, tuning_runs
 from qkflow.experiment.executors.base import CallResult, Resources, describe_error
 from qkflow.experiment.progress import Observer, Progress
-from qkflow.experiment.runner import run_experiment
+from qkflow.experiment.run_status import update_status
+from qkflow.experiment.runner import RunOutcome, RunSpec, run_experiment
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.io import checksum
 from qkflow.mechanisms import registry
 from qkflow.models import DecoderConfig
+from qkflow.training.evaluate import DOCUMENT
+from qkflow.training.run_dir import begin, finish, write_documents
 
 TINY = DecoderConfig(width=16, layers=1, heads=2, hidden=32)
 
@@ -181,3 +187,46 @@ def finish_study(
         return Path(shutil.copytree(source, path))
 
     return finish
+
+
+class FakeTraining:
+    """Writes finished runs without training: the loss of an arm, a noise per seed, and failures."""
+
+    def __init__(self) -> None:
+        self.effects: dict[str, float] = {}
+        self.noise: dict[str, float] = {}
+        self.failing: set[str] = set()
+        self.started: list[str] = []
+        self.on_start: Callable[[str], None] = lambda name: None
+
+    def __call__(self, spec: RunSpec) -> RunOutcome:
+        folder = Path(spec.folder)
+        arm, name = folder.parent.name, f"{folder.parent.name} {folder.name}"
+        self.started.append(name)
+        self.on_start(name)
+        if name in self.failing:
+            update_status(folder, failed="it broke")
+            return RunOutcome(kind="refused", reason="it broke")
+        documents = np.zeros(4, DOCUMENT)
+        documents["bytes"] = documents["tokens"] = (900, 1000, 1100, 1200)
+        generator = np.random.default_rng(spec.config.seed)
+        shared = 0.01 * generator.standard_normal()  # the seed's effect on all arms
+        own = np.random.default_rng([spec.config.seed, *arm.encode()]).standard_normal()
+        bits = 2 + shared + self.effects.get(arm, 0.0) + self.noise.get(arm, 1e-5) * own
+        bits += 1e-6 * abs(math.log(spec.config.lr / 1e-3))
+        documents["nats"] = bits * math.log(2) * documents["bytes"]
+        folder.mkdir(parents=True, exist_ok=True)
+        begin(folder, spec.config, {"cpu": "fake"})
+        write_documents(folder / "documents.npy", documents)
+        record = {"kind": "eval", "step": spec.config.steps, "tokens": 1, "seconds": 1.0, "bits_per_byte": bits}
+        (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        finish(folder, {"weight": torch.zeros(1)})
+        update_status(folder, failed=None)
+        return RunOutcome(kind="finished")
+
+
+@pytest.fixture
+def fake_training(monkeypatch: pytest.MonkeyPatch) -> FakeTraining:
+    fake = FakeTraining()
+    monkeypatch.setattr(runner, "run_one", fake)
+    return fake
