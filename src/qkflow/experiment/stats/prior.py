@@ -28,6 +28,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from qkflow.errors import UsageError
+
 MAX_FREEDOM = 3.0
 """The most degrees of freedom of a prior. A stronger one errs too often where it is wrong."""
 
@@ -40,7 +42,7 @@ class Prior:
 
     >>> Prior(spread=0.008, freedom=4.0)
     Traceback (most recent call last):
-    ValueError: the freedom of a prior must be above 0 and at most 3, got 4.0
+    qkflow.errors.UsageError: the freedom of a prior must be above 0 and at most 3, got 4.0
     """
 
     spread: float
@@ -50,15 +52,15 @@ class Prior:
 
     def __post_init__(self) -> None:
         if not 0 < self.spread < np.inf:
-            raise ValueError(f"the spread of a prior must be above 0, got {self.spread}")
+            raise UsageError(f"the spread of a prior must be above 0, got {self.spread}")
         if not 0 < self.freedom <= MAX_FREEDOM:
-            raise ValueError(f"the freedom of a prior must be above 0 and at most 3, got {self.freedom}")
+            raise UsageError(f"the freedom of a prior must be above 0 and at most 3, got {self.freedom}")
 
 
 PRIOR = Prior(spread=0.0082)
 """The prior for language models, measured by `benchmarks/calibration.py` on standard against standard: 24 data seeds
 with 3 initialisations each, 100k parameters, 819k tokens of python-stdlib, 2.470 bits per byte; the spread is
-sqrt(2 x mean variance over initialisations) / mean loss."""
+sqrt(2 x mean variance over initialisations) / mean loss, the root mean square over the records."""
 
 
 def moderated(

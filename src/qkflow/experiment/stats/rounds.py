@@ -48,9 +48,9 @@ _LATER = 0.8
 """What a round beyond the list spends of the rest."""
 _PLANNED = 0.8
 """What a study that may go on spends by the end of its plan."""
-_PRIOR_CAPS = {2: 0.05, 3: 0.18, 4: 0.4}
+_PRIOR_CAPS = {2: 0.04, 3: 0.15, 4: 0.33, 5: 0.6}
 """The most that rounds with few seeds may have spent if there is a prior, in a plan with more seeds."""
-_LAST_CAPS = {2: 0.25, 3: 0.5, 4: 0.65}
+_LAST_CAPS = {2: 0.25, 3: 0.42, 4: 0.58, 5: 0.85}
 """The same if these are the seeds of the plan."""
 
 
@@ -63,6 +63,8 @@ def _schedule(seeds: int, *, is_limited: bool, has_prior: bool) -> tuple[tuple[i
     """
     planned = 1.0 if is_limited else _PLANNED
     early, last = (_PRIOR_CAPS, _LAST_CAPS) if has_prior else ({}, {})
+    if not is_limited:
+        last = {n: (cap + early[n]) / 2 for n, cap in last.items()}
     rounds = [*(n for n in ROUNDS if n < 0.9 * seeds), seeds]
     spent = [min((0.05 * n / seeds + 0.95 * (n / seeds) ** 2) * planned, early.get(n, 1.0)) for n in rounds[:-1]]
     spent.append(planned * last.get(seeds, 1.0))
@@ -70,7 +72,8 @@ def _schedule(seeds: int, *, is_limited: bool, has_prior: bool) -> tuple[tuple[i
         for n in ROUNDS:
             if 1.1 * seeds < n <= max(50, 4 * seeds):
                 rounds.append(n)
-                spent.append(spent[-1] + (1 - spent[-1]) / 4)
+                left = 1 - spent[-1]
+                spent.append(max(spent[-1] + left / 20, min(spent[-1] + left / 4, early.get(n, 1.0))))
     steps = [int(10_000 * share) for share in (0.0, *spent)]  # shares with four decimals
     return tuple(rounds), tuple((after - before) / 10_000 for before, after in itertools.pairwise(steps))
 

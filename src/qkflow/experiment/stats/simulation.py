@@ -115,6 +115,25 @@ def read_calibration(path: Path | str) -> Calibration:
         return Calibration(path.stem, arrays["nats"].astype(np.float64), arrays["bytes"], record)
 
 
+def draw_families(
+    calibration: Calibration, rng: np.random.Generator, *, studies: int, seeds: int, pool: Sequence[int] | None = None
+) -> Float[np.ndarray, "studies arms seeds documents"]:
+    """Differences of equal arms in bits per document: real runs, each at most once per study.
+
+    A study draws data seeds; the starts of a data seed are the baseline and at most three arms in random order. `pool`
+    are the data seeds to draw from, for intervals by resampling; one that stands in it twice is drawn twice as often.
+    """
+    starts = calibration.nats.shape[1]
+    arms = min(3, starts - 1)
+    weights = np.ones(len(calibration.nats)) if pool is None else np.bincount(pool, minlength=len(calibration.nats))
+    with np.errstate(divide="ignore"):
+        keys = np.log(rng.random((studies, len(weights)))) / weights  # the largest: a weighted draw, none of them twice
+    data = np.argsort(-keys, axis=1)[:, :seeds, None]
+    order = np.argsort(rng.random((studies, seeds, starts)), axis=2)[..., : arms + 1]
+    runs = np.moveaxis(calibration.nats[data, order], 2, 1) / math.log(2)
+    return runs[:, 1:] - runs[:, :1]
+
+
 def draw_differences(
     calibration: Calibration,
     rng: np.random.Generator,

@@ -91,7 +91,8 @@ def judge_round(
 
     >>> rng = np.random.default_rng(0)
     >>> losses = {arm: {seed: 70 + shift + rng.random(2) for seed in range(5)} for arm, shift in (("a", 0), ("b", 9))}
-    >>> (verdict,) = judge_round(losses, np.array([50, 50]), baseline="a", rule=Rule(), round=1)
+    >>> rule = Rule(seeds_by_round=(5,), spending=(1.0,))
+    >>> (verdict,) = judge_round(losses, np.array([50, 50]), baseline="a", rule=rule, round=1)
     >>> verdict.kind, verdict.sentence
     ('worse', 'worse by 0.257 bits per byte (13%), 95% interval 0.215 to 0.300, 5 seeds')
     """
