@@ -176,10 +176,10 @@ class Design:
         """The arm of that name."""
         return next(arm for arm in self.arms if arm.name == name)
 
-    def round(self, number: int, arms: Sequence[str]) -> Round:
-        """A round, counted from 1, of these arms; the rule gives its seeds."""
-        seeds = [self.first_seed + count for count in (0, *self.rule.seeds_by_round)]
-        return Round(number=number, arms=tuple(arms), seeds=tuple(range(seeds[number - 1], seeds[number])))
+    def round(self, number: int, arms: Sequence[str], done: int) -> Round:
+        """A round, counted from 1, of these arms, after rounds with `done` seeds; the rule gives its last seed."""
+        seeds = range(self.first_seed + done, self.first_seed + self.rule.seeds_by_round[number - 1])
+        return Round(number=number, arms=tuple(arms), seeds=tuple(seeds))
 
     @property
     def tuned(self) -> bool:
@@ -524,11 +524,15 @@ def read_decisions(study: Path, design: Design) -> Decisions:
         raise UsageError(
             f"{path} was changed after the study was started: restore it from a copy, or start a new study"
         )
-    names = design.spec.arms
+    names, done = design.spec.arms, 0
     for number, round_ in enumerate(decisions.rounds(), 1):
         arms = tuple(name for name in names if name in round_.arms)
-        if number > len(design.rule.seeds_by_round) or names[0] not in arms or round_ != design.round(number, arms):
+        if number > len(design.rule.seeds_by_round) or names[0] not in arms:
             raise UsageError(f"{decisions.path}: round {number} does not follow the design")
+        planned = design.round(number, arms, done)
+        if round_ != replace(planned, seeds=planned.seeds[: len(round_.seeds)]):  # a round may be cut short by time
+            raise UsageError(f"{decisions.path}: round {number} does not follow the design")
+        done += len(round_.seeds)
     for arm, rate in decisions.rates().items():
         if arm not in names or rate not in design.arm(arm).rates:
             raise UsageError(f"{decisions.path}: the learning rate {rate} of {arm!r} is not in the design")

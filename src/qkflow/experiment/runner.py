@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -263,10 +263,13 @@ class _Session:
             return self._end("runs failed" if undecided else "all arms are decided", undecided)
         if number > len(design.rule.seeds_by_round):
             return self._end(f"{design.seeds} seeds are the most", failed)
-        round_ = design.round(number, (design.spec.baseline, *open_arms))
+        done = sum(len(earlier.seeds) for earlier in self.decisions.rounds())
+        round_ = design.round(number, (design.spec.baseline, *open_arms), done)
         budget = self.decisions.state(design.budget).budget
-        if number > 1 and budget is not None and self._elapsed() + self._round_seconds(round_) > budget:
-            return self._end(BUDGET_SPENT, failed)
+        while number > 1 and budget is not None and self._elapsed() + self._round_seconds(round_) > budget:
+            if len(round_.seeds) == 1:
+                return self._end(BUDGET_SPENT, failed)
+            round_ = replace(round_, seeds=round_.seeds[:-1])  # a shorter round, which spends the same error rate
         self.decisions.append("round", {"round": round_.number, "arms": list(round_.arms), "seeds": list(round_.seeds)})
         return round_
 
