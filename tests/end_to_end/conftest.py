@@ -15,7 +15,8 @@ import pytest
 
 from qkflow.cli import main
 from qkflow.data import CorpusConfig
-from qkflow.experiment.design import Design, make_design, planned_runs, read_design, write_design
+from qkflow.experiment.decisions import Decisions
+from qkflow.experiment.design import Design, PlannedRun, make_design, read_design, round_runs, tuning_runs, write_design
 from qkflow.experiment.executors.local import LocalExecutor
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
@@ -144,19 +145,40 @@ class Studies:
         design = make_design(spec, LocalExecutor(), notice=lambda text: None)
         return replace(design, base=replace(design.base, checkpoint_every=checkpoint_every, log_every=1))
 
+    def adaptive_design(self, *, steps: int) -> Design:
+        """Three arms in rounds of 2, 3 and 4 seeds: one is decided early, and one never is."""
+        design = self.design(steps=steps, learning_rates=(1e-2,))
+        arms = ("standard", "standard:r=0.0001,embeddings=0.0001", "differential")
+        spec = replace(design.spec, arms=arms, seeds=4, margin=0.0001)
+        design = make_design(spec, LocalExecutor(), notice=lambda text: None)
+        return replace(design, base=replace(design.base, checkpoint_every=7, log_every=1))
+
+    def runs(self, study: Path) -> list[PlannedRun]:
+        """All runs that a study has decided on."""
+        design, decisions = read_design(study), Decisions(study)
+        rates = decisions.rates() or {arm.name: arm.rates[0] for arm in design.arms}
+        main = [run for round_ in decisions.rounds() for run in round_runs(design, round_, rates)]
+        return [*tuning_runs(design), *main]
+
     def undisturbed(self, design: Design) -> dict[str, Any]:
         """The results of the same study without interruptions."""
-        study = self.root / f"undisturbed-{design.base.steps}"
+        study = self.root / f"undisturbed-{design.base.steps}-{len(design.arms)}"
         if not study.exists():
             write_design(study, design)
             run_experiment(None, study)
         return self.left_behind(study)
 
     def left_behind(self, study: Path) -> dict[str, Any]:
-        """All results of a finished study except times; the metrics contain a checksum of each batch."""
+        """All results and decisions of a finished study except times; the metrics contain a checksum of each batch."""
         tuning = study / "tuning.json"
         results: dict[str, Any] = {"tuning": json.loads(tuning.read_text()) if tuning.exists() else None}
-        for run in planned_runs(read_design(study)):
+        results["decisions"] = [
+            {key: value for key, value in record.items() if key != "elapsed"}
+            for record in Decisions(study).records
+            if record["kind"] != "run"  # in the order in which runs finish
+        ]
+        results["recorded"] = sorted(record["folder"] for record in Decisions(study).of_kind("run"))
+        for run in self.runs(study):
             folder = study / run.folder
             records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
             results[str(run.folder)] = {

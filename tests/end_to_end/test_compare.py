@@ -69,12 +69,9 @@ def test_a_study_writes_verdicts_a_report_and_tables(capsys: pytest.CaptureFixtu
     assert "2" in error
     assert "3" in error
 
-    assert qkflow("compare", "--extend", "s", "--seeds", "3", "--out", "more") == 0
-    longer = json.loads(Path("more/results.json").read_text())
-    assert longer["arms"][0]["seeds"] == [0, 1, 2]
-    assert longer["arms"][0]["bits_per_byte"][:2] == results["arms"][0]["bits_per_byte"]
-    assert longer["error_rate"] < results["error_rate"]
-    assert "already has 2 seeds" in refused(capsys, "compare", "--extend", "s", "--seeds", "2", "--out", "same")
+    assert "give --budget" in refused(capsys, "compare", "--extend", "s")
+    assert "leave out --seeds" in refused(capsys, "compare", "--extend", "s", "--seeds", "3", "--budget", "1m")
+    assert "more time would change nothing" in refused(capsys, "compare", "--extend", "s", "--budget", "1m")
 
 
 def test_a_recall_study_reports_accuracies_and_one_seed_has_no_interval(
@@ -119,7 +116,7 @@ def test_an_unknown_arm_suggests_the_nearest_name(capsys: pytest.CaptureFixture[
         (("--rates", "fast"), "1e-3"),
         (("--train-tokens", "many"), "2M"),
         (("--budget", "soon"), "90s"),
-        (("--extend", "nowhere", "--seeds", "3"), "nowhere"),
+        (("--extend", "nowhere", "--budget", "3m"), "nowhere"),
         (("--resume", "nowhere"), "nowhere"),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from qkflow.errors import Interrupted
-from qkflow.experiment.design import planned_runs, write_design
+from qkflow.experiment.design import write_design
 from qkflow.experiment.executors.ray import RayExecutor
 from qkflow.experiment.progress import Observer, Progress
 from qkflow.experiment.run_status import read_status
@@ -77,7 +77,7 @@ def test_a_killed_worker_and_a_removed_node_change_no_result(studies: Any, tmp_p
         assert executor.cores() == (1, 1)
         run_experiment(None, study, executor=executor, observer=saboteur)
     assert saboteur.node is None  # its node was removed
-    attempts = {job.folder: read_status(study / job.folder).attempts for job in planned_runs(design)}
+    attempts = {job.folder: read_status(study / job.folder).attempts for job in studies.runs(study)}
     assert saboteur.killed is not None
     assert attempts[saboteur.killed.relative_to(study)] > 1
     assert sum(attempts.values()) >= len(attempts) + 2

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from qkflow.experiment.design import Design, planned_runs, write_design
+from qkflow.experiment.design import Design, write_design
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.runner import run_experiment
 from qkflow.io import locked
 
 PROCESS = Path(__file__).with_name("study_process.py")
 KILLS = 2
+ADAPTIVE_KILLS = int(os.environ.get("QKFLOW_TEST_KILLS", "2"))
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +84,35 @@ def test_a_study_killed_at_random_times_resumes_bit_for_bit(
             write_design(tmp_path / str(number), design)
     run_experiment(None, tmp_path / str(number))
     assert studies.left_behind(tmp_path / str(number)) == uninterrupted
-    folders = [tmp_path / str(n) / run.folder for n in range(number + 1) for run in planned_runs(design)]
+    names = [str(n) for n in range(number + 1)]
+    folders = [tmp_path / name / run.folder for name in names for run in studies.runs(tmp_path / name)]
     assert sum(read_status(folder).attempts for folder in folders) > len(folders)
+
+
+def test_an_adaptive_study_killed_at_random_times_makes_the_same_decisions(studies: Any, tmp_path: Path) -> None:
+    design = studies.adaptive_design(steps=40)
+    uninterrupted = studies.undisturbed(design)
+    decisions = uninterrupted["decisions"]
+    assert len([record for record in decisions if record["kind"] == "round"]) == 3
+    kinds = {verdict["arm"]: verdict["kind"] for verdict in decisions[-2]["verdicts"]}
+    assert set(kinds.values()) == {"worse", "undecided"}
+    assert sum(len(record.get("arms", [])) for record in decisions) < 9  # the decided arm left early
+    generator, kills, number = random.Random(ADAPTIVE_KILLS), 0, 0
+    write_design(tmp_path / "0", design)
+    while kills < ADAPTIVE_KILLS:
+        study = tmp_path / str(number)
+        process = Process(study)
+        if process.first_line == "running" and process.is_alive_after(generator.uniform(0, 2.0)):
+            kills += 1
+            os.killpg(process.process.pid, signal.SIGKILL)
+        code = process.close()
+        wait_for_locks(study)
+        if code == 0:
+            assert studies.left_behind(study) == uninterrupted
+            number += 1
+            write_design(tmp_path / str(number), design)
+    run_experiment(None, tmp_path / str(number))
+    assert studies.left_behind(tmp_path / str(number)) == uninterrupted
 
 
 def test_a_run_whose_process_is_killed_is_resumed(studies: Any, tmp_path: Path) -> None:
@@ -92,7 +120,7 @@ def test_a_run_whose_process_is_killed_is_resumed(studies: Any, tmp_path: Path) 
     write_design(study, design)
     process = Process(study)
     assert process.first_line == "running"
-    killed_run = planned_runs(design)[0]
+    killed_run = studies.runs(study)[0]
     os.kill(int((study / killed_run.folder / "lock").read_text()), signal.SIGKILL)
     assert f"{killed_run.name} crashed (its process was killed by SIGKILL" in process.next_line()
     assert process.next_line() == "finished"

@@ -250,6 +250,9 @@ def read_result(study: Path | str) -> ExperimentResult:
     for round_ in decisions.rounds():
         planned += round_runs(design, round_, rates)
     runs = [_read_run(study, run, decisions) for run in planned]
+    for run in runs:
+        if run.changed is not None and run.run.kind == "tuning":
+            tuning[run.run.arm][run.run.lr] = None
     main = {
         arm.name: [run for run in runs if run.run.kind == "main" and run.run.arm == arm.name] for arm in design.arms
     }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,22 +18,28 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from qkflow.data import CorpusConfig
+from qkflow.data import CorpusConfig, open_corpus, windows
 from qkflow.errors import UsageError
-from qkflow.experiment.budget import match_arms, round_steps, steps_per_arm
+from qkflow.experiment import design as planning
+from qkflow.experiment.budget import evaluation_tokens, match_arms, round_steps, steps_per_arm
 from qkflow.experiment.design import (
+    RECALL_RATE,
     TUNING_SEED,
     Design,
     allocate_cores,
     folder_names,
     make_design,
     read_design,
+    round_runs,
+    tuning_runs,
     write_design,
 )
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.mechanisms import StandardAttention, StandardConfig, register
 from qkflow.models import Decoder, DecoderConfig, parameters
+from qkflow.training.budget import Speed
 from qkflow.training.optim import lr_multiplier
+from qkflow.training.regime import default_regime
 
 Ask = Callable[..., ExperimentSpec]
 ARMS = ("standard", "differential", "standard:key_heads=1", "standard:window=16")
@@ -122,7 +129,7 @@ def test_the_learning_rate_is_constant_until_an_evaluation(ask: Ask, inline: Any
     config = planned_runs(designed(ask(tokens=200 * 64), inline()))[0].config
     assert config is not None
     plateau = round(config.steps * (1 - config.decay))
-    assert plateau == config.steps * 3 // 5
+    assert 0 < plateau < config.steps
     assert plateau % config.evaluate_every == 0
     assert config.steps // config.evaluate_every == 20
     assert [lr_multiplier(config, plateau), lr_multiplier(config, plateau + 1) < 1] == [1.0, True]
@@ -226,3 +233,86 @@ def test_runs_never_use_more_threads_than_cores(
         assert workers <= sum(machine // each for machine in cores)
     if jobs is None and threads is None and seeds is not None and 2 * seeds >= sum(cores):
         assert (workers, each) == (sum(cores), 1)
+
+
+def budgeted(ask: Ask, inline: Any, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Design:
+    """A design for a time budget, on a machine of known speed."""
+    speed = Speed(step=0.01, token=1e-6)
+    monkeypatch.setattr(planning, "measure_speeds", lambda *args: (speed,) * len(args[2].arms))
+    return designed(ask(**{"tokens": None, "passes": 1e9, "seeds": None, **changes}), inline())
+
+
+@pytest.mark.parametrize(("budget", "trials"), [(300.0, 1), (1799.0, 1), (1800.0, 3), (7200.0, 3)])
+def test_every_arm_tunes_three_rates_from_30_minutes_on(
+    ask: Ask, inline: Any, monkeypatch: pytest.MonkeyPatch, budget: float, trials: int
+) -> None:
+    design = budgeted(ask, inline, monkeypatch, budget=budget, arms=ARMS)
+    assert [len(arm.rates) for arm in design.arms] == [trials] * len(ARMS)
+    tuning = tuning_runs(design)
+    assert design.tuned == (trials > 1)
+    assert len(tuning) == (len(ARMS) * trials if trials > 1 else 0)
+    for arm in design.arms:
+        default = default_regime(
+            parameters=arm.parameters, batch=4, context=16, mechanism=arm.model.mechanism, optimizer="muon"
+        )
+        factors = (1.0,) if trials == 1 else (0.5, 1.0, 2.0)
+        assert arm.rates == pytest.approx([factor * default.lr for factor in factors], rel=0.01)
+        assert {run.steps for run in tuning if run.arm == arm.name} <= {arm.tuning_steps}
+        assert arm.tuning_steps == (0 if trials == 1 else round_steps(arm.steps / 4))
+    assert design.expected_seconds is not None
+    assert 0.85 * budget <= design.expected_seconds <= budget
+    assert design.budget == budget
+
+
+def test_given_rates_are_neither_changed_nor_tuned_by_a_long_budget(
+    ask: Ask, inline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    design = budgeted(ask, inline, monkeypatch, budget=7200.0, learning_rates=(2e-3,))
+    assert [arm.rates for arm in design.arms] == [(2e-3,), (2e-3,)]
+    assert not tuning_runs(design)
+
+
+def test_tuning_reads_validation_documents_and_verdicts_test_documents(
+    ask: Ask, inline: Any, planned_runs: Any
+) -> None:
+    design = designed(ask(learning_rates=(1e-3, 3e-3)), inline())
+    splits = {
+        (run.kind, run.config.final_split) for run in planned_runs(design, {"standard": 1e-3, "differential": 1e-3})
+    }
+    assert splits == {("tuning", "validation"), ("main", "test")}
+
+
+def test_tuning_on_a_recall_task_has_its_own_instances(ask: Ask, inline: Any) -> None:
+    task = CorpusConfig(source="mqar:pairs=2,length=16,keys=4,values=4,train=200,validation=8,each=2")
+    spec = ask(
+        data=task, model=None, size="100k", context=None, tokens=20 * 64, passes=99.0, learning_rates=(1e-3, 3e-3)
+    )
+    design = designed(spec, inline())
+    main = round_runs(design, design.round(1, spec.arms), {"standard": 1e-3, "differential": 1e-3})
+    own, verdicts = ({run.config.data.source for run in runs} for runs in (tuning_runs(design), main))
+    assert len(own) == len(verdicts) == 1
+    assert own.isdisjoint(verdicts)
+    tuned, judged = (open_corpus(CorpusConfig(source=source)) for (source,) in (own, verdicts))
+    assert tuned.vocabulary == judged.vocabulary
+    assert not np.array_equal(tuned.validation.tokens, judged.validation.tokens)
+
+
+def test_tokens_without_a_budget_have_no_time_limit(ask: Ask, inline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for match in ("tokens", "seconds"):
+        assert budgeted(ask, inline, monkeypatch, tokens=20 * 64, match=match).budget is None
+    assert budgeted(ask, inline, monkeypatch, passes=1e9).budget == 600.0
+
+
+def test_muon_is_the_default_for_text_and_adamw_for_recall_tasks(ask: Ask, inline: Any) -> None:
+    assert designed(ask(), inline()).base.optimizer == "muon"
+    assert designed(ask(optimizer="adamw"), inline()).base.optimizer == "adamw"
+    task = CorpusConfig(source="mqar:pairs=2,length=16,keys=4,values=4,train=200,validation=8,each=2")
+    recall = designed(ask(data=task, model=None, size="100k", context=None, passes=99.0), inline())
+    assert recall.base.optimizer == "adamw"
+    assert {arm.rates for arm in recall.arms} == {(RECALL_RATE,)}
+
+
+def test_a_verdict_on_the_default_corpus_rests_on_100_documents() -> None:
+    corpus = open_corpus(CorpusConfig())
+    _, limit = evaluation_tokens(800 * 4 * 128, 128, len(corpus.test.tokens))
+    assert len({window.document for window in windows(corpus.test, context=128, limit=limit)}) >= 100

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from qkflow.config import to_dict
-from qkflow.data import CorpusConfig
+from qkflow.data import CorpusConfig, open_corpus
 from qkflow.errors import UsageError
+from qkflow.experiment.design import read_design
 from qkflow.experiment.run_status import update_status
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.summary import example_runs, read_result
 from qkflow.models import DecoderConfig
 from qkflow.report import export_json
+from qkflow.training import read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +176,17 @@ def test_short_runs_that_do_not_match_are_remarked_on(study: Path, edit_decision
     path.write_text(json.dumps(design))
     edit_decisions(study)
     assert any("from the baseline's by up to 10%" in remark for remark in read_result(study).remarks)
+
+
+def test_tuning_never_scored_the_test_documents_and_verdicts_did(study: Path) -> None:
+    corpus = open_corpus(read_design(study).base.data)
+    assert not np.array_equal(corpus.validation.sizes, corpus.test.sizes)
+
+    def scored(folder: Path) -> tuple[int, set[str]]:
+        kinds = {record["kind"] for record in read_metrics(folder / "metrics.jsonl")}
+        return len(np.load(folder / "documents.npy")), kinds
+
+    for folder in study.glob("tuning/*/*"):
+        assert scored(folder) == (len(corpus.validation.sizes), {"train", "eval"})
+    for folder in study.glob("runs/*/*"):
+        assert scored(folder) == (len(corpus.test.sizes), {"train", "eval", "test"})
