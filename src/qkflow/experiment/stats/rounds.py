@@ -6,8 +6,9 @@ r"""The rule by which a study decides: seeds come in rounds, and every round tes
 
 Round k may spend a share of the error rate, and the shares sum to at most one. alpha(k) is the level that spends this
 share, given that rounds have their first seeds in common (`spending`). What a round does not use is not carried over,
-so alpha(k) does not depend on the data. The levels are computed for eight arms, the most demanding case: with fewer
-arms they are a little too small.
+so alpha(k) does not depend on the data. The levels are computed for eight arms, the most demanding case. With fewer
+arms they are a little too small, which makes up for few seeds: rounds of t tests have less in common than those of a
+random walk.
 
 "Better or worse" and "equivalent" are two families with an error rate each: the true difference of an arm cannot be
 both zero and beyond the margin. A rejected hypothesis leaves its family, so later rounds correct for fewer arms. An arm
