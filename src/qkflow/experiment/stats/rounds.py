@@ -109,9 +109,9 @@ class Rule:
         if not 0 < self.margin < math.inf:
             raise UsageError(f"margin must be a fraction above 0 of the baseline's loss, got {self.margin}")
         seeds = self.seeds_by_round
-        if not seeds or not all(a < b for a, b in zip((1, *seeds), seeds, strict=False)) or seeds[-1] > _MOST_SEEDS:
+        if not seeds or not all(a < b for a, b in zip((0, *seeds), seeds, strict=False)) or seeds[-1] > _MOST_SEEDS:
             raise UsageError(
-                f"seeds_by_round must increase from at least 2 to at most {_MOST_SEEDS}, got {list(seeds)}"
+                f"seeds_by_round must increase from at least 1 to at most {_MOST_SEEDS}, got {list(seeds)}"
             )
         if len(self.spending) != len(seeds) or not all(0 < x <= 1 for x in self.spending):
             raise UsageError(
@@ -149,7 +149,8 @@ def plan_rounds(
     >>> rule.seeds_by_round, rule.spending
     ((2, 3, 4, 5, 6), (0.1222, 0.1403, 0.193, 0.2458, 0.2987))
     """
-    rounds, spending = _schedule(max(2, seeds), is_limited=is_limited, has_prior=prior is not None)
+    seeds = seeds if is_limited else max(2, seeds)  # one seed gives no verdict
+    rounds, spending = _schedule(seeds, is_limited=is_limited, has_prior=prior is not None)
     return Rule(error_rate=error_rate, margin=margin, prior=prior, seeds_by_round=rounds, spending=spending)
 
 
