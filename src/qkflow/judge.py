@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -143,6 +144,7 @@ def judge(
         margin=bits,
         is_higher_better=higher_is_better,
         may_be_unpaired=True,
+        resolution=losses.resolution,
     )
     notices += [notice for verdict in verdicts if (notice := _pairing_notice(verdict, base, by_run))]
     return Judgement(
@@ -164,6 +166,8 @@ class LossTable(NamedTuple):
     """For each arm and seed, the loss of each block times its weight."""
     weights: np.ndarray
     """One per block."""
+    resolution: float
+    """The unit of the last digit of a run's loss."""
     notices: tuple[str, ...] = ()
 
 
@@ -223,6 +227,7 @@ def _arrange(rows: Iterable[_Row]) -> LossTable:
     cells: dict[str, dict[str, dict[str, float]]] = {}
     origins: dict[tuple[str, str, str], str] = {}
     weights: dict[str, float] = {}
+    last_digit = math.inf
     has_rows = False
     for row in rows:
         has_rows = True
@@ -238,6 +243,7 @@ def _arrange(rows: Iterable[_Row]) -> LossTable:
         if weights.setdefault(block, weight) != weight:
             raise UsageError(f"{row.where}: block {block} has the weight {weight:g}, and {weights[block]:g} before")
         origins[key] = row.where
+        last_digit = min(last_digit, _last_digit(row.loss))
         cells.setdefault(arm, {}).setdefault(seed, {})[block] = loss
     if not has_rows:
         raise UsageError("the table has no rows: expected one per run, with the columns arm, seed and loss")
@@ -256,7 +262,7 @@ def _arrange(rows: Iterable[_Row]) -> LossTable:
         arm: {seed: total * [run[block] for block in blocks] for seed, run in by_seed.items()}
         for arm, by_seed in cells.items()
     }
-    return LossTable(runs, total)
+    return LossTable(runs, total, last_digit * float(np.sqrt(np.square(total).sum()) / total.sum()))
 
 
 def _name(row: _Row, column: str) -> str:
@@ -276,6 +282,20 @@ def _number(row: _Row, column: str) -> float:
     if not math.isfinite(number):
         raise UsageError(f"{row.where}: the {column} is {number}: leave out runs that failed")
     return number
+
+
+def _last_digit(loss: Any) -> float:
+    """The unit of the last digit of a number, as it is written.
+
+    >>> _last_digit("2.50"), _last_digit(91), _last_digit(" 1e-3 ")
+    (0.01, 1.0, 0.001)
+    """
+    text = loss.strip() if isinstance(loss, str) else repr(float(loss)).removesuffix(".0")
+    try:
+        exponent = Decimal(text).as_tuple().exponent
+    except InvalidOperation:
+        return 0.0
+    return 10.0**exponent if isinstance(exponent, int) else 0.0
 
 
 def _columns(header: Sequence[str], where: str) -> dict[str, int]:

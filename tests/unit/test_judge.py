@@ -239,6 +239,18 @@ def test_undecided_arms_tell_how_many_seeds_would_decide() -> None:
     assert verdict.seeds_needed > 4
 
 
+@pytest.mark.parametrize(("seeds", "kind"), [(2, "undecided"), (3, "undecided"), (5, "better")])
+def test_rounded_losses_that_agree_by_chance_still_have_a_spread(seeds: int, kind: str) -> None:
+    rows = [(arm, s, text) for arm, text in (("a", "0.91"), ("b", "0.92")) for s in range(seeds)]
+    assert kinds(rows, higher_is_better=True, margin_absolute=1e-6) == {"b": kind}
+    exact = [(arm, s, f"{text}00000") for arm, s, text in rows]
+    assert kinds(exact, higher_is_better=True) == {"b": "better"}
+    unpaired = [(arm, f"{arm}{s}", text) for arm, s, text in rows]
+    (verdict,) = judge(unpaired, higher_is_better=True).verdicts
+    assert verdict.difference is not None
+    assert (verdict.difference.error or 0) > 0
+
+
 def test_looks_share_the_error_rate() -> None:
     assert [judge(ROWS, look=look).error_rate for look in (1, 2, 3)] == pytest.approx([0.025, 0.0125, 0.00625])
     assert judge(ROWS).error_rate == 0.05

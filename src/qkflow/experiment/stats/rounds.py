@@ -6,8 +6,9 @@ r"""The rule by which a study decides: seeds come in rounds, and every round tes
 
 Round k may spend a share of the error rate, and the shares sum to at most one. alpha(k) is the level that spends this
 share, given that rounds have their first seeds in common (`spending`). What a round does not use is not carried over,
-so alpha(k) does not depend on the data. The levels are computed for eight arms, the most demanding case: with fewer
-arms they are a little too small.
+so alpha(k) does not depend on the data. The levels are computed for eight arms, the most demanding case. With fewer
+arms they are a little too small, which makes up for few seeds: rounds of t tests have less in common than those of a
+random walk.
 
 "Better or worse" and "equivalent" are two families with an error rate each: the true difference of an arm cannot be
 both zero and beyond the margin. A rejected hypothesis leaves its family, so later rounds correct for fewer arms. An arm
@@ -108,10 +109,9 @@ class Rule:
         if not 0 < self.margin < math.inf:
             raise UsageError(f"margin must be a fraction above 0 of the baseline's loss, got {self.margin}")
         seeds = self.seeds_by_round
-        is_increasing = all(a < b for a, b in zip((1, *seeds), seeds, strict=False))
-        if not seeds or not (is_increasing or seeds == (1,)) or seeds[-1] > _MOST_SEEDS:
+        if not seeds or not all(a < b for a, b in zip((0, *seeds), seeds, strict=False)) or seeds[-1] > _MOST_SEEDS:
             raise UsageError(
-                f"seeds_by_round must increase from at least 2 to at most {_MOST_SEEDS}, got {list(seeds)}"
+                f"seeds_by_round must increase from at least 1 to at most {_MOST_SEEDS}, got {list(seeds)}"
             )
         if len(self.spending) != len(seeds) or not all(0 < x <= 1 for x in self.spending):
             raise UsageError(
@@ -149,6 +149,7 @@ def plan_rounds(
     >>> rule.seeds_by_round, rule.spending
     ((2, 3, 4, 5, 6), (0.1222, 0.1403, 0.193, 0.2458, 0.2987))
     """
+    seeds = seeds if is_limited else max(2, seeds)  # one seed gives no verdict
     rounds, spending = _schedule(seeds, is_limited=is_limited, has_prior=prior is not None)
     return Rule(error_rate=error_rate, margin=margin, prior=prior, seeds_by_round=rounds, spending=spending)
 

@@ -116,7 +116,7 @@ def read_calibration(path: Path | str) -> Calibration:
 
 
 def draw_families(
-    calibration: Calibration, rng: np.random.Generator, *, studies: int, seeds: int, pool: Sequence[int] | None = None
+    calibration: Calibration, rng: np.random.Generator, *, studies: int, seeds: int, pool: np.ndarray | None = None
 ) -> Float[np.ndarray, "studies arms seeds documents"]:
     """Differences of equal arms in bits per document: real runs, each at most once per study.
 

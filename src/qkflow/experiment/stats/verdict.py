@@ -18,7 +18,6 @@ VerdictKind = Literal["better", "worse", "equivalent", "undecided"]
 Pairing = Literal["paired", "partly", "unpaired"]
 
 _MANY_SEEDS = 50
-_SPENT = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +46,6 @@ class Verdict:
     true difference is the observed one; None if more than 1000 are needed or it cannot be estimated."""
 
 
-def look_rate(error_rate: float, look: int) -> float:
-    """The share of a chain's error rate that a look (counted from 1) at an extended study may spend.
-
-    >>> [round(look_rate(0.05, look), 6) for look in (1, 2, 3)]
-    [0.04, 0.008, 0.0016]
-    """
-    if look < 1:
-        raise ValueError(f"looks are counted from 1, got {look}")
-    return error_rate * _SPENT * (1 - _SPENT) ** (look - 1)
-
-
 def judge_round(
     losses: Mapping[str, Mapping[Any, np.ndarray]],
     sizes: np.ndarray,
@@ -71,6 +59,7 @@ def judge_round(
     margin: float | None = None,
     is_higher_better: bool = False,
     may_be_unpaired: bool = False,
+    resolution: float = 0.0,
 ) -> tuple[Verdict, ...]:
     """Judge every arm but the baseline after a round, in the order of `losses`.
 
@@ -88,6 +77,8 @@ def judge_round(
         margin: The equivalence margin in the unit, instead of the rule's fraction of the baseline's loss.
         is_higher_better: Whether a higher loss is better (it is an accuracy, or a likelihood).
         may_be_unpaired: Whether to compare arms that share fewer than two seeds, by Welch's test.
+        resolution: The unit of the last digit of a run's loss. The variance over seeds is at least that of rounding:
+            runs that agree only because they are rounded have no spread otherwise.
 
     >>> rng = np.random.default_rng(0)
     >>> losses = {arm: {seed: 70 + shift + rng.random(2) for seed in range(5)} for arm, shift in (("a", 0), ("b", 9))}
@@ -103,7 +94,9 @@ def judge_round(
     }
     base, sizes = nats[baseline], np.asarray(sizes, np.float64)
     open_arms = [arm for arm in nats if arm != baseline and arm not in final]
-    compared = {arm: _compare(nats[arm], base, sizes, may_be_unpaired) for arm in open_arms}
+    compared = {
+        arm: _compare(nats[arm], base, sizes, welch=may_be_unpaired, rounding=resolution**2 / 12) for arm in open_arms
+    }
     testable = [arm for arm in open_arms if compared[arm].errors is not None]
     loss = float(np.mean([run.sum() for run in base.values()]) / sizes.sum()) if base else 1.0
     margin = rule.margin * abs(loss) if margin is None else margin
@@ -152,16 +145,21 @@ class _Compared(NamedTuple):
 
 
 def _compare(
-    arm: Mapping[Any, np.ndarray], base: Mapping[Any, np.ndarray], sizes: np.ndarray, welch: bool
+    arm: Mapping[Any, np.ndarray], base: Mapping[Any, np.ndarray], sizes: np.ndarray, *, welch: bool, rounding: float
 ) -> _Compared:
+    """Compare one arm; `rounding` is the variance of the rounding error of a run."""
     shared = [seed for seed in base if seed in arm]
     paired: Pairing = "paired" if len(shared) == len(arm) else "partly"
     if len(shared) > 1:
-        differences = np.stack([arm[seed] - base[seed] for seed in shared])
-        return _Compared(crossed(differences, sizes), shared, None, paired)
+        errors = crossed(np.stack([arm[seed] - base[seed] for seed in shared]), sizes)
+        if rounding > 0:
+            errors = errors.moderated(np.maximum(errors.spread**2, 2 * rounding), errors.freedom)
+        return _Compared(errors, shared, None, paired)
     if welch and min(len(arm), len(base)) > 1:
         arm_runs, base_runs = (np.stack(list(runs.values())) for runs in (arm, base))
-        return _Compared(unpaired(arm_runs, base_runs, sizes), (), None, "unpaired")
+        errors = unpaired(arm_runs, base_runs, sizes)
+        least = rounding * (1 / len(arm) + 1 / len(base))
+        return _Compared(errors._replace(seeds_variance=np.maximum(errors.seeds_variance, least)), (), None, "unpaired")
     only_pair = float((arm[shared[0]] - base[shared[0]]).sum() / sizes.sum()) if shared else None
     return _Compared(None, shared, only_pair, paired if shared or not welch else "unpaired")
 

@@ -30,7 +30,7 @@ def test_a_rule_survives_plain_data() -> None:
         ({"margin": 0.0}, "margin"),
         ({"margin": float("inf")}, "margin"),
         ({"seeds_by_round": ()}, "seeds_by_round"),
-        ({"seeds_by_round": (1, 3)}, "seeds_by_round"),
+        ({"seeds_by_round": (0, 3)}, "seeds_by_round"),
         ({"seeds_by_round": (3, 3)}, "seeds_by_round"),
         ({"seeds_by_round": (3, 10**9)}, "seeds_by_round"),
         ({"spending": (0.5,)}, "spending"),
@@ -75,6 +75,11 @@ def test_a_plan_ends_with_the_seeds_that_it_has_time_for(seeds: int, prior: Prio
     assert sum(longer.spending) <= 1
     planned = sum(share for n, share in zip(longer.seeds_by_round, longer.spending, strict=True) if n <= seeds)
     assert planned <= 0.8 + 1e-9
+
+
+def test_a_plan_of_one_seed_is_kept_if_it_was_asked_for() -> None:
+    assert plan_rounds(1, is_limited=True, prior=PRIOR).seeds_by_round == (1,)
+    assert plan_rounds(1, is_limited=False, prior=PRIOR).seeds_by_round[:2] == (2, 3)
 
 
 @pytest.mark.parametrize("prior", [None, Prior(spread=0.01)])

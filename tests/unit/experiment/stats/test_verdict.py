@@ -17,7 +17,7 @@ from qkflow.config import from_dict, to_dict
 from qkflow.experiment.stats.prior import Prior
 from qkflow.experiment.stats.rounds import Rule
 from qkflow.experiment.stats.t_dist import seeds_needed
-from qkflow.experiment.stats.verdict import Verdict, judge_round, look_rate
+from qkflow.experiment.stats.verdict import Verdict, judge_round
 
 CLEAR = (0.030, 0.032, 0.028, 0.031, 0.034)
 NONE = (0.001, -0.001, 0.0005, -0.0015, 0.002)
@@ -291,11 +291,3 @@ def test_invalid_losses_are_refused() -> None:
 def test_a_study_without_runs_has_no_verdicts_yet() -> None:
     found = judge_round({"standard": {}, "arm": {}}, np.ones(1), baseline="standard", rule=ONCE, round=1)
     assert [verdict.kind for verdict in found] == ["undecided"]
-
-
-def test_looks_never_spend_the_whole_error_rate() -> None:
-    rates = [look_rate(0.05, look) for look in range(1, 30)]
-    assert rates[:3] == pytest.approx([0.04, 0.008, 0.0016])
-    assert sum(rates) == pytest.approx(0.05)
-    with pytest.raises(ValueError, match="counted from 1, got 0"):
-        look_rate(0.05, 0)
