@@ -84,6 +84,16 @@ def test_a_killed_worker_and_a_removed_node_change_no_result(studies: Any, tmp_p
     assert studies.left_behind(study) == studies.undisturbed(design)
 
 
+def test_an_adaptive_study_makes_the_same_decisions_as_on_local_processes(
+    studies: Any, tmp_path: Path, cluster: Any
+) -> None:
+    design = studies.adaptive_design(steps=40)
+    write_design(tmp_path, design)
+    with RayExecutor(cluster.address) as executor:
+        run_experiment(None, tmp_path, executor=executor)
+    assert studies.left_behind(tmp_path) == studies.undisturbed(design)
+
+
 def test_a_stopped_study_writes_checkpoints(studies: Any, tmp_path: Path, cluster: Any) -> None:
     study = tmp_path / "study"
     write_design(study, studies.design(steps=10**6, checkpoint_every=10**6))
