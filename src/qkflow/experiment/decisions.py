@@ -214,7 +214,8 @@ def run_checksums(folder: Path) -> dict[str, str]:
 def _has_fields(record: Mapping[str, Any]) -> bool:
     expected = {**_FIELDS[record["kind"]], **({"elapsed": int | float} if "elapsed" in record else {})}
     has_types = all(isinstance(record.get(name), kind) for name, kind in expected.items())
-    return has_types and all(isinstance(verdict, dict) for verdict in record.get("verdicts", []))
+    has_types &= all(isinstance(verdict, dict) for verdict in record.get("verdicts", []))
+    return has_types and all(isinstance(rate, int | float) for rate in record.get("rates", {}).values())
 
 
 def _digest(record: Mapping[str, Any], previous: str) -> str:

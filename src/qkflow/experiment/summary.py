@@ -491,8 +491,8 @@ def _mismatches(design: Design) -> list[float]:
 
 def _read_notes(path: Path, corpus: Mapping[str, Any]) -> tuple[CorpusNote, ...]:
     try:
-        return tuple(from_dict(CorpusNote, note) for note in corpus.get("notes", []))
-    except (UsageError, TypeError) as error:
+        return tuple(from_dict(CorpusNote, dict(note)) for note in corpus.get("notes", []))
+    except (ValueError, TypeError) as error:
         raise UsageError(f"{path} is damaged ({error}): delete it and resume the study") from error
 
 

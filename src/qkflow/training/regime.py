@@ -43,7 +43,7 @@ class Regime:
     """The final learning rate, as a fraction of the peak."""
 
 
-def default_batch(tokens: float, context: int) -> int:
+def default_batch(tokens: int | float, context: int) -> int:
     """The batch size of a run with this many training tokens: a power of 2 that gives about `STEPS` steps or more.
 
     >>> default_batch(1e6, 128), default_batch(1e7, 256)

@@ -288,7 +288,7 @@ def test_tuning_on_a_recall_task_has_its_own_instances(ask: Ask, inline: Any) ->
         data=task, model=None, size="100k", context=None, tokens=20 * 64, passes=99.0, learning_rates=(1e-3, 3e-3)
     )
     design = designed(spec, inline())
-    main = round_runs(design, design.round(1, spec.arms), {"standard": 1e-3, "differential": 1e-3})
+    main = round_runs(design, design.round(1, spec.arms, 0), {"standard": 1e-3, "differential": 1e-3})
     own, verdicts = ({run.config.data.source for run in runs} for runs in (tuning_runs(design), main))
     assert len(own) == len(verdicts) == 1
     assert own.isdisjoint(verdicts)

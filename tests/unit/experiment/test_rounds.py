@@ -226,33 +226,31 @@ def test_the_first_seed_is_the_one_asked_for(spec: ExperimentSpec, inline: Any, 
 def test_a_study_killed_before_or_during_any_decision_makes_the_same_ones(
     spec: ExperimentSpec, inline: Any, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = replace(spec, arms=ARMS[:1] + ARMS[2:], seeds=3, learning_rates=(1e-3, 3e-3))
+    spec = replace(spec, arms=(ARMS[0], ARMS[3]), seeds=3, learning_rates=(1e-3, 3e-3))
     run_experiment(spec, tmp_path / "all", executor=inline())
     expected, runs = decided(tmp_path / "all"), recorded_runs(tmp_path / "all")
     append = Decisions.append
     for number in range(len(Decisions(tmp_path / "all").records)):
-        for cut in (0, 20, None):
-            study = tmp_path / "killed"
-            count = iter(range(10**6))
+        study, count, cut = tmp_path / "killed", iter(range(10**6)), (None, 0, 20)[number % 3]
 
-            def kill(self: Decisions, kind: str, values: Any, number: int = number, cut: int | None = cut) -> None:
-                if next(count) != number:  # noqa: B023
-                    return append(self, kind, values)
-                if cut is None:  # after the decision, before anything follows from it
-                    append(self, kind, values)
-                elif cut:
-                    with open(self.path, "ab") as file:
-                        file.write(b'{"arms": ["standard", "differential"]'[:cut])
-                raise Killed
+        def kill(self: Decisions, kind: str, values: Any, number: int = number, cut: int | None = cut) -> None:
+            if next(count) != number:  # noqa: B023
+                return append(self, kind, values)
+            if cut is None:  # after the decision, before anything follows from it
+                append(self, kind, values)
+            elif cut:
+                with open(self.path, "ab") as file:
+                    file.write(b'{"arms": ["standard", "differential"]'[:cut])
+            raise Killed
 
-            with monkeypatch.context() as patch:
-                patch.setattr(Decisions, "append", kill)
-                with pytest.raises(Killed):
-                    run_experiment(spec, study, executor=inline())
-            run_experiment(None, study, executor=inline())
-            assert decided(study) == expected
-            assert recorded_runs(study) == runs
-            shutil.rmtree(study)
+        with monkeypatch.context() as patch:
+            patch.setattr(Decisions, "append", kill)
+            with pytest.raises(Killed):
+                run_experiment(spec, study, executor=inline())
+        run_experiment(None, study, executor=inline())
+        assert decided(study) == expected
+        assert recorded_runs(study) == runs
+        shutil.rmtree(study)
 
 
 def test_a_study_killed_in_any_run_makes_the_same_decisions(
