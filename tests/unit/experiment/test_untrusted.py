@@ -201,7 +201,9 @@ def test_decisions_that_do_not_follow_the_design_are_refused_even_with_valid_che
 def test_a_learning_rate_that_is_not_in_the_design_is_refused(
     study: Path, edit_decisions: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    original = (study / "decisions.jsonl").read_bytes()
     for rate in (1e9, "0.001", None, []):
+        (study / "decisions.jsonl").write_bytes(original)
         rates = {"kind": "rates", "rates": {"standard": rate}}
         edit_decisions(study, lambda old, rates=rates: [old[0], rates, *(r for r in old[1:] if r["kind"] != "rates")])
         assert_refused(capsys, study, str(study / "decisions.jsonl"))
