@@ -59,8 +59,7 @@ RESERVE = 0.05
 """The fraction of a budget for starting runs and writing the report."""
 _MEASURING = 0.03
 """The fraction of a budget for measuring the speed of all arms at one size."""
-_SAFETY = 0.9
-"""Suggested budgets allow for a machine that is measured a little faster the next time."""
+_MOST_PLANNED_SEEDS = 50
 
 _EVALUATION_TIME, _FINAL_EVALUATION_TIME = 0.05, 0.1
 """The fractions of a run's time for the evaluations during it, and for the last one."""
@@ -396,7 +395,8 @@ class _Chooser:
                 break
         else:
             work = self.workload(smallest, options[-1][1], speeds[smallest.size])
-        return self.announce(self.choice(work, self.steps_within(work, budget)), budget)
+        steps = self.steps_within(work, budget)
+        return self.announce(self.choice(self.more_seeds(work, steps, budget), steps), budget)
 
     def steps_within(self, work: Workload, budget: float) -> int:
         """Steps of the baseline: those requested, or as many as the time and the corpus allow."""
@@ -412,20 +412,23 @@ class _Chooser:
             )
         if steps <= most:
             return steps
-        elapsed = self.clock() - self.start
-        seconds = _SAFETY * (work.seconds(most) + elapsed) / (1 - RESERVE)
-        if self.spec.learning_rates is None and seconds < TUNING_BUDGET:  # then nothing is tuned
-            seconds = _SAFETY * (replace(work, rates=1).seconds(most) + elapsed) / (1 - RESERVE)
-        sufficient = format_duration(seconds)
-        problem = (
-            f"{format_duration(budget)} allows more than {self.spec.passes:g} passes over the "
-            f"{format_compact(self.train_tokens)} training tokens of {self.corpus.name}"
+        rest = "the rest of the time goes to more seeds" if self.spec.seeds is None else "the study will end earlier"
+        self.notice(
+            f"runs are limited to {self.spec.passes:g} passes over the {format_compact(self.train_tokens)} training "
+            f"tokens of {self.corpus.name}: {rest}"
         )
-        if self.spec.budget is not None:
-            passes = math.ceil(10 * self.spec.passes * steps / most / _SAFETY) / 10
-            raise UsageError(f"{problem}: use --budget {sufficient}, or --passes {passes:g}, or {self.more}")
-        self.notice(f"{problem}: the study is shortened to about {sufficient}")
         return most
+
+    def more_seeds(self, work: Workload, steps: int, budget: float) -> Workload:
+        """The workload with as many seeds as fit, if runs cannot be longer."""
+        if self.spec.seeds is not None:
+            return work
+        while work.seeds < _MOST_PLANNED_SEEDS:
+            larger = replace(work, seeds=work.seeds + 1)
+            if larger.seconds(steps) > self.time_left(budget):
+                break
+            work = larger
+        return work
 
     def fits(self, work: Workload, budget: float) -> bool:
         """Whether time and corpus suffice for every run."""
