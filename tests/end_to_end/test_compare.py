@@ -135,12 +135,6 @@ def test_a_missing_corpus_and_an_empty_one_are_named(capsys: pytest.CaptureFixtu
     assert "empty.txt" in refused(capsys, "compare", "empty.txt")
 
 
-def test_a_corpus_too_small_for_the_budget_suggests_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    error = refused(capsys, "compare", "text.txt", "--arms", "standard,differential", "--budget", "30h")
-    assert "--budget" in error
-    assert "--passes" in error
-
-
 def test_a_missing_ray_explains_how_to_install_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

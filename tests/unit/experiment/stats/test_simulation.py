@@ -29,7 +29,7 @@ from qkflow.experiment.stats.simulation import (
 CALIBRATIONS = [read_calibration(path) for path in sorted(Path(__file__).parent.glob("*.npz"))]
 FIRST = CALIBRATIONS[0]
 STUDIES = 1000
-SPREADS = {"equal": (1, 1, 1, 1), "an arm": (1, 4, 1, 1), "the baseline": (4, 1, 1, 1)}
+SPREADS = {"equal": (1.0, 1.0, 1.0, 1.0), "an arm": (1.0, 4.0, 1.0, 1.0), "the baseline": (4.0, 1.0, 1.0, 1.0)}
 """How much the baseline and the arms spread, relative to the prior."""
 
 
