@@ -152,7 +152,8 @@ def test_runs_differ_only_in_arm_seed_and_rate(ask: Ask, inline: Any, planned_ru
     design = designed(ask(), inline())
     for job in planned_runs(design):
         assert job.config is not None
-        same = replace(job.config, model=design.base.model, seed=0, data_seed=0)
+        assert (job.config.lr,) == design.arm(job.arm).rates
+        same = replace(job.config, model=design.base.model, seed=0, data_seed=0, lr=design.base.lr)
         assert same == design.base
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -212,8 +213,9 @@ def test_a_learning_rate_that_is_not_in_the_design_is_refused(
 def test_a_changed_or_missing_journal_is_named(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = study / "decisions.jsonl"
     content = path.read_text()
-    assert "undecided" in content
-    path.write_text(content.replace('"undecided"', '"better"', 1))
+    changed = re.sub(r'"kind": "(undecided|better|worse|equivalent)"', '"kind": "unsure"', content, count=1)
+    assert changed != content
+    path.write_text(changed)
     assert_refused(capsys, study, f"{path}, line")
     path.unlink()
     assert_refused(capsys, study, f"{path} is missing")
