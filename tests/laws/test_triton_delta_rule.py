@@ -19,4 +19,4 @@ def test_qdelta_satisfies_with_triton_kernels(law: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(sequences, "LENGTHS", ([2], [3, 1]))
     with use_backend("triton"):
         (report,) = check(mechanism("qdelta"), only=[law], width=16, heads=1, backend="aot_eager", dtype=torch.float32)
-    assert (report.results, report.detail) == ("passed", "")
+    assert (report.outcome, report.detail) == ("passed", "")
