@@ -282,7 +282,8 @@ def _verdict_section(result: ExperimentResult, table: Table) -> Section:
     levels = [item.difference.level for item in result.comparisons if item.difference is not None]
     interval = f"{format_percent(max(levels), 0)} interval" if levels else "interval"
     text = (
-        f"Differences are in held-out {result.bits}: arm minus baseline, paired by seed and by document. Below zero,"
+        f"Differences are in held-out {result.bits}: arm minus baseline, paired by seed and by document (the losses are"
+        " means over the seeds of each arm, and arms that are decided early have fewer). Below zero,"
         f" the arm is better. The bars show the marginal {interval} of each arm; the equivalence margin is shaded. The"
         f" probability of a false “better” or “worse” is at most {100 * result.error_rate:.3g}% for all arms together"
         " (step-down max-t). A study like this one detects the minimum detectable effect with a probability of"
