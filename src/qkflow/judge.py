@@ -212,7 +212,7 @@ def _pairing_notice(verdict: Verdict, baseline: str, losses: Mapping[str, Mappin
 
 
 class _Row(NamedTuple):
-    """One row of the table, with where it stands for error messages."""
+    """One row of the table, with its position for error messages."""
 
     where: str
     arm: Any

@@ -9,7 +9,7 @@
     {"kind": "budget", ...}      time that was added after the end
 
 A decision is written before it is acted on, so that a resumed study makes the same ones. Every line holds the SHA-256
-of its own content and of the line before it. A crash can truncate the last line only, which is then dropped.
+of its content and of the line before it. A crash can truncate only the last line, which is then dropped.
 """
 
 from __future__ import annotations

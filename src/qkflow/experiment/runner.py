@@ -274,7 +274,7 @@ class _Session:
         return round_
 
     def _end(self, reason: str, failed: list[str]) -> None:
-        """Write that no further round starts. If the failed runs of an arm succeed later, the study goes on."""
+        """Write that no further round starts. If the failed runs of an arm succeed later, the study continues."""
         self.decisions.append("end", {"reason": reason, "failed": failed, "elapsed": self._elapsed()})
 
     def _add_budget(self, seconds: float) -> None:

@@ -14,7 +14,7 @@ one and Holm's.
 
 Three approximations, all on the side of larger p values: shares are at most 1/2 (a baseline that spreads as much as the
 arm; a larger share would mean a stronger correlation), the S_b are independent (they share the baseline's runs too),
-and hypotheses without a test of their own (an arm whose runs failed or that has its verdict) are independent of all.
+and hypotheses that are not tested (arms whose runs failed, or that have a verdict) count as independent.
 
 C. W. Dunnett, A multiple comparison procedure for comparing several treatments with a control, JASA 50 (1955).
 C. W. Dunnett and A. C. Tamhane, Step-down multiple tests for comparing treatments with a control in unbalanced one-way

@@ -121,7 +121,7 @@ def draw_families(
     """Differences of equal arms in bits per document: real runs, each at most once per study.
 
     A study draws data seeds; the starts of a data seed are the baseline and at most three arms in random order. `pool`
-    are the data seeds to draw from, for intervals by resampling; one that stands in it twice is drawn twice as often.
+    are the data seeds to draw from, for intervals by resampling; a seed that occurs twice is drawn twice as often.
     """
     starts = calibration.nats.shape[1]
     arms = min(3, starts - 1)
