@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -116,6 +117,11 @@ def projection(inputs: int, outputs: int) -> nn.Linear:
     linear = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(linear.weight, std=inputs**-0.5)
     return linear
+
+
+def conv_weight(channels: int, taps: int) -> nn.Parameter | None:
+    """Return the weights of a short convolution, initialised as nn.Conv1d does; `None` for a single tap."""
+    return nn.Parameter(torch.empty(channels, taps).uniform_(-1, 1) * taps**-0.5) if taps > 1 else None
 
 
 def is_plain_linear(linear: nn.Linear) -> bool:

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Circuits, Cost, Stream, projection, wrong_state
+from qkflow.mechanisms.base import Circuits, Cost, Stream, conv_weight, projection, wrong_state
 from qkflow.mechanisms.coupling import CouplingConfig, QKMechanism
 from qkflow.mechanisms.masking import map_by_token, validate_input
 from qkflow.ops.csrc import build
@@ -185,7 +185,7 @@ class DeltaMechanism(QKMechanism):
         self.value_width = config.value_expansion * self.key_width
         keys, values = self.heads * self.key_width, self.heads * self.value_width
         self.query, self.key, self.value = projection(width, keys), projection(width, keys), projection(width, values)
-        self.query_conv, self.key_conv, self.value_conv = (_conv_weight(c, config.conv) for c in (keys, keys, values))
+        self.query_conv, self.key_conv, self.value_conv = (conv_weight(c, config.conv) for c in (keys, keys, values))
         self.coupling = None
         if config.coupling is not None:
             self.coupling = config.coupling(self.heads, self.heads, self.key_width)
@@ -363,11 +363,6 @@ class QDelta(DeltaMechanism):
 def _at_least_float32(x: Tensor) -> Tensor:
     """Convert half precision to float32: gates are multiplied over many tokens."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-def _conv_weight(channels: int, taps: int) -> nn.Parameter | None:
-    """Return the weights of a depthwise convolution, initialised as nn.Conv1d does."""
-    return nn.Parameter(torch.empty(channels, taps).uniform_(-1, 1) * taps**-0.5) if taps > 1 else None
 
 
 def _convolve(x: Tensor, weight: Tensor | None, tail: Tensor | None = None) -> Tensor:
