@@ -150,7 +150,9 @@ class ExperimentSpec:
 
     def __post_init__(self) -> None:
         if len(self.arms) < 2:
-            raise UsageError(f"at least two arms are needed, got {self.arms}: give --arms standard,differential")
+            raise UsageError(
+                f"at least two arms are needed, got {', '.join(self.arms) or 'none'}: give --arms standard,differential"
+            )
         for index, arm in enumerate(self.arms):
             if arm in self.arms[:index]:
                 raise UsageError(f"the arm {arm!r} is given twice: give each once")

@@ -234,7 +234,7 @@ def comparison_table(result: ExperimentResult) -> Table:
     )
     compared = {item.arm: item for item in result.comparisons}
     return Table(
-        caption=f"Each arm against {result.baseline}",
+        caption=f"Each arm against {result.baseline}, with the {_level(result)} of each arm alone",
         columns=columns,
         rows=[_comparison_row(result, arm, compared.get(arm.name)) for arm in result.arms],
         name="comparisons",
@@ -271,6 +271,10 @@ def _format_reach(ratio: float | None, low: float | None, high: float | None) ->
     return "not reached" if ratio is None else format_ratio(ratio, low, high)
 
 
+def _level(result: ExperimentResult) -> str:
+    return f"{100 * (1 - result.error_rate):.6g}% interval"
+
+
 def _verdict_section(result: ExperimentResult, table: Table) -> Section:
     statements = []
     for verdict in result.verdicts:
@@ -279,14 +283,12 @@ def _verdict_section(result: ExperimentResult, table: Table) -> Section:
         text = f"{shorten(verdict.arm, 48)}: {verdict.sentence}."
         line = f"{shorten(verdict.arm, 24)}: {verdict.advice}" if verdict.advice else ""
         statements.append(Statement(verdict=verdict.kind, text=text, advice=advice, in_terminal=line))
-    levels = [item.difference.level for item in result.comparisons if item.difference is not None]
-    interval = f"{format_percent(max(levels), 0)} interval" if levels else "interval"
     text = (
         f"Differences are in held-out {result.bits}: arm minus baseline, paired by seed and by document (the losses are"
         " means over the seeds of each arm, and arms that are decided early have fewer). Below zero,"
-        f" the arm is better. The bars show the marginal {interval} of each arm; the equivalence margin is shaded. The"
-        f" probability of a false “better” or “worse” is at most {100 * result.error_rate:.3g}% for all arms together"
-        " (step-down max-t). A study like this one detects the minimum detectable effect with a probability of"
+        f" the arm is better. The bars show the marginal {_level(result)} of each arm; the equivalence margin is"
+        f" shaded. The probability of a false “better” or “worse” is at most {100 * result.error_rate:.3g}% for all"
+        " arms together (step-down max-t). A study like this one detects the minimum detectable effect with a probability of"
         " 80%."
     )
     if result.on_task:

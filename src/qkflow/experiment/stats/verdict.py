@@ -226,7 +226,7 @@ class _Writer:
             arm=arm,
             kind=kind,
             sentence=self._sentence(kind, difference),
-            advice=self._advice(needed, errors) if kind == "undecided" else None,
+            advice=self._advice(needed, errors, difference) if kind == "undecided" else None,
             round=None if kind == "undecided" else self.round,
             difference=difference,
             p_adjusted=float(tests.p_adjusted[index]),
@@ -270,10 +270,12 @@ class _Writer:
         possible = [count for count in counts if count is not None]
         return max(min(possible), difference.seeds + 1) if possible else None
 
-    def _advice(self, needed: int | None, errors: PairedErrors) -> str:
+    def _advice(self, needed: int | None, errors: PairedErrors, difference: Difference) -> str:
         if needed is not None:
             many = ", longer runs or a wider margin may be cheaper" if needed > _MANY_SEEDS else ""
-            return f"About {needed} seeds would decide{many}."
+            ends = (difference.low or 0.0, difference.high or 0.0)
+            alone = "The interval of this arm alone is not enough: about" if min(ends) > 0 or max(ends) < 0 else "About"
+            return f"{alone} {needed} seeds would decide{many}."
         if errors.documents_variance > errors.seeds_variance:
             return f"The {self.documents} held-out documents vary too much: use more documents or a wider margin."
         return "More than 1000 seeds would be needed: use longer runs or a wider margin."

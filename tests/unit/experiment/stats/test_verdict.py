@@ -84,6 +84,16 @@ def test_an_uncertain_difference_is_undecided_with_the_seeds_that_would_decide()
     assert verdict.advice == f"About {want} seeds would decide, longer runs or a wider margin may be cheaper."
 
 
+def test_the_advice_says_when_only_the_arms_own_interval_excludes_zero() -> None:
+    rule = Rule(seeds_by_round=(5, 10), spending=(0.01, 0.2))
+    (verdict,) = verdicts(rule, arm=(0.01, 0.02, 0.03, 0.04, 0.05))
+    assert verdict.kind == "undecided"
+    assert verdict.difference is not None
+    assert (verdict.difference.low or 0) > 0
+    assert verdict.advice is not None
+    assert verdict.advice.startswith("The interval of this arm alone is not enough: about")
+
+
 def test_a_difference_near_zero_needs_the_seeds_of_an_equivalence_test() -> None:
     (verdict,) = verdicts(arm=(0.02, -0.02, 0.012, -0.012, 0.0))
     assert verdict.kind == "undecided"
