@@ -18,11 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from qkflow.data import CorpusConfig
-from qkflow.experiment.design import Design, make_design, planned_runs, write_design
+from qkflow.experiment.design import Design
 from qkflow.experiment.executors.base import Resources
 from qkflow.experiment.executors.local import LocalExecutor
+from qkflow.experiment.planned_runs import PlannedRun, best_rates, round_runs
+from qkflow.experiment.planner import make_design
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
+from qkflow.experiment.study_dir import write_design
 from qkflow.training import TrainConfig, read_metrics, train
 
 from timing import compare_first, parse_arguments, print_comparisons, time_alternately
@@ -34,6 +37,11 @@ Outside = dict[str, list[float]]
 def train_run(run: tuple[TrainConfig, str]) -> None:
     """Train one run; a function that processes can import."""
     train(*run)
+
+
+def planned_runs(design: Design) -> tuple[PlannedRun, ...]:
+    """The runs of a design with one round and one learning rate per arm."""
+    return round_runs(design, design.round(1, design.spec.arms, 0), best_rates(design, {}))
 
 
 def run_with_engine(design: Design, folder: Path) -> None:

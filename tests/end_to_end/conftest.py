@@ -16,10 +16,13 @@ import pytest
 from qkflow.cli import main
 from qkflow.data import CorpusConfig
 from qkflow.experiment.decisions import Decisions
-from qkflow.experiment.design import Design, PlannedRun, make_design, read_design, round_runs, tuning_runs, write_design
+from qkflow.experiment.design import Design
 from qkflow.experiment.executors.local import LocalExecutor
+from qkflow.experiment.planned_runs import PlannedRun, round_runs, tuning_runs
+from qkflow.experiment.planner import make_design
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
+from qkflow.experiment.study_dir import read_design, write_design
 from qkflow.io import cache_folder
 from qkflow.models import DecoderConfig
 from qkflow.ops.csrc import build

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from qkflow.errors import Interrupted
-from qkflow.experiment.design import write_design
 from qkflow.experiment.executors.ray import RayExecutor
 from qkflow.experiment.progress import Observer, Progress
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.runner import run_experiment
+from qkflow.experiment.study_dir import write_design
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read when ray is imported: nothing listens beyond loopback
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not installed")

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from qkflow.experiment.design import Design, write_design
+from qkflow.experiment.design import Design
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.runner import run_experiment
+from qkflow.experiment.study_dir import write_design
 from qkflow.io import locked
 
 PROCESS = Path(__file__).with_name("study_process.py")

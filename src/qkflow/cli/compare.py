@@ -27,8 +27,9 @@ from qkflow.cli.options import (
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
 from qkflow.experiment.decisions import Decisions, Round
-from qkflow.experiment.design import Design, PlannedRun
+from qkflow.experiment.design import Design
 from qkflow.experiment.executors.base import Executor, make_executor
+from qkflow.experiment.planned_runs import PlannedRun
 from qkflow.experiment.progress import Observer, Progress
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec, all_arms, split_arms

@@ -156,6 +156,11 @@ class Decisions:
             budget=float(added[-1]["seconds"]) if added else budget,
         )
 
+    def append_design(self, elapsed: float) -> None:
+        """Write the checksum of the study's design.json, and the seconds that it took to make."""
+        digest = checksum(self.path.with_name("design.json"))
+        self.append("design", {"sha256_design": digest, "elapsed": elapsed})
+
     def append_verdicts(self, round_: Round, verdicts: tuple[Verdict, ...], elapsed: float) -> None:
         """Write the verdicts of a round, and the seconds that the study has taken."""
         values = {"round": round_.number, "verdicts": [to_dict(verdict) for verdict in verdicts], "elapsed": elapsed}

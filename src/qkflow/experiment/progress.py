@@ -13,7 +13,8 @@ from pathlib import Path
 
 from qkflow.experiment.budget import makespan
 from qkflow.experiment.decisions import Round
-from qkflow.experiment.design import Design, PlannedRun
+from qkflow.experiment.design import Design
+from qkflow.experiment.planned_runs import PlannedRun
 
 _TAIL_BYTES = 4096
 """Bytes read from the end of metrics.jsonl; a line has a few hundred."""

@@ -18,24 +18,15 @@ from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError
 from qkflow.experiment.budget import EVALUATIONS
 from qkflow.experiment.decisions import Decisions, Round, StudyState
-from qkflow.experiment.design import (
-    ArmDesign,
-    Design,
-    PlannedRun,
-    best_rates,
-    read_decisions,
-    read_design,
-    refuse_links,
-    round_runs,
-    tuning_losses,
-    tuning_runs,
-)
+from qkflow.experiment.design import ArmDesign, Design
 from qkflow.experiment.metrics.rationale import RationaleSummary, read_rationale
 from qkflow.experiment.metrics.recall import RecallSummary, read_recall_summary
+from qkflow.experiment.planned_runs import PlannedRun, best_rates, round_runs, tuning_losses, tuning_runs
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.stats.curves import CostRatio, Curve, cost_ratio
 from qkflow.experiment.stats.paired import Difference, SpreadRatio, spread_ratio
 from qkflow.experiment.stats.verdict import Verdict
+from qkflow.experiment.study_dir import read_decisions, read_design, refuse_links
 from qkflow.training import Result, read_metrics
 from qkflow.training.run_dir import finished, read_json
 

@@ -16,14 +16,16 @@ import pytest
 import torch
 
 from qkflow.data import CorpusConfig
-from qkflow.experiment import runner
+from qkflow.experiment import run_queue
 from qkflow.experiment.decisions import Decisions, Round
-from qkflow.experiment.design import Design, PlannedRun, best_rates, round_runs, tuning_runs
+from qkflow.experiment.design import Design
 from qkflow.experiment.executors.base import CallResult, Resources, describe_error
+from qkflow.experiment.planned_runs import PlannedRun, best_rates, round_runs, tuning_runs
 from qkflow.experiment.progress import Observer, Progress
 from qkflow.experiment.run_status import update_status
-from qkflow.experiment.runner import RunOutcome, RunSpec, run_experiment
+from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
+from qkflow.experiment.worker import RunOutcome, RunSpec
 from qkflow.io import checksum
 from qkflow.mechanisms import registry
 from qkflow.models import DecoderConfig
@@ -228,5 +230,5 @@ class FakeTraining:
 @pytest.fixture
 def fake_training(monkeypatch: pytest.MonkeyPatch) -> FakeTraining:
     fake = FakeTraining()
-    monkeypatch.setattr(runner, "run_one", fake)
+    monkeypatch.setattr(run_queue, "run_one", fake)
     return fake

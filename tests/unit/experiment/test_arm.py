@@ -12,8 +12,10 @@ import pytest
 from qkflow.circuits import RatioSchedule
 from qkflow.errors import UsageError
 from qkflow.experiment.budget import match_arms, refuse_duplicate_arms
-from qkflow.experiment.design import Design, make_design, read_design, write_design
+from qkflow.experiment.design import Design
+from qkflow.experiment.planner import make_design
 from qkflow.experiment.spec import ExperimentSpec, parse_arm
+from qkflow.experiment.study_dir import read_design, write_design
 
 Ask = Callable[..., ExperimentSpec]
 

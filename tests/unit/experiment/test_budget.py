@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from qkflow.data import Corpus, CorpusConfig, Split, open_corpus, windows
 from qkflow.errors import UsageError
 from qkflow.experiment import budget as module
-from qkflow.experiment import design as planning
+from qkflow.experiment import planner
 from qkflow.experiment.budget import (
     PREFERENCES,
     BudgetChoice,
@@ -247,16 +247,16 @@ def test_a_corpus_without_two_held_out_documents_is_refused(
 ) -> None:
     corpus = open_corpus(ask().data)
     one = replace(corpus.validation, documents=corpus.validation.documents[:1], sizes=corpus.validation.sizes[:1])
-    monkeypatch.setattr(planning, "open_corpus", lambda config: replace(corpus, validation=one))
+    monkeypatch.setattr(planner, "open_corpus", lambda config: replace(corpus, validation=one))
     with pytest.raises(UsageError, match="has 1 held-out documents, at least 2 are needed"):
-        planning.make_design(ask(), inline(), notice=lambda text: None)
+        planner.make_design(ask(), inline(), notice=lambda text: None)
 
 
 def test_a_corpus_without_enough_windows_for_a_batch_is_refused_before_any_run(ask: Ask, inline: Any) -> None:
     executor = inline()
     for changes in ({"tokens": 20 * 64 * 64}, {"tokens": None, "budget": 60.0}):
         with pytest.raises(UsageError, match=r"2000 is too large for the corpus"):
-            planning.make_design(ask(batch=2000, passes=1e9, **changes), executor, notice=lambda text: None)
+            planner.make_design(ask(batch=2000, passes=1e9, **changes), executor, notice=lambda text: None)
     assert not executor.calls
 
 
@@ -306,8 +306,8 @@ def test_the_last_evaluation_covers_two_documents_of_any_length(
     several = np.array([[1, 400_000], [400_001, 900_000], [900_001, 1_000_000]])
     for documents in (spans, several):
         split = replace(unequal, documents=documents, sizes=np.diff(documents).ravel())
-        monkeypatch.setattr(planning, "open_corpus", lambda config, split=split: replace(corpus, test=split))
-        limit = planning.make_design(ask(), inline(), notice=lambda text: None).base.final_tokens
+        monkeypatch.setattr(planner, "open_corpus", lambda config, split=split: replace(corpus, test=split))
+        limit = planner.make_design(ask(), inline(), notice=lambda text: None).base.final_tokens
         assert len({window.document for window in windows(split, context=16, limit=limit)}) > 1
 
 
@@ -353,7 +353,7 @@ def test_answering_recall_questions_counts_towards_the_time(ask: Ask) -> None:
 def test_a_recall_task_with_one_held_out_instance_is_refused_with_advice() -> None:
     task = CorpusConfig(source="mqar:pairs=2,length=16,keys=4,values=4,train=8,validation=1,each=2")
     with pytest.raises(UsageError, match=r"at least 2 are needed: set validation=N"):
-        planning._refuse_small_corpus(open_corpus(task))
+        planner._refuse_small_corpus(open_corpus(task))
 
 
 def test_a_recall_task_too_small_for_the_budget_is_refused_with_advice(ask: Ask) -> None:

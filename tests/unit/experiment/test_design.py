@@ -20,21 +20,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qkflow.data import CorpusConfig, open_corpus, windows
 from qkflow.errors import UsageError
-from qkflow.experiment import design as planning
+from qkflow.experiment import planner
 from qkflow.experiment.budget import evaluation_tokens, match_arms, round_steps, steps_per_arm
-from qkflow.experiment.design import (
-    RECALL_RATE,
-    TUNING_SEED,
-    Design,
-    allocate_cores,
-    folder_names,
-    make_design,
-    read_design,
-    round_runs,
-    tuning_runs,
-    write_design,
-)
+from qkflow.experiment.design import TUNING_SEED, Design
+from qkflow.experiment.planned_runs import round_runs, tuning_runs
+from qkflow.experiment.planner import RECALL_RATE, allocate_cores, folder_names, make_design
 from qkflow.experiment.spec import ExperimentSpec
+from qkflow.experiment.study_dir import read_design, write_design
 from qkflow.mechanisms import StandardAttention, StandardConfig, register
 from qkflow.models import Decoder, DecoderConfig, parameters
 from qkflow.training.budget import Speed
@@ -239,7 +231,7 @@ def test_runs_never_use_more_threads_than_cores(
 def budgeted(ask: Ask, inline: Any, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Design:
     """A design for a time budget, on a machine of known speed."""
     speed = Speed(step=0.01, token=1e-6)
-    monkeypatch.setattr(planning, "measure_speeds", lambda *args: (speed,) * len(args[2].arms))
+    monkeypatch.setattr(planner, "measure_speeds", lambda *args: (speed,) * len(args[2].arms))
     return designed(ask(**{"tokens": None, "passes": 1e9, "seeds": None, **changes}), inline())
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from qkflow.errors import UsageError
-from qkflow.experiment.design import make_design
 from qkflow.experiment.executors.base import CallResult, Executor, Resources, make_executor
 from qkflow.experiment.executors.local import LocalExecutor
+from qkflow.experiment.planner import make_design
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from qkflow.experiment.design import Design, PlannedRun, make_design
+from qkflow.experiment.design import Design
+from qkflow.experiment.planned_runs import PlannedRun
+from qkflow.experiment.planner import make_design
 from qkflow.experiment.progress import ProgressMeter, last_step
 from qkflow.experiment.spec import ExperimentSpec
 

@@ -13,10 +13,11 @@ import pytest
 from qkflow.errors import UsageError
 from qkflow.experiment import runner
 from qkflow.experiment.decisions import Decisions
-from qkflow.experiment.design import make_design, write_design
+from qkflow.experiment.planner import make_design
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.stats.rounds import plan_rounds
+from qkflow.experiment.study_dir import write_design
 
 Ask = Callable[..., ExperimentSpec]
 ARMS = ("standard", "differential", "standard:window=8", "standard:window=4")

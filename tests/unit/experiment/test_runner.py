@@ -16,13 +16,14 @@ import pytest
 
 from qkflow.data import CorpusConfig
 from qkflow.errors import BusyError, DiskError, DivergenceError, Interrupted, UsageError
-from qkflow.experiment import runner as run_module
-from qkflow.experiment import runner as worker
+from qkflow.experiment import worker
 from qkflow.experiment.decisions import Decisions
-from qkflow.experiment.design import TUNING_SEED, read_design
+from qkflow.experiment.design import TUNING_SEED
+from qkflow.experiment.planner import make_design
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
+from qkflow.experiment.study_dir import read_design, write_design
 from qkflow.experiment.summary import read_result
 from qkflow.io import checksum, locked
 from qkflow.training import read_metrics
@@ -339,8 +340,8 @@ def test_all_arms_score_the_same_documents(inline: Any, finish_study: Any, tmp_p
 def test_a_run_fails_if_its_lock_stays_held(ask: Ask, inline: Any, watcher: Any, tmp_path: Path) -> None:
     study = tmp_path / "study"
     with locked(study / "runs" / "standard" / "seed-0" / "lock"):
-        design = run_module.make_design(ask(seeds=1), inline(), notice=lambda text: None)
-        run_module.write_design(study, design)
+        design = make_design(ask(seeds=1), inline(), notice=lambda text: None)
+        write_design(study, design)
         Decisions(study).append("design", {"sha256_design": checksum(study / "design.json")})
         run_experiment(None, study, executor=inline(), observer=watcher)
     assert [name for name, _ in watcher.failures] == ["standard seed 0"]

@@ -12,10 +12,10 @@ import pytest
 from qkflow.config import to_dict
 from qkflow.data import CorpusConfig, open_corpus
 from qkflow.errors import UsageError
-from qkflow.experiment.design import read_design
 from qkflow.experiment.run_status import update_status
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
+from qkflow.experiment.study_dir import read_design
 from qkflow.experiment.summary import example_runs, read_result
 from qkflow.models import DecoderConfig
 from qkflow.report import export_json

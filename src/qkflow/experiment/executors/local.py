@@ -24,7 +24,7 @@ from qkflow.experiment.executors.base import CallResult, Resources, describe_err
 Context = ForkServerContext | SpawnContext
 
 _TICK = 0.5
-_PRELOAD = ["qkflow.experiment.runner", "torch._dynamo"]  # optimizers import torch._dynamo, which takes a second
+_PRELOAD = ["qkflow.experiment.worker", "torch._dynamo"]  # optimizers import torch._dynamo, which takes a second
 
 
 @dataclass(eq=False)

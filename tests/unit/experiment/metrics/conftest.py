@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from qkflow.data.tasks import Instance, Task, TaskConfig
-from qkflow.experiment import design, presets, runner
+from qkflow.experiment import planner, presets, runner, study_dir
 from qkflow.experiment.metrics import measurement
 from qkflow.experiment.presets import sharpen_spec
 from qkflow.experiment.runner import run_experiment
@@ -57,7 +57,7 @@ def use_task(monkeypatch: pytest.MonkeyPatch) -> Callable[[Task], None]:
 
     def use(task: Task) -> None:
         measurement._open.cache_clear()
-        for module in (design, presets, runner, measurement, losses):
+        for module in (planner, presets, runner, study_dir, measurement, losses):
             monkeypatch.setattr(module, "open_task", lambda config: task)
 
     return use

@@ -17,12 +17,12 @@ import torch
 
 from qkflow.data.tasks import Instance, Task, TaskConfig
 from qkflow.errors import CheckpointError, Interrupted, UsageError
-from qkflow.experiment.design import read_design
 from qkflow.experiment.metrics import measurement
 from qkflow.experiment.metrics.measurement import RationaleMeasurement, example_instances
 from qkflow.experiment.metrics.rationale import RationaleSummary
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec, RationaleSpec
+from qkflow.experiment.study_dir import read_design
 from qkflow.experiment.summary import read_result
 from qkflow.probes.attention import confidence, confidence_curve
 from qkflow.probes.faithfulness import evaluate_faithfulness
