@@ -3,23 +3,10 @@
    Matrices of a chunk have one row per token, padded to whole groups of DOWN; leading dimensions K, V and T (tokens of a
    chunk) are padded to whole vectors. X and Q are stacked, so that products with both are one product. */
 
-#include "gemm_tiles.h"
+#include "vector_rows.h"
 
 enum { CHECKPOINT_CHUNKS = 16, MAX_CHUNK = 128, MAX_KEY_WIDTH = 256 }; /* chunks between two saved states */
 #define MIN_LOG_DECAY (-1000.0) /* a log decay at which nothing is left in either precision */
-
-#if defined(__GNUC__) && !defined(__clang__)
-enum { SHUFFLES = 1 };
-#define SHUFFLE(x, y, places) __builtin_shuffle(x, y, places)
-#else
-enum { SHUFFLES = 0 };
-#define SHUFFLE(x, y, places) (x)
-#endif
-typedef __typeof__((vector){0} == (vector){0}) Lanes;
-typedef struct { /* shuffles that swap the halves, quarters, ... of two rows of a square: the new upper and lower row */
-    Lanes low[4], high[4];
-    Lanes below[LANES], until[LANES]; /* masks of the lanes below i, excluding and including i */
-} Swaps;
 
 typedef struct {
     long rows, tokens;
@@ -36,23 +23,6 @@ typedef struct { /* one chunk of one head: its position and gates */
     double G[MAX_CHUNK];
     real beta[MAX_CHUNK], lam[MAX_CHUNK], decay[MAX_CHUNK], rest[MAX_CHUNK], last; /* e^G, e^(G_C - G), e^G_C */
 } Chunk;
-
-static Swaps swaps(void) {
-    Swaps s;
-    for (int half = LANES / 2, n = 0; half; half /= 2, n++)
-        for (int l = 0; l < LANES; l++) {
-            s.low[n][l] = l & half ? LANES + l - half : l;
-            s.high[n][l] = l & half ? LANES + l : l + half;
-        }
-    for (int i = 0; i < LANES; i++)
-        for (int l = 0; l < LANES; l++) {
-            s.below[i][l] = l < i ? -1 : 0;
-            s.until[i][l] = l <= i ? -1 : 0;
-        }
-    return s;
-}
-
-static int grouped(int n) { return (n + DOWN - 1) / DOWN * DOWN; }
 
 static Rule rule(long rows, long tokens, int heads, int key, int value, int chunk, double scale) {
     Rule r = {.rows = rows, .tokens = tokens, .heads = heads, .key = key, .value = value, .chunk = chunk, .scale = scale};
@@ -97,14 +67,6 @@ static Chunk load_gates(const Rule *r, long row, int head, long number) {
     return c;
 }
 
-typedef real loose __attribute__((vector_size(BYTES), aligned(sizeof(real)))); /* an unaligned vector */
-
-static inline void copy(int count, const real *from, real *to) {
-    int i = 0;
-    for (; i + LANES <= count; i += LANES) *(loose *)(to + i) = *(const loose *)(from + i);
-    for (; i < count; i++) to[i] = from[i];
-}
-
 /* copy rows of a caller's array into a tile, padded with zeros, and back */
 static void load(const Rule *r, const Chunk *c, const real *from, int width, int W, real *tile) {
     long stride = (long)r->heads * width;
@@ -130,51 +92,6 @@ static inline __attribute__((always_inline)) void prefetch(const Rule *r, const 
     if (!from || token < 0 || token >= r->tokens) return;
     const real *at = from + place(r, c->row, head, token) * width;
     for (int j = 0; j < width; j += LINE) is_write ? __builtin_prefetch(at + j, 1, 2) : __builtin_prefetch(at + j, 0, 2);
-}
-
-/* b[j, i] = a[i, j] */
-static void transpose(const Swaps *swaps, int rows, int columns, const real *restrict a, int lda, real *restrict b, int ldb) {
-    int i = 0;
-    for (; SHUFFLES && i + LANES <= rows; i += LANES) {
-        int j = 0;
-        for (; j + LANES <= columns; j += LANES) { /* transpose a square: swap its quarters, their quarters, and so on */
-            vector x[LANES];
-#pragma GCC unroll 16
-            for (int l = 0; l < LANES; l++) x[l] = *(const loose *)(a + (long)(i + l) * lda + j);
-#pragma GCC unroll 4
-            for (int half = LANES / 2, n = 0; half; half /= 2, n++)
-#pragma GCC unroll 16
-                for (int l = 0; l < LANES; l++)
-                    if (!(l & half)) {
-                        vector upper = x[l], lower = x[l + half];
-                        x[l] = SHUFFLE(upper, lower, swaps->low[n]);
-                        x[l + half] = SHUFFLE(upper, lower, swaps->high[n]);
-                    }
-#pragma GCC unroll 16
-            for (int l = 0; l < LANES; l++) *(loose *)(b + (long)(j + l) * ldb + i) = x[l];
-        }
-        for (; j < columns; j++)
-            for (int l = 0; l < LANES; l++) b[(long)j * ldb + i + l] = a[(long)(i + l) * lda + j];
-    }
-    for (; i < rows; i++)
-        for (int j = 0; j < columns; j++) b[(long)j * ldb + i] = a[(long)i * lda + j];
-}
-
-/* rows of whole vectors: to = by x, x = by x, to += by x, x . y */
-#define EACH(i, count) for (int i = 0; i < (count); i += LANES)
-#define AT(x) (*(vector *)(x))
-#define OF(x) (*(const vector *)(x))
-
-static inline void scaled(int count, real by, const real *x, real *to) { EACH(i, count) AT(to + i) = by * OF(x + i); }
-
-static inline void scale(int count, real by, real *x) { EACH(i, count) AT(x + i) *= by; }
-
-static inline void add_scaled(int count, real by, const real *x, real *to) { EACH(i, count) AT(to + i) += by * OF(x + i); }
-
-static inline real dot(int count, const real *x, const real *y) {
-    vector sum = {0};
-    EACH(i, count) sum += OF(x + i) * OF(y + i);
-    return total(sum);
 }
 
 /* rows per product with a triangle: fewer rows skip more zeros, more rows use the registers better */
