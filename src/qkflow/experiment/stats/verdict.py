@@ -87,47 +87,35 @@ def judge_round(
     >>> verdict.kind, verdict.sentence
     ('worse', 'worse by 0.257 bits per byte (13%), 95% interval 0.215 to 0.300, 5 seeds')
     """
-    final = {arm: verdict for arm, verdict in (decided or {}).items() if verdict.kind != "undecided"}
     _check(losses, sizes, baseline)
-    nats = {
+    bits = {
         arm: {seed: np.asarray(run, np.float64) / scale for seed, run in runs.items()} for arm, runs in losses.items()
     }
-    base, sizes = nats[baseline], np.asarray(sizes, np.float64)
-    open_arms = [arm for arm in nats if arm != baseline and arm not in final]
-    compared = {
-        arm: _compare(nats[arm], base, sizes, welch=may_be_unpaired, rounding=resolution**2 / 12) for arm in open_arms
-    }
-    testable = [arm for arm in open_arms if compared[arm].errors is not None]
+    base, sizes = bits[baseline], np.asarray(sizes, np.float64)
     loss = float(np.mean([run.sum() for run in base.values()]) / sizes.sum()) if base else 1.0
     margin = rule.margin * abs(loss) if margin is None else margin
     if not margin > 0:
         raise ValueError(f"the equivalence margin must be above 0, got {margin}: give a margin in the loss's own unit")
-    n_equivalent = sum(verdict.kind == "equivalent" for verdict in final.values())
-    tests = None
-    if testable:
-        tests = run_tests(
-            *_stack([compared[arm] for arm in testable], list(base)),
-            rule=rule,
-            round=round,
-            loss=loss,
-            margin=margin,
-            n_equivalent=n_equivalent,
-            n_different=len(final) - n_equivalent,
-            n_untested=len(open_arms) - len(testable),
-        )
+    final = {arm: verdict for arm, verdict in (decided or {}).items() if verdict.kind != "undecided"}
+    compared = {
+        arm: _compare(runs, base, sizes, welch=may_be_unpaired, rounding=resolution**2 / 12)
+        for arm, runs in bits.items()
+        if arm != baseline and arm not in final
+    }
+    tests = _test_arms(compared, list(base), final, rule=rule, round=round, loss=loss, margin=margin)
     writer = _Writer(
         rule=rule,
         round=round,
         loss=abs(loss),
         margin=margin,
-        arms=len(open_arms),
+        arms=len(compared),
         documents=len(sizes),
         unit=f" bits per {unit}" if unit else "",
         is_higher_better=is_higher_better,
     )
     return tuple(
-        final[arm] if arm in final else writer.verdict(arm, compared[arm], tests, testable)
-        for arm in nats
+        final[arm] if arm in final else writer.verdict(arm, compared[arm], tests.get(arm))
+        for arm in bits
         if arm != baseline
     )
 
@@ -164,6 +152,59 @@ def _compare(
     return _Compared(None, shared, only_pair, paired if shared or not welch else "unpaired")
 
 
+class _ArmTests(NamedTuple):
+    """The tests of one arm."""
+
+    errors: PairedErrors
+    """With a moderated variance if there is a prior."""
+    prior_used: bool
+    p_adjusted: float
+    p_equivalent: float
+    is_different: bool
+    is_equivalent: bool
+
+
+def _test_arms(
+    compared: Mapping[str, _Compared],
+    seeds: Sequence[Any],
+    final: Mapping[str, Verdict],
+    *,
+    rule: Rule,
+    round: int,
+    loss: float,
+    margin: float,
+) -> dict[str, _ArmTests]:
+    """The tests of the arms that have at least two seeds, corrected for all arms, decided ones included."""
+    testable = {arm: pair for arm, pair in compared.items() if pair.errors is not None}
+    if not testable:
+        return {}
+    n_equivalent = sum(verdict.kind == "equivalent" for verdict in final.values())
+    tests = run_tests(
+        *_stack(list(testable.values()), seeds),
+        rule=rule,
+        round=round,
+        loss=loss,
+        margin=margin,
+        n_equivalent=n_equivalent,
+        n_different=len(final) - n_equivalent,
+        n_untested=len(compared) - len(testable),
+    )
+    return {arm: _tests_of_arm(tests, index, pair) for index, (arm, pair) in enumerate(testable.items())}
+
+
+def _tests_of_arm(tests: RoundTests, index: int, compared: _Compared) -> _ArmTests:
+    values = {name: getattr(tests.errors, name)[index] for name in PairedErrors._fields}
+    by_seed = None if compared.errors is None else compared.errors.by_seed
+    return _ArmTests(
+        errors=PairedErrors(**{**values, "by_seed": by_seed}),
+        prior_used=bool(tests.prior_used[index]),
+        p_adjusted=float(tests.p_adjusted[index]),
+        p_equivalent=float(tests.p_equivalent[index]),
+        is_different=bool(tests.is_different[index]),
+        is_equivalent=bool(tests.is_equivalent[index]),
+    )
+
+
 def _stack(arms: Sequence[_Compared], seeds: Sequence[Any]) -> tuple[PairedErrors, np.ndarray]:
     """The differences of all arms as arrays [arms], and by seed [arms, seeds] with NaN for missing seeds."""
     by_seed = np.full((len(arms), len(seeds)), np.nan)
@@ -189,50 +230,51 @@ class _Writer:
     unit: str
     is_higher_better: bool
 
-    def verdict(self, arm: str, compared: _Compared, tests: RoundTests | None, testable: Sequence[str]) -> Verdict:
-        level = 1 - self.rule.error_rate
-        if compared.errors is None or tests is None:
-            if compared.only_pair is None:
-                sentence, difference = "not compared: no seed has finished runs of both arms", None
-            else:
-                difference = single_pair(compared.only_pair, documents=self.documents, level=level)
-                digits = _decimals(abs(difference.mean))
-                sentence = f"undecided: {_signed(difference.mean, digits)}{self.unit}, one seed has no interval"
-            return Verdict(
-                arm=arm,
-                kind="undecided",
-                sentence=sentence,
-                advice="At least 2 seeds of both arms are needed.",
-                difference=difference,
-                paired=compared.paired,
-            )
-        index = testable.index(arm)
-        scalars = {name: getattr(tests.errors, name)[index] for name in PairedErrors._fields}
-        errors = PairedErrors(**{**scalars, "by_seed": compared.errors.by_seed})
+    def verdict(self, arm: str, compared: _Compared, tests: _ArmTests | None) -> Verdict:
+        """The verdict on an arm; `tests` is None if it has fewer than two seeds."""
+        if tests is None:
+            return self._untested(arm, compared)
         difference = describe(
-            errors,
+            tests.errors,
             documents=self.documents,
-            level=level,
+            level=1 - self.rule.error_rate,
             alpha=self.rule.alpha(self.round) / self.arms,
-            prior_used=bool(tests.prior_used[index]),
+            prior_used=tests.prior_used,
         )
         kind: VerdictKind = "undecided"
-        if tests.is_different[index]:
+        if tests.is_different:
             kind = "better" if (difference.mean > 0) == self.is_higher_better else "worse"
-        elif tests.is_equivalent[index]:
+        elif tests.is_equivalent:
             kind = "equivalent"
-        needed = self._seeds_needed(errors, difference) if kind == "undecided" else None
+        needed = self._seeds_needed(tests.errors, difference) if kind == "undecided" else None
         return Verdict(
             arm=arm,
             kind=kind,
             sentence=self._sentence(kind, difference),
-            advice=self._advice(needed, errors, difference) if kind == "undecided" else None,
+            advice=self._advice(needed, tests.errors, difference) if kind == "undecided" else None,
             round=None if kind == "undecided" else self.round,
             difference=difference,
-            p_adjusted=float(tests.p_adjusted[index]),
-            p_equivalent=float(tests.p_equivalent[index]),
+            p_adjusted=tests.p_adjusted,
+            p_equivalent=tests.p_equivalent,
             paired=compared.paired,
             seeds_needed=needed,
+        )
+
+    def _untested(self, arm: str, compared: _Compared) -> Verdict:
+        if compared.only_pair is None:
+            sentence, difference = "not compared: no seed has finished runs of both arms", None
+        else:
+            level = 1 - self.rule.error_rate
+            difference = single_pair(compared.only_pair, documents=self.documents, level=level)
+            digits = _decimals(abs(difference.mean))
+            sentence = f"undecided: {_signed(difference.mean, digits)}{self.unit}, one seed has no interval"
+        return Verdict(
+            arm=arm,
+            kind="undecided",
+            sentence=sentence,
+            advice="At least 2 seeds of both arms are needed.",
+            difference=difference,
+            paired=compared.paired,
         )
 
     def _sentence(self, kind: VerdictKind, difference: Difference) -> str:
