@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from qkflow.cli import main
-from qkflow.experiment.summary import ExperimentResult
+from qkflow.experiment.result import ExperimentResult
 from qkflow.probes import attention_maps as model_maps
 from qkflow.report import write_report
 from qkflow.report.figures import forest, learning_curves, loss_strips, reach

@@ -31,9 +31,10 @@ from qkflow.experiment.design import Design
 from qkflow.experiment.executors.base import Executor, make_executor
 from qkflow.experiment.planned_runs import PlannedRun
 from qkflow.experiment.progress import Observer, Progress
+from qkflow.experiment.result import ExperimentResult
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec, all_arms, split_arms
-from qkflow.experiment.summary import ExperimentResult, read_result
+from qkflow.experiment.summary import read_result
 from qkflow.formatting import format_clock
 from qkflow.report import export_csv, export_json, terminal, write_report
 from qkflow.training.regime import OptimizerName

@@ -14,7 +14,7 @@ from qkflow.cli.compare import run_and_present
 from qkflow.cli.options import command_line, flag, new_folder, parse_duration, with_absolute_paths, without_none
 from qkflow.errors import UsageError
 from qkflow.experiment.executors.base import make_executor
-from qkflow.experiment.summary import ExperimentResult
+from qkflow.experiment.result import ExperimentResult
 from qkflow.recipes import RECIPES, Recipe, direction, measure_ratio, recipe
 
 

@@ -10,10 +10,11 @@
 
 from qkflow.experiment.executors.base import Executor, make_executor
 from qkflow.experiment.progress import Observer
+from qkflow.experiment.result import ExperimentResult
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.stats.verdict import Verdict
-from qkflow.experiment.summary import ExperimentResult, read_result
+from qkflow.experiment.summary import read_result
 
 __all__ = [
     "Executor",

@@ -18,6 +18,7 @@ from qkflow.experiment.budget import (
     DEFAULT_BUDGET,
     EVALUATIONS,
     TUNING_FACTORS,
+    BudgetChoice,
     MatchedArm,
     SizedArms,
     choose_budget,
@@ -69,22 +70,6 @@ def make_design(
     choice = choose_budget(spec, corpus, jobs=jobs, measure=measure, notice=notice)
     base = base_config(spec, corpus, choice.arms, choice.steps[0], threads, device)
     open_objective(base)
-    folders = folder_names(spec.arms)
-    arms = tuple(
-        ArmDesign(
-            name=arm.name,
-            folder=folder,
-            model=arm.model,
-            parameters=arm.parameters,
-            flops_per_token=arm.flops_per_token,
-            state_bytes=arm.state_bytes,
-            rates=_arm_rates(spec, arm, choice.arms, is_text=corpus.task is None),
-            steps=steps,
-            tuning_steps=tuning_steps(steps) if n_rates(spec) > 1 else 0,
-            seconds_per_step=None if choice.speeds is None else choice.speeds[index].step,
-        )
-        for index, (arm, folder, steps) in enumerate(zip(choice.arms.arms, folders, choice.steps, strict=True))
-    )
     return Design(
         spec=spec,
         command=tuple(command),
@@ -92,7 +77,7 @@ def make_design(
         corpus=corpus.name,
         digest=corpus.digest,
         size=choice.arms.size,
-        arms=arms,
+        arms=_arm_designs(spec, choice, is_text=corpus.task is None),
         rule=plan_rounds(
             choice.seeds,
             is_limited=spec.seeds is not None,
@@ -106,6 +91,26 @@ def make_design(
         budget=spec.budget or (DEFAULT_BUDGET if spec.tokens is None else None),
         expected_seconds=choice.seconds,
         unit=corpus.unit,
+    )
+
+
+def _arm_designs(spec: ExperimentSpec, choice: BudgetChoice, *, is_text: bool) -> tuple[ArmDesign, ...]:
+    return tuple(
+        ArmDesign(
+            name=arm.name,
+            folder=folder,
+            model=arm.model,
+            parameters=arm.parameters,
+            flops_per_token=arm.flops_per_token,
+            state_bytes=arm.state_bytes,
+            rates=_arm_rates(spec, arm, choice.arms, is_text=is_text),
+            steps=steps,
+            tuning_steps=tuning_steps(steps) if n_rates(spec) > 1 else 0,
+            seconds_per_step=None if choice.speeds is None else choice.speeds[index].step,
+        )
+        for index, (arm, folder, steps) in enumerate(
+            zip(choice.arms.arms, folder_names(spec.arms), choice.steps, strict=True)
+        )
     )
 
 

@@ -26,6 +26,7 @@ from qkflow.experiment.metrics.measurement import describe_task
 from qkflow.experiment.planned_runs import best_rates, round_runs, tuning_losses, tuning_runs, write_tuning
 from qkflow.experiment.planner import make_design
 from qkflow.experiment.progress import Observer
+from qkflow.experiment.result import ExperimentResult
 from qkflow.experiment.run_queue import RunQueue
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.stats.verdict import Verdict, judge_round
@@ -38,7 +39,7 @@ from qkflow.experiment.study_dir import (
     resumed_design,
     write_design,
 )
-from qkflow.experiment.summary import NO_RATE, ExperimentResult, read_losses, read_result
+from qkflow.experiment.summary import NO_RATE, read_losses, read_result
 from qkflow.io import write_json
 from qkflow.training.signals import StopRequest, stop_on_signals
 

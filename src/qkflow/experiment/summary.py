@@ -5,7 +5,6 @@ Everything is derived from the folder and can be computed again at any time.
 
 from __future__ import annotations
 
-import html
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +16,15 @@ import numpy as np
 from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError
 from qkflow.experiment.budget import EVALUATIONS
-from qkflow.experiment.decisions import Decisions, Round, StudyState
+from qkflow.experiment.decisions import Decisions, Round
 from qkflow.experiment.design import ArmDesign, Design
 from qkflow.experiment.metrics.rationale import RationaleSummary, read_rationale
-from qkflow.experiment.metrics.recall import RecallSummary, read_recall_summary
+from qkflow.experiment.metrics.recall import read_recall_summary
 from qkflow.experiment.planned_runs import PlannedRun, best_rates, round_runs, tuning_losses, tuning_runs
+from qkflow.experiment.result import ArmSummary, Comparison, CorpusNote, ExperimentResult
 from qkflow.experiment.run_status import read_status
-from qkflow.experiment.stats.curves import CostRatio, Curve, cost_ratio
-from qkflow.experiment.stats.paired import Difference, SpreadRatio, spread_ratio
+from qkflow.experiment.stats.curves import Curve, cost_ratio
+from qkflow.experiment.stats.paired import spread_ratio
 from qkflow.experiment.stats.verdict import Verdict
 from qkflow.experiment.study_dir import read_decisions, read_design, refuse_links
 from qkflow.training import Result, read_metrics
@@ -34,164 +34,6 @@ NO_RATE = "every learning-rate trial failed"
 """The reason why an arm is not compared."""
 MATCHING_TOLERANCE = 0.02
 """The largest mismatch between arms, relative to the baseline, without a remark."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorpusNote:
-    """A statistic of the data: context for a verdict, never part of it."""
-
-    name: str
-    value: str
-    """The number, with its unit."""
-    meaning: str
-    """How to read it, in one sentence."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArmSummary:
-    """One arm: its model, its cost and its runs."""
-
-    name: str
-    parameters: int
-    parameters_off: float
-    """Parameters over the baseline's, minus one."""
-    hidden: int
-    """The feed-forward width that matching chose."""
-    flops_per_token: int
-    """Of one forward pass at the context length; training costs three times as much."""
-    steps: int
-    tokens: int
-    """Training tokens per run."""
-    learning_rate: float | None
-    """None until tuning has chosen it."""
-    tuning: tuple[tuple[float, float | None], ...]
-    """Learning rates tried, each with its final loss (None: failed); empty if there is one rate."""
-    seeds: tuple[int, ...]
-    """Seeds of finished runs."""
-    bits_per_byte: tuple[float, ...]
-    """Their held-out losses; bits per answer token on recall tasks."""
-    mean: float | None
-    spread: float | None
-    """Standard deviation over seeds."""
-    tokens_per_second: float | None
-    """Training speed, median over runs, with all concurrent runs."""
-    peak_bytes: int | None
-    """Peak memory per run, beyond what the process held before."""
-    state_bytes: int
-    """Size of the mechanism's state after one context length, per sequence."""
-    curves: tuple[Curve, ...]
-    failures: tuple[str, ...]
-    """One line per failed run: its seed and the reason."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """One arm against the baseline."""
-
-    arm: str
-    difference: Difference | None
-    """None if no seed has finished runs of both."""
-    p_adjusted: float | None
-    """The p value adjusted over the arms."""
-    spread: SpreadRatio | None
-    reach: CostRatio | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExperimentResult:
-    """The result of an experiment."""
-
-    folder: str
-    corpus: str
-    """The name of the data."""
-    digest: str
-    """The hash of the data."""
-    baseline: str
-    match: str
-    """What the arms share besides parameters: tokens, flops or seconds."""
-    size: str
-    context: int
-    margin: float
-    """The equivalence margin, in bits."""
-    error_rate: float
-    """The rate of false positives over all arms that this look may have."""
-    finished: int
-    """Finished runs, tuning included."""
-    runs: int
-    """All runs, tuning included."""
-    arms: tuple[ArmSummary, ...]
-    """The baseline first."""
-    comparisons: tuple[Comparison, ...]
-    """Every arm but the baseline."""
-    verdicts: tuple[Verdict, ...]
-    """One per comparison."""
-    notes: tuple[CorpusNote, ...]
-    """Statistics of the data."""
-    remarks: tuple[str, ...]
-    """What a reader must know: missing seeds, a single seed, different machines."""
-    design: dict[str, Any]
-    """The content of design.json."""
-    environment: dict[str, Any]
-    """environment.json of the first run."""
-    command: tuple[str, ...]
-    """The command that started the experiment."""
-    state: StudyState
-    """How far the study is."""
-    unit: str = "byte"
-    """What losses are per."""
-    recall: RecallSummary | None = None
-    """Accuracy on the test instances of a recall task; None for text, and before a run is finished."""
-    rationale: RationaleSummary | None = None
-    """Attention on the rationales of a task; None if it was not measured. There are no verdicts on the loss then: the
-    validation instances chose the learning rates."""
-
-    @property
-    def bits(self) -> str:
-        """The unit of losses."""
-        return f"bits per {self.unit}"
-
-    @property
-    def on_task(self) -> bool:
-        """Whether the runs learn a task instead of text."""
-        return self.unit != "byte"
-
-    @property
-    def page(self) -> Path:
-        """The report of the study."""
-        return Path(self.folder) / "report.html"
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One dictionary per arm but the baseline: the verdict and its numbers."""
-        arms = {arm.name: arm for arm in self.arms}
-        return [
-            {
-                "arm": verdict.arm,
-                "verdict": verdict.kind,
-                self.bits.replace(" ", "_"): arms[verdict.arm].mean,
-                "difference": None if verdict.difference is None else verdict.difference.mean,
-                "low": None if verdict.difference is None else verdict.difference.low,
-                "high": None if verdict.difference is None else verdict.difference.high,
-                "p_adjusted": verdict.p_adjusted,
-                "seeds": len(arms[verdict.arm].seeds),
-            }
-            for verdict in self.verdicts
-        ]
-
-    def to_frame(self) -> Any:
-        """The `rows` as a pandas data frame; pandas must be installed."""
-        try:
-            import pandas
-        except ImportError:
-            raise UsageError("to_frame needs pandas: pip install pandas, or use rows()") from None
-        return pandas.DataFrame(self.rows())
-
-    def _repr_html_(self) -> str:
-        """The table that notebooks show."""
-        rows = self.rows()
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in (rows[0] if rows else ()))
-        body = "".join(f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row.values())}</tr>" for row in rows)
-        caption = f"against {html.escape(self.baseline)} on {html.escape(self.corpus)}"
-        return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,85 +79,100 @@ def read_result(study: Path | str) -> ExperimentResult:
     decisions = read_decisions(study, design)
     tuning = tuning_losses(study, design)
     rates = decisions.rates() or best_rates(design, tuning)
-    planned = [*tuning_runs(design)]
-    for round_ in decisions.rounds():
-        planned += round_runs(design, round_, rates)
-    runs = [_read_run(study, run, decisions) for run in planned]
+    runs = _read_runs(study, design, decisions, rates)
     for run in runs:
         if run.changed is not None and run.run.kind == "tuning":
             tuning[run.run.arm][run.run.lr] = None
-    main = {
+    by_arm = {
         arm.name: [run for run in runs if run.run.kind == "main" and run.run.arm == arm.name] for arm in design.arms
     }
     arms = tuple(
         _arm_summary(
-            design, arm, main[arm.name], rates.get(arm.name), tuning[arm.name], is_tuned=bool(decisions.rates())
+            design, arm, by_arm[arm.name], rates.get(arm.name), tuning[arm.name], is_tuned=bool(decisions.rates())
         )
         for arm in design.arms
     )
-    comparisons, verdicts = (), ()
-    if design.spec.rationale is None:
-        by_arm = decisions.verdicts()
-        verdicts = tuple(by_arm.get(arm.name) or _no_verdict(arm.name) for arm in design.arms[1:])
-        comparisons = _compare(design, main, verdicts, {arm.name: arm.curves for arm in arms})
-    baseline = arms[0]
-    loss = baseline.mean or 1.0  # irrelevant before the baseline has a run: then there is nothing to judge
-    margin = design.spec.margin * loss
-    corpus = _read_optional(study / "corpus.json")
+    verdicts = _verdicts(design, decisions)
+    data = _read_optional(study / "corpus.json")
     environments = [_read_optional(run.folder / "environment.json") for run in runs]
     environment = next((record for record in environments if record), {})
-    finished_folders = {
-        name: {run.run.seed: run.folder for run in arm_runs if run.result is not None}
-        for name, arm_runs in main.items()
-    }
-    rationale = None
-    if design.spec.rationale is not None and "task" in corpus:
-        finished_runs = {
-            name: {run.run.seed: (run.folder, run.records) for run in arm_runs if run.result is not None}
-            for name, arm_runs in main.items()
-        }
-        failures = {
-            arm.name: tuple(
-                f"{run.folder.name}: {run.failed or f'{run.changed} was changed after the run had finished'}"
-                for run in runs
-                if run.run.arm == arm.name and (run.failed or run.changed)
-            )
-            for arm in design.arms
-        }
-        rationale = read_rationale(
-            design,
-            design.spec.rationale,
-            corpus["task"],
-            finished_runs,
-            rates=rates,
-            tuning=tuning,
-            failures=failures,
-            environment=environment,
-        )
+    finished_runs = {name: [run for run in arm_runs if run.result is not None] for name, arm_runs in by_arm.items()}
+    loss = arms[0].mean or 1.0  # irrelevant before the baseline has a run: then there is nothing to judge
     return ExperimentResult(
         folder=str(study),
         corpus=design.corpus,
         digest=design.digest,
-        baseline=baseline.name,
+        baseline=design.spec.baseline,
         match=design.spec.match,
         size=design.size,
         context=design.base.context,
-        margin=margin,
+        margin=design.spec.margin * loss,
         error_rate=design.rule.error_rate,
         finished=sum(run.result is not None for run in runs),
         runs=len(runs),
         arms=arms,
-        comparisons=comparisons,
+        comparisons=_compare(design, by_arm, verdicts, {arm.name: arm.curves for arm in arms}),
         verdicts=verdicts,
-        notes=_read_notes(study / "corpus.json", corpus),
+        notes=_read_notes(study / "corpus.json", data),
         remarks=_remarks(design, runs),
         design=to_dict(design),
         environment=environment,
         command=design.command,
         state=decisions.state(design.budget),
         unit=design.unit,
-        recall=read_recall_summary(finished_folders),
-        rationale=rationale,
+        recall=read_recall_summary(
+            {name: {run.run.seed: run.folder for run in arm_runs} for name, arm_runs in finished_runs.items()}
+        ),
+        rationale=_rationale(design, data, runs, finished_runs, rates, tuning, environment),
+    )
+
+
+def _read_runs(study: Path, design: Design, decisions: Decisions, rates: Mapping[str, float]) -> list[RunRecord]:
+    """All runs that the study has planned so far, those of tuning first."""
+    rounds = [run for round_ in decisions.rounds() for run in round_runs(design, round_, rates)]
+    return [_read_run(study, run, decisions) for run in (*tuning_runs(design), *rounds)]
+
+
+def _verdicts(design: Design, decisions: Decisions) -> tuple[Verdict, ...]:
+    """The verdicts on the loss; none if the study measures rationales."""
+    if design.spec.rationale is not None:
+        return ()
+    by_arm = decisions.verdicts()
+    return tuple(by_arm.get(arm.name) or _no_verdict(arm.name) for arm in design.arms[1:])
+
+
+def _rationale(
+    design: Design,
+    data: Mapping[str, Any],
+    runs: Sequence[RunRecord],
+    finished_runs: Mapping[str, Sequence[RunRecord]],
+    rates: Mapping[str, float],
+    tuning: Mapping[str, Mapping[float, float | None]],
+    environment: dict[str, Any],
+) -> RationaleSummary | None:
+    """Attention on the rationales; None if it was not measured."""
+    if design.spec.rationale is None or "task" not in data:
+        return None
+    failures = {
+        arm.name: tuple(
+            f"{run.folder.name}: {run.failed or f'{run.changed} was changed after the run had finished'}"
+            for run in runs
+            if run.run.arm == arm.name and (run.failed or run.changed)
+        )
+        for arm in design.arms
+    }
+    return read_rationale(
+        design,
+        design.spec.rationale,
+        data["task"],
+        {
+            name: {run.run.seed: (run.folder, run.records) for run in arm_runs}
+            for name, arm_runs in finished_runs.items()
+        },
+        rates=rates,
+        tuning=tuning,
+        failures=failures,
+        environment=environment,
     )
 
 
@@ -338,10 +195,6 @@ def example_runs(study: Path | str) -> dict[str, Path]:
         ]
         folders[arm.name] = study / (finished_runs or runs)[0]
     return folders
-
-
-def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else html.escape(str(value))
 
 
 def _no_verdict(arm: str) -> Verdict:

@@ -15,10 +15,10 @@ from typing import Literal
 
 from qkflow.data import CorpusConfig
 from qkflow.errors import UsageError
+from qkflow.experiment.result import ExperimentResult
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.stats.paired import spread_ratio
 from qkflow.experiment.stats.verdict import Verdict
-from qkflow.experiment.summary import ExperimentResult
 from qkflow.models import SIZES
 from qkflow.recipes.models import match_layer, standard_config
 

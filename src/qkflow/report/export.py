@@ -16,7 +16,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from qkflow.experiment.metrics.rationale import RationaleSummary
-from qkflow.experiment.summary import ExperimentResult
+from qkflow.experiment.result import ExperimentResult
 from qkflow.formatting import escape_unprintable, shorten
 from qkflow.io import write_file, write_json
 from qkflow.report.sections import BulletList, Note, ReportContent, Statement, Table, Value

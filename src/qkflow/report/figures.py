@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from qkflow.experiment.result import ExperimentResult
 from qkflow.experiment.stats.curves import Curve
-from qkflow.experiment.summary import ExperimentResult
 from qkflow.formatting import Number, format_difference, format_ratio, format_signed, shorten
 from qkflow.report.palette import arm_color, arm_dash, arm_marker, ink
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from qkflow.experiment.metrics.rationale import RationaleSummary
-from qkflow.experiment.summary import ExperimentResult, example_runs
+from qkflow.experiment.result import ExperimentResult
+from qkflow.experiment.summary import example_runs
 from qkflow.formatting import escape_unprintable, shorten
 from qkflow.io import write_file
 from qkflow.report import palette

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from qkflow.experiment.metrics.rationale import RationaleSummary
-from qkflow.experiment.summary import ArmSummary, Comparison, ExperimentResult
+from qkflow.experiment.result import ArmSummary, Comparison, ExperimentResult
 from qkflow.formatting import (
     MISSING,
     format_bytes,

@@ -27,10 +27,10 @@ from qkflow.experiment.metrics.rationale import (
     TrainingPoint,
 )
 from qkflow.experiment.metrics.recall import GridCell, RecallGrid, RunAnswers, Tally, recall
+from qkflow.experiment.result import ArmSummary, Comparison, CorpusNote, ExperimentResult
 from qkflow.experiment.stats.curves import CostRatio, Curve
 from qkflow.experiment.stats.paired import Difference, SpreadRatio
 from qkflow.experiment.stats.verdict import Verdict
-from qkflow.experiment.summary import ArmSummary, Comparison, CorpusNote, ExperimentResult
 from qkflow.models import Decoder, DecoderConfig
 from qkflow.training import TrainConfig
 from qkflow.training.run_dir import begin, finish

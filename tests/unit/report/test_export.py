@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from qkflow.config import to_dict
-from qkflow.experiment.summary import ExperimentResult
+from qkflow.experiment.result import ExperimentResult
 from qkflow.report import export_csv, export_json, terminal
 from qkflow.report.study import comparison_table
 

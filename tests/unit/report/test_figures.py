@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qkflow.experiment.result import ExperimentResult
 from qkflow.experiment.stats.curves import Curve
-from qkflow.experiment.summary import ExperimentResult
 from qkflow.report import figures
 from qkflow.report.palette import LIGHT
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from qkflow.config import to_dict
 from qkflow.experiment.metrics.recall import RecallSummary, recall
-from qkflow.experiment.summary import ExperimentResult
+from qkflow.experiment.result import ExperimentResult
 from qkflow.report import build_report, export_csv, export_json, terminal
 from qkflow.report.html import minus_signs, render
 from qkflow.report.recall import (

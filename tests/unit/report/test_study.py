@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from qkflow.experiment.summary import ExperimentResult
+from qkflow.experiment.result import ExperimentResult
 from qkflow.report import build_report, write_report
 from qkflow.report.attention_maps import AttentionMaps
 from qkflow.report.html import minus_signs, render
