@@ -31,6 +31,8 @@ from qkflow.data import CorpusConfig, open_corpus
 from qkflow.models import size
 from qkflow.training import TrainConfig, train
 
+from short_runs import add_model_options, short_run_config
+
 RECORDS = Path(__file__).parent.parent / "tests" / "unit" / "experiment" / "stats"
 
 
@@ -38,12 +40,8 @@ def main() -> None:
     """Train the runs that are missing and write their losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", default="python-stdlib")
-    parser.add_argument("--data-dir", help="folder with named corpora")
-    parser.add_argument("--field", default="text", help="field of .jsonl lines that holds the text")
-    parser.add_argument("--size", default="100k")
+    add_model_options(parser)
     parser.add_argument("--mechanism", default="standard")
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--tokens", default="1M", help="training tokens per run")
     parser.add_argument("--steps", type=int, help="instead of --tokens")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon", "sgd"))
@@ -56,7 +54,6 @@ def main() -> None:
     parser.add_argument("--data-seeds", type=int, default=16)
     parser.add_argument("--initializations", type=int, default=4, help="initializations per data seed")
     parser.add_argument("--documents", type=int, default=100, help="the most documents in the file")
-    parser.add_argument("--jobs", type=int, default=2, help="runs in parallel")
     parser.add_argument("--work", type=Path, default=Path("runs/calibration"), help="where finished runs are kept")
     parser.add_argument("--out", type=Path, help="by default CORPUS-SIZE.npz with the tests")
     parser.add_argument("--quick", action="store_true", help="4 short runs; writes no file")
@@ -117,30 +114,23 @@ def corpus_config(args: argparse.Namespace) -> CorpusConfig:
 
 def run_config(args: argparse.Namespace, data_seed: int, initialization: int) -> TrainConfig:
     """The config of one run; no two runs have the same initialization."""
-    data, step_tokens = corpus_config(args), args.batch * args.context
-    beta2 = float(args.beta2) if args.beta2.startswith("0.") else 0.5 ** (step_tokens / parse_count(args.beta2))
-    return TrainConfig(
+    data = corpus_config(args)
+    return short_run_config(
         data=data,
         model=size(args.size, vocabulary=open_corpus(data).vocabulary, mechanism=args.mechanism),
-        steps=args.steps or parse_count(args.tokens) // step_tokens,
+        steps=args.steps or parse_count(args.tokens) // (args.batch * args.context),
         context=args.context,
         batch=args.batch,
         optimizer=args.optimizer,
         lr=args.lr,
-        betas=(0.9, beta2),
-        schedule="stable",
+        beta2=args.beta2,
         warmup=args.warmup,
         decay=args.decay,
         floor=args.floor,
         seed=1000 * (initialization + 1) + data_seed,
         data_seed=data_seed,
-        evaluate_every=10**9,
         evaluate_tokens=4096,
         final_split=args.split,
-        checkpoint_every=None,
-        checkpoint_minutes=None,
-        device="cpu",
-        threads=1,
     )
 
 

@@ -25,7 +25,9 @@ from rich.table import Table
 from qkflow.cli.compare import parse_count, split_arms
 from qkflow.data import CorpusConfig, open_corpus
 from qkflow.models import matched, parameters, size
-from qkflow.training import TrainConfig, train
+from qkflow.training import train
+
+from short_runs import add_model_options, short_run_config
 
 EVALUATED_TOKENS = 2**18
 
@@ -33,12 +35,8 @@ EVALUATED_TOKENS = 2**18
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpora", nargs="*", default=["python-stdlib"])
-    parser.add_argument("--data-dir", help="folder with named corpora")
-    parser.add_argument("--field", default="text", help="field of .jsonl lines that holds the text")
+    add_model_options(parser)
     parser.add_argument("--mechanisms", default="standard")
-    parser.add_argument("--size", default="100k")
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--tokens", default="1M", help="training tokens per run")
     parser.add_argument("--batch", default="4", help="sequences per step, a list")
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--lr", default="3e-3")
@@ -47,7 +45,6 @@ def main() -> None:
     parser.add_argument("--floor", default="0.0", help="final rate, as a fraction of the peak")
     parser.add_argument("--warmup", default="100", help="steps of warm-up")
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs/regime.jsonl"))
     parser.add_argument("--show", action="store_true", help="print the file and exit")
     options = parser.parse_args()
@@ -90,30 +87,22 @@ def run_cell(cell: dict[str, Any], data_dir: str | None, field: str) -> dict[str
     base = size(cell["size"], vocabulary=open_corpus(data).vocabulary)
     model = replace(base, mechanism=cell["mechanism"])
     model = matched(model, parameters(base))
-    step_tokens = cell["batch"] * cell["context"]
-    beta2 = cell["beta2"]
-    config = TrainConfig(
+    config = short_run_config(
         data=data,
         model=model,
-        steps=cell["tokens"] // step_tokens,
+        steps=cell["tokens"] // (cell["batch"] * cell["context"]),
         context=cell["context"],
         batch=cell["batch"],
         optimizer=cell["optimizer"],
         lr=cell["lr"],
-        betas=(0.9, float(beta2) if beta2.startswith("0.") else 0.5 ** (step_tokens / parse_count(beta2))),
-        schedule="stable",
+        beta2=cell["beta2"],
         decay=cell["decay"],
         floor=cell["floor"],
         warmup=cell["warmup"],
         seed=cell["seed"],
         data_seed=cell["seed"],
-        evaluate_every=10**9,
         evaluate_tokens=8192,
         final_tokens=EVALUATED_TOKENS,
-        checkpoint_every=None,
-        checkpoint_minutes=None,
-        threads=1,
-        device="cpu",
     )
     with tempfile.TemporaryDirectory() as folder:
         started = time.process_time()

@@ -64,56 +64,49 @@ def wait_for_locks(study: Path) -> None:
             pass
 
 
+def kill_and_resume(
+    studies: Any, parent: Path, design: Design, *, kills: int, longest: float, group: bool
+) -> list[Path]:
+    """Run studies of a design in `parent`, and kill their processes so many times, after at most `longest` seconds.
+
+    Every study must end as if it had not been killed. Returns their folders.
+    """
+    uninterrupted, generator = studies.undisturbed(design), random.Random(kills)
+    folders, killed = [parent / "0"], 0
+    write_design(folders[0], design)
+    while killed < kills:
+        process = Process(folders[-1])
+        if process.first_line == "running" and process.is_alive_after(generator.uniform(0, longest)):
+            killed += 1
+            (os.killpg if group else os.kill)(process.process.pid, signal.SIGKILL)
+        code = process.close()
+        wait_for_locks(folders[-1])
+        if code == 0:  # it finished before the next kill
+            assert studies.left_behind(folders[-1]) == uninterrupted
+            folders.append(parent / str(len(folders)))
+            write_design(folders[-1], design)
+    run_experiment(None, folders[-1])
+    assert studies.left_behind(folders[-1]) == uninterrupted
+    return folders
+
+
 @pytest.mark.parametrize("group", [False, True], ids=["process", "process group"])
 def test_a_study_killed_at_random_times_resumes_bit_for_bit(
     studies: Any, tmp_path: Path, design: Design, group: bool
 ) -> None:
-    uninterrupted = studies.undisturbed(design)
-    generator, kills, number = random.Random(group), 0, 0
-    write_design(tmp_path / "0", design)
-    while kills < KILLS:
-        study = tmp_path / str(number)
-        process = Process(study)
-        if process.first_line == "running" and process.is_alive_after(generator.uniform(0, 0.7)):
-            kills += 1
-            (os.killpg if group else os.kill)(process.process.pid, signal.SIGKILL)
-        code = process.close()
-        wait_for_locks(study)
-        if code == 0:  # it finished before the next kill
-            assert studies.left_behind(study) == uninterrupted
-            number += 1
-            write_design(tmp_path / str(number), design)
-    run_experiment(None, tmp_path / str(number))
-    assert studies.left_behind(tmp_path / str(number)) == uninterrupted
-    names = [str(n) for n in range(number + 1)]
-    folders = [tmp_path / name / run.folder for name in names for run in studies.runs(tmp_path / name)]
+    studies_run = kill_and_resume(studies, tmp_path, design, kills=KILLS, longest=0.7, group=group)
+    folders = [study / run.folder for study in studies_run for run in studies.runs(study)]
     assert sum(read_status(folder).attempts for folder in folders) > len(folders)
 
 
 def test_an_adaptive_study_killed_at_random_times_makes_the_same_decisions(studies: Any, tmp_path: Path) -> None:
     design = studies.adaptive_design(steps=40)
-    uninterrupted = studies.undisturbed(design)
-    decisions = uninterrupted["decisions"]
+    decisions = studies.undisturbed(design)["decisions"]
     assert len([record for record in decisions if record["kind"] == "round"]) == 3
     kinds = {verdict["arm"]: verdict["kind"] for verdict in decisions[-2]["verdicts"]}
     assert set(kinds.values()) == {"worse", "undecided"}
     assert sum(len(record.get("arms", [])) for record in decisions) < 9  # the decided arm left early
-    generator, kills, number = random.Random(ADAPTIVE_KILLS), 0, 0
-    write_design(tmp_path / "0", design)
-    while kills < ADAPTIVE_KILLS:
-        study = tmp_path / str(number)
-        process = Process(study)
-        if process.first_line == "running" and process.is_alive_after(generator.uniform(0, 2.0)):
-            kills += 1
-            os.killpg(process.process.pid, signal.SIGKILL)
-        code = process.close()
-        wait_for_locks(study)
-        if code == 0:
-            assert studies.left_behind(study) == uninterrupted
-            number += 1
-            write_design(tmp_path / str(number), design)
-    run_experiment(None, tmp_path / str(number))
-    assert studies.left_behind(tmp_path / str(number)) == uninterrupted
+    kill_and_resume(studies, tmp_path, design, kills=ADAPTIVE_KILLS, longest=2.0, group=True)
 
 
 def test_a_run_whose_process_is_killed_is_resumed(studies: Any, tmp_path: Path) -> None:

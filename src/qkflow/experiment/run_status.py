@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from qkflow.config import from_dict, to_dict
 from qkflow.errors import UsageError
@@ -43,6 +42,20 @@ def read_status(folder: Path) -> RunStatus:
         return RunStatus()
 
 
-def update_status(folder: Path, **changes: Any) -> None:
-    """Change fields of the status in a run folder."""
-    write_json(folder / FILE, to_dict(replace(read_status(folder), **changes)))
+def update_status(
+    folder: Path,
+    *,
+    failed: str | None,
+    failed_for_good: bool | None = None,
+    attempts: int | None = None,
+    peak_bytes: int | None = None,
+) -> None:
+    """Write whether the run failed, and the other fields that are given, to the status in a run folder."""
+    status = read_status(folder)
+    status = RunStatus(
+        attempts=status.attempts if attempts is None else attempts,
+        peak_bytes=status.peak_bytes if peak_bytes is None else peak_bytes,
+        failed=failed,
+        failed_for_good=status.failed_for_good if failed_for_good is None else failed_for_good,
+    )
+    write_json(folder / FILE, to_dict(status))

@@ -62,7 +62,7 @@ class Line:
 
 
 def line_chart(
-    lines: Sequence[Line], *, x_axis: Mapping[str, Any], y_axis: Mapping[str, Any], **layout: Any
+    lines: Sequence[Line], *, x_axis: Mapping[str, Any], y_axis: Mapping[str, Any], hovermode: str = "closest"
 ) -> PlotlyFigure:
     """Lines over bands and the thin lines of the seeds; one line per arm at most."""
     background, means = [], []
@@ -82,9 +82,9 @@ def line_chart(
         trace |= {"marker": {"symbol": arm_marker(line.arm), "size": 6, "color": ink(role)}}
         trace |= {"name": label(line.name, 28), "hovertemplate": line.hover}
         means.append(trace | ({"text": list(line.text)} if line.text else {}))
-    frame = {"height": 410, "margin": {"l": 62, "r": 12, "t": 20, "b": 52}, "hovermode": "closest"}
+    frame = {"height": 410, "margin": {"l": 62, "r": 12, "t": 20, "b": 52}, "hovermode": hovermode}
     axes = {"xaxis": {"zeroline": False, **x_axis}, "yaxis": {"zeroline": False, **y_axis}}
-    return {"data": [*background, *means], "layout": {**frame, **axes, **layout}}
+    return {"data": [*background, *means], "layout": {**frame, **axes}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Row:
     """Small marks below, with the texts that they show."""
 
 
-def interval_chart(rows: Sequence[Row], x_title: str, **x_axis: Any) -> PlotlyFigure:
+def interval_chart(rows: Sequence[Row], *, x_axis: Mapping[str, Any]) -> PlotlyFigure:
     """One row per arm: estimates with their intervals."""
     traces = []
     for y, row in zip(range(len(rows) - 1, -1, -1), rows, strict=True):
@@ -128,7 +128,7 @@ def interval_chart(rows: Sequence[Row], x_title: str, **x_axis: Any) -> PlotlyFi
                 ends = {"array": [mark.high - mark.x], "arrayminus": [mark.x - mark.low]}
                 bars = {"type": "data", **ends, "color": color, "thickness": 2, "width": 6}
             traces.append({**_marks(row.arm, y + mark.offset, {mark.text: mark.x}, symbol), "error_x": bars})
-    return {"data": traces, "layout": _row_layout([row.title for row in rows], x_title, **x_axis)}
+    return {"data": traces, "layout": _row_layout([row.title for row in rows], x_axis)}
 
 
 def strip_chart(arms: Mapping[str, Mapping[Any, Number]], x_title: str) -> PlotlyFigure:
@@ -148,7 +148,7 @@ def strip_chart(arms: Mapping[str, Mapping[Any, Number]], x_title: str) -> Plotl
         traces.append(_marks(n, y, {f"mean {mean:.4f}": mean}, tall))
         small = {"symbol": arm_marker(n), "size": 9, "color": ink(arm_color(n), 0.75)}
         traces.append(_marks(n, y, {f"seed {seed}: {value:.4f}": value for seed, value in values.items()}, small))
-    layout = _row_layout([f"<b>{label(name, 32)}</b>" for _, name, _ in shown], x_title)
+    layout = _row_layout([f"<b>{label(name, 32)}</b>" for _, name, _ in shown], {"title": {"text": x_title}})
     for title in layout["annotations"]:
         title["bgcolor"] = ink("paper", 0.8)  # the lines of the seeds pass behind it
     return {"data": traces, "layout": layout}
@@ -191,19 +191,21 @@ def percent_map(
     return {"data": [cells], "layout": layout}
 
 
-def rule(axis: str, at: float = 0.0, **line: Any) -> dict[str, Any]:
+def rule(axis: str, at: float = 0.0, *, width: float = 1, dash: str = "solid") -> dict[str, Any]:
     """A thin line across the figure at one position of an axis."""
-    return _span(axis, at, at, type="line", line={"color": ink("soft"), "width": 1, **line})
+    line = {"color": ink("soft"), "width": width, "dash": dash}
+    return {"type": "line", "line": line, **_span(axis, at, at)}
 
 
-def _span(axis: str, low: Number, high: Number, **shape: Any) -> dict[str, Any]:
+def _span(axis: str, low: Number, high: Number) -> dict[str, Any]:
+    """The position of a shape that spans the figure, below the data."""
     other = "y" if axis == "x" else "x"
     ends = {f"{axis}0": low, f"{axis}1": high, f"{other}0": 0, f"{other}1": 1, f"{other}ref": "paper"}
-    return {**ends, **shape, "layer": "below"}
+    return {**ends, "layer": "below"}
 
 
-def annotation(text: str, **position: Any) -> dict[str, Any]:
-    """A short text in a figure."""
+def annotation(text: str, position: Mapping[str, Any]) -> dict[str, Any]:
+    """A short text in a figure, above a position: Plotly's `x` and `y`, with `xref` or `yref` if they are fractions."""
     font = {"size": 11.5, "color": ink("soft")}
     return {"text": text, "showarrow": False, "yanchor": "bottom", "font": font, **position}
 
@@ -227,7 +229,7 @@ def _marks(arm: int, y: Number, x: Mapping[str, Number], marker: dict[str, Any])
     return {"type": "scatter", "mode": "markers", "meta": {"arm": arm}, **points, **_ON_HOVER}
 
 
-def _row_layout(titles: Sequence[str], x_title: str, **x_axis: Any) -> dict[str, Any]:
+def _row_layout(titles: Sequence[str], x_axis: Mapping[str, Any]) -> dict[str, Any]:
     """A layout with one row per title; titles are above their rows, which fits a narrow screen."""
     font = {"size": 13, "color": ink("ink")}
     annotations = [
@@ -238,7 +240,7 @@ def _row_layout(titles: Sequence[str], x_title: str, **x_axis: Any) -> dict[str,
         "height": 72 + _ROW_HEIGHT * max(1, len(titles)),
         "margin": {"l": 10, "r": 14, "t": 8, "b": 52},
         "hovermode": "closest",
-        "xaxis": {"title": {"text": x_title}, "zeroline": False, "tickformat": ".4~g", **x_axis},
+        "xaxis": {"zeroline": False, "tickformat": ".4~g", **x_axis},
         "yaxis": {"visible": False, "range": [-0.62, len(titles) - 0.4], "fixedrange": True},
         "annotations": annotations,
     }
@@ -365,7 +367,7 @@ def forest(result: ExperimentResult) -> PlotlyFigure:
         drawn = (difference.low, difference.high, difference.mean, *difference.by_seed)
         ends += [end for end in drawn if end is not None]
     title = f"{result.bits} minus the baseline's (left is better)"
-    figure = interval_chart(rows, title, range=padded_range(ends, 0.08))
+    figure = interval_chart(rows, x_axis={"title": {"text": title}, "range": padded_range(ends, 0.08)})
     figure["layout"]["shapes"] = [_margin(result, "x"), rule("x")]
     return figure
 
@@ -388,10 +390,12 @@ def reach(result: ExperimentResult) -> PlotlyFigure:
                 marks.append(Mark(x=ratio, low=low, high=high, text=text, symbol=symbol, offset=offset))
         if marks:
             rows.append(Row(arm=arms.index(item.arm), title=f"<b>{label(item.arm, 32)}</b>", marks=marks))
-    figure = interval_chart(rows, "ratio to the baseline (left is faster)", type="log", tickformat="~g")
+    title = {"text": "ratio to the baseline (left is faster)"}
+    figure = interval_chart(rows, x_axis={"title": title, "type": "log", "tickformat": "~g"})
     figure["layout"]["shapes"] = [rule("x", at=1.0)]
     return figure
 
 
 def _margin(result: ExperimentResult, axis: str) -> dict[str, Any]:
-    return _span(axis, -result.margin, result.margin, type="rect", fillcolor=ink("band"), line={"width": 0})
+    band = {"type": "rect", "fillcolor": ink("band"), "line": {"width": 0}}
+    return {**band, **_span(axis, -result.margin, result.margin)}

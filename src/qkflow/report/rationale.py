@@ -298,7 +298,7 @@ def _confidence_chart(result: RationaleSummary) -> PlotlyFigure:
 def _marked(x: float, text: str, position: float) -> PlotlyFigure:
     """A vertical line with its label; on a logarithmic axis the label's position is the exponent."""
     line = {**rule("x", x, width=1.5, dash="4px,3px"), "layer": "above"}
-    return {"shapes": [line], "annotations": [annotation(text, x=position, y=1, yref="paper")]}
+    return {"shapes": [line], "annotations": [annotation(text, {"x": position, "y": 1, "yref": "paper"})]}
 
 
 def _seed_section(result: RationaleSummary) -> Section:

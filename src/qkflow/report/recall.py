@@ -207,14 +207,15 @@ def accuracy_chart(recall: RecallSummary) -> PlotlyFigure:
     shapes = [rule("y", at=100 * recall.chance, dash="dot")]
     if recall.axes[0] == "length" and recall.context in x:
         shapes.append(rule("x", at=float(recall.context or 0)))
-    return line_chart(
+    figure = line_chart(
         lines,
         x_axis={"title": {"text": AXES[recall.axes[0]]}, **({"type": "log"} if x[0] > 0 else {}), **ticks},
         y_axis={"title": {"text": "accuracy, %"}, "range": [-2, 103]},
         hovermode="x unified",
-        shapes=shapes,
-        annotations=[annotation("chance", xref="paper", x=0, xanchor="left", y=100 * recall.chance)],
     )
+    position = {"xref": "paper", "x": 0, "xanchor": "left", "y": 100 * recall.chance}
+    figure["layout"] |= {"shapes": shapes, "annotations": [annotation("chance", position)]}
+    return figure
 
 
 def _cell_maps(recall: RecallSummary) -> list[Figure]:
