@@ -29,7 +29,7 @@ from timing import parse_arguments, quartiles, relative_spread, time_alternately
 BATCH, CONTEXT = 8, 512
 SEVEN_STEPS = "standard+hamiltonian:steps=7"
 LEAPFROG = "standard+hamiltonian:integrator=leapfrog"
-OTHERS = ("standard+euler", "standard+uncoupled", "standard+nonlinear-query", "standard+affine")
+OTHERS = ("standard+euler", "standard+uncoupled", "standard+residual-query", "standard+affine")
 
 
 @dataclass(frozen=True)

@@ -111,5 +111,15 @@ def _to_plain(value: Any) -> Any:
 
 
 def _type_error(value: Any, expected: Any, path: str, where: str) -> UsageError:
-    name = expected.__name__ if isinstance(expected, type) else str(expected)
-    return UsageError(f"config key {path!r}{where} got {value!r}: expected {name}")
+    return UsageError(f"config key {path!r}{where} got {value!r}: expected {_type_name(expected)}")
+
+
+def _type_name(expected: Any) -> str:
+    """Return a type as it is written in an annotation."""
+    if get_origin(expected) in (Union, types.UnionType):
+        return " | ".join(map(_type_name, get_args(expected)))
+    if get_origin(expected) is Literal:
+        return " | ".join(map(repr, get_args(expected)))
+    if expected is type(None):
+        return "None"
+    return expected.__name__ if isinstance(expected, type) and not get_args(expected) else str(expected)

@@ -22,16 +22,19 @@ VARIANTS = (
     "standard:window=3",
     "standard:window=3,key_heads=1,qk_norm=True",
     "standard:rotary_base=None",
+    "standard:conv=4",
+    "standard:key_shift=True",
     "differential:window=4,key_heads=1,qk_norm=True",
     "coupled:steps=7",
     "coupled:integrator=leapfrog,force=potential,steps=3",
     "coupled:window=3,key_heads=1,qk_norm=True",
+    "coupled:conv=3,key_shift=True,window=3,key_heads=2,qk_norm=before",
     "coupled:sharing=none,key_heads=2",
     "coupled:force=none",
     "standard+euler:steps=2",
     "standard+affine:alternations=2",
     "standard+uncoupled",
-    "standard+nonlinear-query",
+    "standard+residual-query",
     "qdelta:conv=1,decay=False",
     "qdelta:heads=1,key_width=130",
     "qdelta+hamiltonian:conv=3",
@@ -48,14 +51,17 @@ VARIANTS = (
 COMBINATIONS = (
     "standard:key_heads=2",
     "differential+hamiltonian:key_heads=1,qk_norm=True",
+    "differential:conv=4,key_shift=True",
+    "coupled:qk_norm=before",
+    "nonlinear-query+affine:conv=2,key_heads=1",
     "differential+euler",
     "differential+affine",
     "differential+uncoupled:window=4",
-    "differential+nonlinear-query",
+    "differential+residual-query",
     "qdelta+affine:lam=0.5",
     "gated-deltanet+euler:gate=False,value_expansion=1",
     "deltanet+uncoupled:key_width=12",
-    "deltanet+nonlinear-query",
+    "deltanet+residual-query",
     "group:group=so3",
 )
 """Combinations of options that run the code of BASES and VARIANTS in another order or shape."""
@@ -65,6 +71,7 @@ COMPILED = (
     "standard:window=3,key_heads=1,qk_norm=True",
     "coupled",
     "coupled:integrator=leapfrog,force=potential,steps=3",
+    "coupled:conv=3,key_shift=True,window=3,key_heads=2,qk_norm=before",
     "standard+euler:steps=2",
     "differential+affine",
     "qdelta",
@@ -132,7 +139,9 @@ def test_a_mechanism_compiles(spec: str) -> None:
 
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore")  # torch.compile emits warnings
-@pytest.mark.parametrize("spec", ["standard", "standard:window=3", "qdelta", "kuramoto"])
+@pytest.mark.parametrize(
+    "spec", ["standard", "standard:window=3", "standard:conv=4,key_shift=True", "qdelta", "kuramoto"]
+)
 def test_decoding_does_not_recompile_at_each_token(spec: str) -> None:
     """One mechanism for each kind of state; 37 recompilations would exceed the compiler's limit."""
     layer = mechanism(spec)(32, 4, layer=1, layers=3).double()

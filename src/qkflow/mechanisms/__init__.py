@@ -15,6 +15,7 @@ from qkflow.mechanisms.delta_rule import (
 )
 from qkflow.mechanisms.differential import DifferentialAttention, DifferentialConfig
 from qkflow.mechanisms.kuramoto import GroupAttention, GroupConfig, KuramotoAttention, KuramotoConfig
+from qkflow.mechanisms.nonlinear_query import NonlinearQueryAttention, NonlinearQueryConfig
 from qkflow.mechanisms.registry import mechanism, mechanisms, register
 from qkflow.mechanisms.softmax import StandardAttention, StandardConfig
 
@@ -39,6 +40,8 @@ __all__ = [
     "KuramotoAttention",
     "KuramotoConfig",
     "Mechanism",
+    "NonlinearQueryAttention",
+    "NonlinearQueryConfig",
     "ParamOptions",
     "QDelta",
     "QDeltaConfig",

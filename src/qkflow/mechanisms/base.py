@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -124,10 +124,10 @@ def conv_weight(channels: int, taps: int) -> nn.Parameter | None:
     return nn.Parameter(torch.empty(channels, taps).uniform_(-1, 1) * taps**-0.5) if taps > 1 else None
 
 
-def is_plain_linear(linear: nn.Linear) -> bool:
-    """Whether calling `linear` is the same as multiplying by its weight: no subclass, bias or hook."""
-    hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
-    return type(linear) is nn.Linear and linear.bias is None and not hooks
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether calling `module` is the same as multiplying by its weight: a linear layer without bias or hook."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return type(module) is nn.Linear and module.bias is None and not hooks
 
 
 def wrong_state(mechanism: Mechanism, state: State, expected: type[State]) -> UsageError:

@@ -10,7 +10,7 @@ r"""Couplings (Gahtan & Bronstein, https://arxiv.org/abs/2604.01683): queries an
 | `euler`           | the same drift and kick, both from the old (q, k)                                         | (2) |
 | `affine`          | q <- q \odot e^{s_1(k)} + m_1(k), then k <- k \odot e^{s_2(q)} + m_2(q); identity at init | (3) |
 | `uncoupled`       | control with as many parameters: q <- q + \delta g(q), k <- k + \delta f(k)               | (4) |
-| `nonlinear-query` | control (https://arxiv.org/abs/2603.13381): q <- q + f(q)                                 | (5) |
+| `residual-query`  | control: q <- q + f(q)                                                                    | (5) |
 
 | symbol           | variable             | shape                                                       |
 |------------------|----------------------|-------------------------------------------------------------|
@@ -21,7 +21,8 @@ r"""Couplings (Gahtan & Bronstein, https://arxiv.org/abs/2604.01683): queries an
 
 Grouped queries: the partner of a key is the mean query of its group, and every query of the group moves by the
 displacement of the mean. The controls (4) and (5) have no partners: every query moves alone. Our choices where the
-paper leaves it open: one network per layer, shared by its heads; \delta starts at 0.1; forces start at zero.
+paper leaves it open: one network per layer, shared by its heads; \delta starts at 0.1; forces start at zero. (5) is the
+simplest nonlinear query; `qkflow.mechanisms.nonlinear_query` is the published one.
 
 `CoupledAttention` (`qkflow.mechanisms.coupled`) is standard attention with the default coupling.
 """
@@ -48,7 +49,7 @@ from qkflow.ops.symplectic.cpu import Activation, MLPWeights
 from qkflow.ops.symplectic.naive import Integrator, Shift, affine_coupling, affine_coupling_inverse, drift_coefficients
 from qkflow.ops.symplectic.reversible import drift_kick_reversible
 
-Dynamics = Literal["hamiltonian", "euler", "affine", "uncoupled", "nonlinear-query"]
+Dynamics = Literal["hamiltonian", "euler", "affine", "uncoupled", "residual-query"]
 ForceKind = Literal["mlp", "potential", "none"]
 Sharing = Literal["heads", "none", "layers"]
 Queries = Float[Tensor, "b t h k"]
@@ -68,7 +69,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "euler": ("force", "steps", "dt", "hidden", "sharing"),
     "affine": ("alternations", "hidden", "sharing"),
     "uncoupled": ("steps", "dt", "hidden", "sharing"),
-    "nonlinear-query": ("hidden", "sharing"),
+    "residual-query": ("hidden", "sharing"),
 }
 """The options that each dynamics reads."""
 
@@ -364,7 +365,7 @@ class Uncoupled(Coupling):
         return self.config.steps * (self.queries * self.of_query.flops() + self.keys * self.of_key.flops())
 
 
-class NonlinearQuery(Coupling):
+class ResidualQuery(Coupling):
     """Equation (5), a control: a residual perceptron on the query; keys do not change."""
 
     is_paired = False
@@ -391,7 +392,7 @@ _COUPLINGS: dict[str, type[Coupling]] = {
     "euler": DriftKick,
     "affine": Affine,
     "uncoupled": Uncoupled,
-    "nonlinear-query": NonlinearQuery,
+    "residual-query": ResidualQuery,
 }
 
 

@@ -1,13 +1,17 @@
 r"""Softmax attention: the base class of the mechanisms that score query-key pairs, and `StandardAttention`.
 
-        x ──► W_q ─┬────────────┬─► [norm] ─► rotary ─► q ─┐
-                   │ [coupling] │                          ├─► attend ─► z ─► W_o ─► y
-        x ──► W_k ─┴────────────┴─► [norm] ─► rotary ─► k ─┤
-        x ──► W_v ────────────────────────────────────► v ─┘
-                                  k and v are cached, coupled and rotated
+        x ──► W_q ─► [conv] ─┬────────────┬─► [norm] ────────────► rotary ─► q ─┐
+                             │ [coupling] │                                     ├─► attend ─► z ─► W_o ─► y
+        x ──► W_k ─► [conv] ─┴────────────┴─► [norm] ─► [shift] ─► rotary ─► k ─┤
+        x ──► W_v ─► [conv] ───────────────────────────────────────────────► v ─┘
+                                              k and v are cached as they are attended to
 
     A_{ts} = softmax_s(q_t \cdot k_s / \sqrt{k}),  s <= t and within the window        (1)
     z_t    = \sum_s A_{ts} v_s,    y_t = W_o z_t                                       (2)
+
+Controls: `conv` gives queries, keys and values the short convolutions of the delta-rule memories. `key_shift` takes the
+coordinates of a key that rotate slowest, half of them, from the previous token: attending to a token then also depends
+on the token before it. The first token of a sequence keeps its own key.
 
 | symbol   | variable | shape                                                                       |
 |----------|----------|-----------------------------------------------------------------------------|
@@ -18,9 +22,10 @@ r"""Softmax attention: the base class of the mechanisms that score query-key pai
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,12 +35,13 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Circuits, Cost, Stream, is_plain_linear, projection, wrong_state
+from qkflow.mechanisms.base import Circuits, Cost, Stream, conv_weight, is_plain_linear, projection, wrong_state
 from qkflow.mechanisms.coupling import CouplingConfig, QKMechanism
-from qkflow.mechanisms.masking import AttentionInputs, map_by_token, validate_input, visible_keys
+from qkflow.mechanisms.masking import AttentionInputs, map_by_token, shift_right, validate_input, visible_keys
 from qkflow.ops.attention import attention, attention_map
 from qkflow.ops.norm import rms_norm
 from qkflow.ops.rotary import apply_rotary, rotary_factors
+from qkflow.ops.short_conv import MAX_TAPS, next_conv_state, short_conv
 from qkflow.state import KVCache, State
 
 Queries = Float[Tensor, "b t h k"]
@@ -50,12 +56,26 @@ class SoftmaxConfig:
     """Number of key and value heads (grouped-query attention); `None` is one per query head."""
     rotary_base: float | None = 10000.0
     """Base of the rotary frequencies; `None` disables rotary positions."""
-    qk_norm: bool = False
-    """Apply RMS norm to queries and keys before the rotary positions."""
+    qk_norm: bool | Literal["before", "after"] = False
+    """Apply RMS norm to queries and keys, `before` or `after` the coupling; `True` is `after`."""
     window: int | None = None
     """Sliding window, the token itself included; `None` is unlimited."""
+    conv: int = 1
+    """Kernel size of short convolutions of queries, keys and values, each followed by SiLU; 1 disables them."""
+    key_shift: bool = False
+    """Take the half of each key with the lower rotary frequencies from the previous token."""
     coupling: CouplingConfig | None = None
     """Moves queries and keys before they are scored."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise UsageError(f"window must be at least 1, got {self.window}")
+        if not 1 <= self.conv <= MAX_TAPS:
+            raise UsageError(f"conv must be from 1 (no convolution) to {MAX_TAPS}, got {self.conv}")
+        if self.qk_norm == "before" and self.coupling is None:
+            raise UsageError("qk_norm=before is before the coupling, but there is none: use qk_norm=True")
+        if self.key_shift and self.rotary_base is None:
+            raise UsageError("key_shift shifts the lower rotary frequencies, but rotary_base is None: set rotary_base")
 
 
 class HeadShape(NamedTuple):
@@ -76,16 +96,22 @@ class SoftmaxMechanism(QKMechanism):
         super().__init__()
         if shape.key_width % 2 and config.rotary_base is not None:
             raise UsageError(f"rotary positions need an even head width, got {shape.key_width}: change width or heads")
-        if config.window is not None and config.window < 1:
-            raise UsageError(f"window must be at least 1, got {config.window}")
+        if shape.key_width % 4 and config.key_shift:
+            raise UsageError(
+                f"key_shift shifts half of the {shape.key_width // 2} rotary pairs of a head, which must be an even"
+                f" number: the head width must be a multiple of 4, got {shape.key_width}: change width or heads"
+            )
         self.width, self.shape, self.config = width, shape, config
-        self.query = projection(width, shape.queries * shape.key_width)
+        self.query = self.query_map(width, shape.queries * shape.key_width)
         self.key = projection(width, shape.keys * shape.key_width)
         self.value = projection(width, shape.values * shape.value_width)
         self.output = projection(shape.outputs * shape.value_width, width)
         if config.qk_norm:
             self.query_norm = nn.Parameter(torch.ones(shape.key_width))
             self.key_norm = nn.Parameter(torch.ones(shape.key_width))
+        self.query_conv, self.key_conv, self.value_conv = (
+            conv_weight(heads * head_width, config.conv) for heads, head_width in self._streams
+        )
         self.coupling = None
         if config.coupling is not None:
             self.coupling = config.coupling(shape.queries, shape.keys, shape.key_width)
@@ -97,6 +123,10 @@ class SoftmaxMechanism(QKMechanism):
     @abstractmethod
     def map(self, inputs: AttentionInputs) -> Float[Tensor, "n h t s"]:
         """Return the weights that `attend` uses."""
+
+    def query_map(self, width: int, outputs: int) -> nn.Module:
+        """Return the module that maps the stream to the queries of all heads."""
+        return projection(width, outputs)
 
     def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
         """Return the output of each token, and the cache of keys and values."""
@@ -115,7 +145,7 @@ class SoftmaxMechanism(QKMechanism):
 
     def values(self, x: Stream) -> Float[Tensor, "b s h v"]:
         """Return the value that the queries of each head read."""
-        v = self._split_heads(self.value(x), self.shape.values)
+        v = self._split_heads(_convolve(self.value(x), self.value_conv), self.shape.values)
         return repeat(v, "b s g v -> b s (g r) v", r=self.shape.outputs // self.shape.values)
 
     def read(self, z: Float[Tensor, "b t h v"], x: Stream) -> Stream:
@@ -125,25 +155,30 @@ class SoftmaxMechanism(QKMechanism):
     def cost(self, t: int) -> Cost:
         """Four projections, the coupling, and two products per pair."""
         shape, window = self.shape, min(t, self.config.window or t)
-        projections = sum(m.weight.numel() for m in (self.query, self.key, self.value, self.output))
+        maps = (self.query, self.key, self.value, self.output)
+        projections = sum(m.weight.numel() for map in maps for m in map.modules() if isinstance(m, nn.Linear))
         cached = shape.keys * shape.key_width + shape.values * shape.value_width
         return Cost(
             parameters=sum(p.numel() for p in self.parameters()),
             linear_flops=t * (2 * projections + self._coupling_flops()),
             pair_flops=2 * self._products_per_pair(),
             pairs=t * window - window**2 / 2,
-            state_bytes=window * cached * self.key.weight.element_size(),
+            state_bytes=(window * cached + sum(map(math.prod, self._conv_shapes()))) * self.key.weight.element_size(),
         )
 
     def circuits(self) -> Circuits:
-        """QK: queries, keys, their norms and the coupling. OV: values and output."""
+        """QK: queries, keys, their norms and convolutions, and the coupling. OV: values and output."""
+        query = (f"query.{name}" for name, _ in self.query.named_parameters())
         norms = ("query_norm", "key_norm") if self.config.qk_norm else ()
-        qk = ("query.weight", "key.weight", *norms, *self._coupling_parameters())
-        return Circuits(qk=qk, ov=("value.weight", "output.weight"))
+        qk_convs, ov_convs = (("query_conv", "key_conv"), ("value_conv",)) if self.config.conv > 1 else ((), ())
+        qk = (*query, "key.weight", *norms, *qk_convs, *self._coupling_parameters())
+        return Circuits(qk=qk, ov=("value.weight", *ov_convs, "output.weight"))
 
     def pairs(self, x: Stream) -> tuple[Keys, Keys]:
-        """Return each key and the mean of the queries that attend to it, as projected."""
-        q, k = self._split_heads(self.query(x), self.shape.queries), self._split_heads(self.key(x), self.shape.keys)
+        """Return each key and the mean of the queries that attend to it, before the coupling."""
+        q = self._split_heads(_convolve(self.query(x), self.query_conv), self.shape.queries)
+        k = self._split_heads(_convolve(self.key(x), self.key_conv), self.shape.keys)
+        q, k = self._norm(q, k) if self.config.qk_norm == "before" else (q, k)
         maps = self.shape.keys // self.shape.values  # maps per value head; their queries alternate
         return reduce(q, "b t (g r m) k -> b t (g m) k", "mean", g=self.shape.values, m=maps), k
 
@@ -158,37 +193,114 @@ class SoftmaxMechanism(QKMechanism):
         return x.view(*x.shape[:2], heads, -1)
 
     def _queries_and_keys(self, x: Stream) -> tuple[Queries, Keys]:
-        """Project and couple. In training, a first drift q + c k is folded into the projection, W_q + c W_k: the weight
-        is smaller than the batch. For a single token it is not.
+        """Project, couple and normalise. In training, a first drift q + c k is folded into the projection,
+        W_q + c W_k: the weight is smaller than the batch. For a single token it is not.
         """
         k = self._split_heads(self.key(x), self.shape.keys)
-        if self.coupling is None:
-            return self._split_heads(self.query(x), self.shape.queries), k
-        can_fold = torch.is_grad_enabled() and self.shape.queries == self.shape.keys
-        drift = self.coupling.foldable_drift() if can_fold else None
+        can_fold = torch.is_grad_enabled() and self.shape.queries == self.shape.keys and self.config.qk_norm != "before"
+        drift = None if self.coupling is None or not can_fold else self.coupling.foldable_drift()
         if drift is None or not (is_plain_linear(self.query) and is_plain_linear(self.key)):
-            return self.couple(self._split_heads(self.query(x), self.shape.queries), k)
+            return self._couple_and_norm(self._split_heads(self.query(x), self.shape.queries), k)
         q = F.linear(x, torch.addcmul(self.query.weight, self.key.weight, drift))
-        return self.couple(q.view(k.shape), k, skip_first_drift=True)
+        return self._couple_and_norm(q.view(k.shape), k, skip_first_drift=True)
+
+    def _couple_and_norm(self, q: Queries, k: Keys, *, skip_first_drift: bool = False) -> tuple[Queries, Keys]:
+        if self.config.qk_norm == "before":
+            q, k = self._norm(q, k)
+        if self.coupling is not None:
+            q, k = self.couple(q, k, skip_first_drift=skip_first_drift)
+        return self._norm(q, k) if self.config.qk_norm in (True, "after") else (q, k)
+
+    def _norm(self, q: Queries, k: Keys) -> tuple[Queries, Keys]:
+        return rms_norm(q, self.query_norm), rms_norm(k, self.key_norm)
 
     def _attention_inputs(self, x: Stream, state: State | None, layout: Layout | None) -> AttentionInputs:
-        """Project, couple, normalise, convert to row form, rotate, and append to the cache."""
+        """Project, convolve, couple, normalise, convert to row form, shift, rotate, and append to the cache."""
         x = validate_input(x, layout)
-        q, k = self._queries_and_keys(x)
-        v = self._split_heads(self.value(x), self.shape.values)
-        if self.config.qk_norm:
-            q, k = rms_norm(q, self.query_norm), rms_norm(k, self.key_norm)
-        if layout is not None:
-            q, k, v = layout.to_rows(q), layout.to_rows(k), layout.to_rows(v)
-        if state is not None and not isinstance(state, KVCache):
-            raise wrong_state(self, state, KVCache)
+        lengths = None if layout is None or layout.is_full else layout.lengths
+        state = self._check_state(state, len(x) if layout is None else len(layout.lengths))
+        conv_state: tuple[Tensor, ...] = ()
+        if self.config.conv > 1:
+            q, k, v, conv_state = self._convolved(x, state, layout)
+        else:
+            q, k = self._queries_and_keys(x)
+            v = self._split_heads(self.value(x), self.shape.values)
+            if layout is not None:
+                q, k, v = layout.to_rows(q), layout.to_rows(k), layout.to_rows(v)
         past = KVCache.start((k, v), self.config.window) if state is None else state
+        if self.config.key_shift:
+            k, last = _shift_half(k, past, lengths)
+            conv_state = (*conv_state, last)
         if (base := self.config.rotary_base) is not None:
             heads, width = self.shape.queries, self.shape.key_width  # query heads are at least as many as key heads
             factors = rotary_factors(past.offset, q.shape[1], heads=heads, width=width, base=base, like=q)
             q, k = apply_rotary(q, factors), apply_rotary(k, factors)
-        cache = past.extend((k, v), None if layout is None or layout.is_full else layout.lengths)
+        cache = past.extend((k, v), lengths)
+        cache = replace(cache, conv_state=conv_state) if conv_state else cache
         return visible_keys(q, k, v, past, cache, self.config.window)
+
+    def _convolved(
+        self, x: Stream, state: KVCache | None, layout: Layout | None
+    ) -> tuple[Float[Tensor, "n s h k"], Float[Tensor, "n s g k"], Float[Tensor, "n s u v"], tuple[Tensor, ...]]:
+        """Project, convert to row form, convolve, couple and normalise; also return the next convolution state."""
+        streams = self.query(x), self.key(x), self.value(x)
+        if layout is not None:
+            streams = tuple(layout.to_rows(stream) for stream in streams)
+        lengths = None if layout is None or layout.is_full else layout.lengths
+        tails = (None, None, None) if state is None or not state.conv_state else state.conv_state[:3]
+        weights = self.query_conv, self.key_conv, self.value_conv
+        heads = self.shape.queries, self.shape.keys, self.shape.values
+        q, k, v = (
+            self._split_heads(_convolve(stream, weight, tail), n)
+            for stream, weight, tail, n in zip(streams, weights, tails, heads, strict=True)
+        )
+        q, k = self._couple_and_norm(q, k)
+        pairs = zip(streams, tails, strict=True)
+        return q, k, v, tuple(next_conv_state(stream, self.config.conv, tail, lengths) for stream, tail in pairs)
+
+    @property
+    def _streams(self) -> tuple[tuple[int, int], ...]:
+        """Heads and head width of queries, keys and values."""
+        shape = self.shape
+        return (shape.queries, shape.key_width), (shape.keys, shape.key_width), (shape.values, shape.value_width)
+
+    def _conv_shapes(self) -> list[tuple[int, int]]:
+        """Tokens and channels of each tensor of the convolution state."""
+        taps = self.config.conv
+        shapes = [(taps - 1, heads * width) for heads, width in self._streams] if taps > 1 else []
+        return [*shapes, (1, self.shape.keys * self.shape.key_width // 2)] if self.config.key_shift else shapes
+
+    def _check_state(self, state: State | None, rows: int) -> KVCache | None:
+        if state is None:
+            return None
+        if not isinstance(state, KVCache):
+            raise wrong_state(self, state, KVCache)
+        expected, shapes = self._conv_shapes(), [tuple(tail.shape[1:]) for tail in state.conv_state]
+        if shapes != expected and (shapes or state.slots_used):  # nothing was convolved before the first token
+            raise UsageError(
+                f"{type(self).__name__} expected a convolution state of shapes {expected}, got {shapes}: a state of"
+                " another mechanism"
+            )
+        if expected and len(state.buffers[0]) != rows:
+            raise UsageError(f"the state holds {len(state.buffers[0])} rows, the input {rows}: select() the rows first")
+        return state
+
+
+def _convolve(x: Float[Tensor, "n t c"], weight: Tensor | None, tail: Tensor | None = None) -> Float[Tensor, "n t c"]:
+    return x if weight is None else short_conv(x, weight, tail)
+
+
+def _shift_half(k: Keys, past: KVCache, lengths: Tensor | None) -> tuple[Keys, Float[Tensor, "n 1 c"]]:
+    """Move the lower-frequency half of each key one token later; also return this half of the last key.
+
+    The first token of a sequence keeps its own.
+    """
+    fast, slow = k.chunk(2, -1)  # frequencies decrease with the coordinate
+    own, last = slow[:, :1].flatten(2), past.conv_state[-1] if past.conv_state else None
+    first = own if last is None else last
+    if last is not None and past.lengths is not None:
+        first = torch.where(past.lengths[:, None, None] > 0, last.to(own.dtype), own)
+    return torch.cat([fast, shift_right(slow, first)], -1), next_conv_state(slow.flatten(2), 2, last, lengths)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from qkflow.errors import UsageError
@@ -40,6 +40,8 @@ class KVCache(State):
     """Position in each slot, -1 if empty; None while all rows have the same length."""
     lengths: Int[Tensor, " b"] | None = None
     """Number of tokens seen, per row; None while all rows have the same length."""
+    conv_state: tuple[Float[Tensor, "b _ _"], ...] = ()
+    """The last tokens of each stream that is convolved or shifted before it is cached, oldest first."""
     extent: _Extent = field(default_factory=lambda: _Extent(0))
 
     @staticmethod
@@ -74,14 +76,14 @@ class KVCache(State):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the visible tokens, and of their positions if they are stored."""
+        """Bytes of the visible tokens, of their positions if they are stored, and of the convolution state."""
         visible = self.slots_used if self.window is None else min(self.slots_used, self.window)
-        return sum(x[:, :visible].nbytes for x in self._stored)
+        return sum(x[:, :visible].nbytes for x in self._stored) + sum(x.nbytes for x in self.conv_state)
 
     @property
     def reserved(self) -> int:
-        """Bytes of the buffers, including free slots."""
-        return sum(x.nbytes for x in self._stored)
+        """Bytes of the buffers, including free slots, and of the convolution state."""
+        return sum(x.nbytes for x in (*self._stored, *self.conv_state))
 
     def extend(self, new: Sequence[Shaped[Tensor, "b t ..."]], lengths: Int[Tensor, " b"] | None = None) -> KVCache:
         """The cache extended by `new` tokens in row form; row i has `lengths[i]` of them (default: all)."""
@@ -102,9 +104,10 @@ class KVCache(State):
         return self._recent(self.window) if self.slots_used > keep else self
 
     def map(self, f: Callable[[Tensor], Tensor]) -> KVCache:
-        """The cache with `f` applied to the slots in use; `f` may change the rows, but not the slots."""
-        lengths = None if self.lengths is None else f(self.lengths)
-        return self._with([f(x[:, : self.slots_used]) for x in self._stored], _Extent(0), lengths=lengths)
+        """The cache with `f` applied to its tensors; `f` may change the rows, but not the slots."""
+        lengths, conv_state = None if self.lengths is None else f(self.lengths), tuple(map(f, self.conv_state))
+        stored = [f(x[:, : self.slots_used]) for x in self._stored]
+        return self._with(stored, _Extent(0), lengths=lengths, conv_state=conv_state)
 
     @property
     def _stored(self) -> tuple[Tensor, ...]:

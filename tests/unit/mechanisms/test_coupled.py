@@ -25,7 +25,7 @@ COUPLINGS = [
     "euler:steps=2",
     "affine:alternations=2",
     "uncoupled",
-    "nonlinear-query",
+    "residual-query",
 ]
 FOLDING = COUPLINGS[:5]
 BASES = ["standard", "differential"]
@@ -285,7 +285,7 @@ def test_coupled_attention_is_standard_attention_with_a_hamiltonian_coupling() -
     assert torch.equal(coupled(x)[0], other(x)[0])
 
 
-@pytest.mark.parametrize("coupling", ["affine", "uncoupled", "nonlinear-query"])
+@pytest.mark.parametrize("coupling", ["affine", "uncoupled", "residual-query"])
 def test_identity_coupling_does_not_change_the_output(coupling: str) -> None:
     plain, x = StandardAttention(WIDTH, HEADS).double(), stream()
     layer = mechanism(f"standard+{coupling}")(WIDTH, HEADS, layer=0, layers=1).double()

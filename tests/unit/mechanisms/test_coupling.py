@@ -21,7 +21,7 @@ from qkflow.models.sizes import parameters, size
 from qkflow.ops.symplectic import naive
 
 HEADS, WIDTH = 4, 6
-DYNAMICS: list[Any] = ["hamiltonian", "euler", "affine", "uncoupled", "nonlinear-query"]
+DYNAMICS: list[Any] = ["hamiltonian", "euler", "affine", "uncoupled", "residual-query"]
 MOVING: list[dict[str, Any]] = [
     {"dynamics": "hamiltonian"},
     {"dynamics": "hamiltonian", "steps": 3, "integrator": "leapfrog", "force": "potential"},
@@ -30,7 +30,7 @@ MOVING: list[dict[str, Any]] = [
     {"dynamics": "euler", "steps": 2, "force": "potential"},
     {"dynamics": "affine", "alternations": 2},
     {"dynamics": "uncoupled", "steps": 2},
-    {"dynamics": "nonlinear-query"},
+    {"dynamics": "residual-query"},
 ]
 PAIRING = MOVING[:-2]
 
@@ -77,7 +77,7 @@ def test_euler_coupling_is_a_drift_at_initialisation() -> None:
 @pytest.mark.parametrize("sharing", ["heads", "none"])
 @pytest.mark.parametrize(
     "config",
-    [{"dynamics": "uncoupled", "steps": 3}, {"dynamics": "nonlinear-query"}]
+    [{"dynamics": "uncoupled", "steps": 3}, {"dynamics": "residual-query"}]
     + [{"dynamics": "affine", "alternations": n} for n in (1, 2, 3)],
     ids=str,
 )
@@ -207,7 +207,7 @@ def test_steps_add_no_parameters(steps: int) -> None:
 @pytest.mark.parametrize("dynamics", DYNAMICS)
 def test_unshared_networks_multiply_parameters_by_heads(dynamics: Any) -> None:
     shared, separate = (count(make(dynamics=dynamics, sharing=sharing)) for sharing in ("heads", "none"))
-    dt = dynamics not in ("affine", "nonlinear-query")
+    dt = dynamics not in ("affine", "residual-query")
     assert separate - dt == HEADS * (shared - dt)
 
 
@@ -256,7 +256,7 @@ def test_half_precision_forward_and_backward(config: dict[str, Any]) -> None:
         ({"alternations": 2}, "hamiltonian dynamics has no option alternations"),
         ({"dynamics": "euler", "integrator": "leapfrog"}, "euler dynamics has no option integrator"),
         ({"dynamics": "uncoupled", "force": "potential"}, "uncoupled dynamics has no option force"),
-        ({"dynamics": "nonlinear-query", "steps": 2}, "nonlinear-query dynamics has no option steps"),
+        ({"dynamics": "residual-query", "steps": 2}, "residual-query dynamics has no option steps"),
         ({"integrator": "leapfrogg"}, "did you mean 'leapfrog'"),
         ({"force": "potentail"}, "did you mean 'potential'"),
         ({"sharing": "layer"}, "did you mean 'layers'"),

@@ -173,7 +173,7 @@ LEAPFROG = CouplingConfig(steps=3, integrator="leapfrog")
         ("standard+hamiltonian", StandardConfig(coupling=CouplingConfig())),
         ("standard+hamiltonian:", StandardConfig(coupling=CouplingConfig())),
         ("differential+affine", DifferentialConfig(coupling=CouplingConfig(dynamics="affine"))),
-        ("standard+nonlinear-query", StandardConfig(coupling=CouplingConfig(dynamics="nonlinear-query"))),
+        ("standard+residual-query", StandardConfig(coupling=CouplingConfig(dynamics="residual-query"))),
         ("standard+hamiltonian:steps=3,integrator=leapfrog,window=4", StandardConfig(window=4, coupling=LEAPFROG)),
         ("standard+hamiltonian:window=4,integrator=leapfrog,steps=3", StandardConfig(window=4, coupling=LEAPFROG)),
         ("standard+hamiltonian:steps=3,window=4,integrator=leapfrog", StandardConfig(window=4, coupling=LEAPFROG)),
@@ -200,7 +200,7 @@ def test_coupling_spec_accepts_options_in_any_order(spec: str, expected: object)
     [
         (
             "standard+nonsense",
-            "unknown coupling 'nonsense': Known: affine, euler, hamiltonian, nonlinear-query, uncoupled",
+            "unknown coupling 'nonsense': Known: affine, euler, hamiltonian, residual-query, uncoupled",
         ),
         ("standard+hamiltonan", r"unknown coupling 'hamiltonan': did you mean 'hamiltonian'\?"),
         ("standard+", "unknown coupling '': Known: affine"),

@@ -18,7 +18,10 @@ from qkflow.mechanisms import DifferentialAttention, StandardAttention, Standard
 from qkflow.models.decoder import DecoderState
 
 WIDTH, HEADS = 32, 4
-SPECS = ["standard", "standard:key_heads=2,qk_norm=True", "standard:window=3", "differential", "differential:window=4"]
+SPECS = [
+    *("standard", "standard:key_heads=2,qk_norm=True", "standard:window=3", "standard:conv=3,key_shift=True"),
+    *("differential", "differential:window=4"),
+]
 MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 
 
@@ -255,6 +258,12 @@ def test_declared_state_bytes_match_the_state(spec: str) -> None:
         (lambda: DifferentialAttention(30, 4), "even number of heads that divides 30, got 4"),
         (lambda: make("differential:key_heads=4"), "key_heads must divide the 2 differential heads, got 4"),
         (lambda: make("differential:window=-1"), "window must be at least 1, got -1"),
+        (lambda: make("standard:conv=0"), "conv must be from 1 .* to 64, got 0"),
+        (lambda: make("differential:conv=65"), "conv must be from 1 .* to 64, got 65"),
+        (lambda: make("standard:qk_norm=before"), "before the coupling, but there is none: use qk_norm=True"),
+        (lambda: make("standard:qk_norm=between"), "got 'between': expected bool \\| 'before' \\| 'after'"),
+        (lambda: make("standard:key_shift=True,rotary_base=None"), "rotary_base is None: set rotary_base"),
+        (lambda: mechanism("standard:key_shift=True")(24, 4, 0, 1), "the 3 rotary pairs .* multiple of 4, got 6"),
     ],
 )
 def test_invalid_shapes_raise(build: Callable[[], object], message: str) -> None:
@@ -282,5 +291,93 @@ def test_states_of_another_type_or_size_raise() -> None:
         layer(x, DecoderState((state,)))
     with pytest.raises(UsageError, match="holds 2 rows, the input 3"):
         layer(stream(3, 1), state)
+    with pytest.raises(UsageError, match=r"expected a convolution state of shapes \[\(2, 32\).*, got \[\]"):
+        make("standard:conv=3")(x, state)
+    _, shifted = make("standard:key_shift=True")(x)
+    with pytest.raises(UsageError, match=r"shapes \[\], got \[\(1, 16\)\]"):
+        layer(x, shifted)
+    with pytest.raises(UsageError, match="holds 2 rows, the input 3"):
+        make("standard:key_shift=True")(stream(3, 1), shifted)
     with pytest.raises(UsageError, match=r"a batch of \[2, 4\], got \[2, 3\]"):
         layer(x, layout=Layout.padded([1, 2], 4))
+
+
+def naive(layer: Any, x: Tensor) -> Tensor:
+    """One sequence [t, d] through standard attention, token by token, from the equations."""
+    config, (t, _), head = layer.config, x.shape, WIDTH // HEADS
+    streams = []
+    for projection, weight in (
+        (layer.query, layer.query_conv),
+        (layer.key, layer.key_conv),
+        (layer.value, layer.value_conv),
+    ):
+        rows = [projection.weight @ token for token in x]
+        if weight is not None:
+            taps = weight.shape[1]
+            sums = [sum(weight[:, taps - 1 - j] * rows[p - j] for j in range(min(taps, p + 1))) for p in range(t)]
+            rows = [u * torch.sigmoid(u) for u in sums]
+        streams.append([row.view(-1, head) for row in rows])
+    queries, keys, values = streams
+    if config.qk_norm:
+        queries, keys = (
+            [y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight for y in rows]
+            for rows, weight in ((queries, layer.query_norm), (keys, layer.key_norm))
+        )
+    if config.key_shift:
+        shifted = [keys[0]]
+        for p in range(1, t):
+            pairs = keys[p].unflatten(-1, (-1, 2)).unbind(1)
+            before = keys[p - 1].unflatten(-1, (-1, 2)).unbind(1)
+            is_slow = [config.rotary_base ** (-2 * i / head) < config.rotary_base**-0.499 for i in range(head // 2)]
+            assert sum(is_slow) == head // 4
+            mixed = [b if slow else own for own, b, slow in zip(pairs, before, is_slow, strict=True)]
+            shifted.append(torch.stack(mixed, 1).flatten(1))
+        keys = shifted
+
+    def rotated(y: Tensor, position: int) -> Tensor:
+        angle = position * config.rotary_base ** (-torch.arange(0, head, 2, dtype=x.dtype) / head)
+        even, odd = y[:, ::2], y[:, 1::2]
+        return torch.stack(
+            [even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos()], -1
+        ).flatten(1)
+
+    outputs = []
+    for p in range(t):
+        q, heads = rotated(queries[p], p), []
+        for h in range(HEADS):
+            g = h // (HEADS // len(keys[0]))
+            scores = torch.stack([q[h] @ rotated(keys[s], s)[g] / head**0.5 for s in range(p + 1)])
+            heads.append(scores.softmax(0) @ torch.stack([values[s][g] for s in range(p + 1)]))
+        outputs.append(layer.output.weight @ torch.cat(heads))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("options", ["conv=3", "key_shift=True", "conv=2,key_shift=True,qk_norm=True,key_heads=2"])
+@pytest.mark.parametrize("layout", [Layout.packed([0, 5, 6, 9]), Layout.padded([3, 7], 7, side="left")])
+def test_convolution_and_shift_follow_their_definition(options: str, layout: Layout) -> None:
+    layer = make(f"standard:{options}")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    x = stream(*layout.valid.shape).requires_grad_()
+    y, _ = layer(x, layout=layout)
+    n_sequences = len(layout.lengths)
+    actual = torch.cat([y[layout.sequences == i] for i in range(n_sequences)])
+    expected = torch.cat([naive(layer, x[layout.sequences == i]) for i in range(n_sequences)])
+    close(actual, expected)
+    leaves, cotangent = [x, *layer.parameters()], torch.randn_like(actual)
+    for pair in zip(*(torch.autograd.grad(z, leaves, cotangent) for z in (actual, expected)), strict=True):
+        assert_close(*pair, rtol=0, atol=1e-10)
+
+
+def test_a_shifted_head_attends_by_the_token_before() -> None:
+    """With queries and keys in the lower frequencies only, the map is that of the previous keys."""
+    layer, x = make("standard:key_shift=True,rotary_base=1e30"), stream(1, 6)
+    with torch.no_grad():
+        for projection in (layer.query, layer.key):
+            projection.weight.view(HEADS, -1, WIDTH)[:, :4] = 0
+    plain = make("standard:rotary_base=1e30")
+    plain.load_state_dict(layer.state_dict())
+    shifted, own = layer.weights(x).log(), plain.weights(x).log()
+    differences = (scores[..., 5, 2:5] - scores[..., 5, 1:4] for scores in (shifted, own))
+    assert_close(next(differences)[..., 1:], next(differences)[..., :-1])

@@ -267,7 +267,7 @@ TIED = [
     "standard+euler:sharing=layers,force=potential",
     "differential+affine:sharing=layers,alternations=2",
     "standard+uncoupled:sharing=layers",
-    "standard+nonlinear-query:sharing=layers",
+    "standard+residual-query:sharing=layers",
 ]
 
 

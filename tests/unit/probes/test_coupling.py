@@ -29,7 +29,7 @@ COUPLINGS = {
     "affine": CouplingConfig(dynamics="affine", alternations=2),
     "uncoupled": CouplingConfig(dynamics="uncoupled", steps=3),
     "uncoupled, a network a head": CouplingConfig(dynamics="uncoupled", steps=3, sharing="none"),
-    "nonlinear query": CouplingConfig(dynamics="nonlinear-query"),
+    "residual query": CouplingConfig(dynamics="residual-query"),
 }
 CONTROLS = [name for name in COUPLINGS if "uncoupled" in name or "nonlinear" in name]
 
@@ -50,7 +50,7 @@ def test_path_starts_at_the_pairs_and_ends_at_the_output(name: str) -> None:
     config = COUPLINGS[name]
     decoder, (q, k) = coupling(config), pairs()
     path = coupling_path(decoder, q, k)
-    assert len(path) == 1 + {"affine": config.alternations, "nonlinear-query": 1}.get(config.dynamics, config.steps)
+    assert len(path) == 1 + {"affine": config.alternations, "residual-query": 1}.get(config.dynamics, config.steps)
     assert_close(path[0], (q, k), rtol=0, atol=0)
     assert_close(path[-1], decoder(q, k), rtol=1e-12, atol=1e-12)
 
@@ -224,7 +224,7 @@ def titles(module: Mechanism) -> list[str]:
 def test_coupling_diagnostics_are_added_to_those_of_the_mechanism() -> None:
     strength, step, energy = titles(layer("standard+hamiltonian:force=potential"))
     assert titles(layer("standard+hamiltonian")) == titles(layer("standard+uncoupled")) == [strength, step]
-    assert titles(layer("standard+affine")) == titles(layer("standard+nonlinear-query")) == [strength]
+    assert titles(layer("standard+affine")) == titles(layer("standard+residual-query")) == [strength]
     (diagonal,) = titles(layer("differential"))
     assert titles(layer("differential+hamiltonian:force=potential")) == [strength, step, energy, diagonal]
 
