@@ -4,9 +4,9 @@
     python benchmarks/delta_rule.py --device cuda [--quick] [--json FILE]
 
 On a GPU, `delta_rule_gpu.py` runs instead. On a CPU: float32, heads of width 64, two threads by default. "HF" is
-`torch_chunk_gated_delta_rule`, which has no lambda, so ours has none in that comparison; elsewhere ours is the full
-Q-Delta. The chunked form of fla needs a GPU. "x times" is the peer's time divided by ours: the median over rounds, with
-quartiles.
+`torch_chunk_gated_delta_rule`, which erases along the key, so ours does in that comparison; elsewhere ours has the
+erase direction of Q-Delta. The chunked form of fla needs a GPU. "x times" is the peer's time divided by ours: the
+median over rounds, with quartiles.
 
 The share of peak is the rate of the declared FLOPs (chunks of 64) in the best round, divided by the best rate of a
 matrix product of size 1,024 or 2,048 in the same run; its quartiles are over rounds. Memory is the peak of a fresh
@@ -72,13 +72,13 @@ def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 RULES: dict[str, Rule] = {"ours": delta, "HF": hf, "chunked": partial(delta, backend="chunked")}
 
 
-def make_inputs(shape: Shape, *, lam: bool = False) -> list[Tensor]:
-    """Return q, k, v, beta, log_alpha and optionally lam, distributed as in a mechanism."""
+def make_inputs(shape: Shape, *, erase: bool = False) -> list[Tensor]:
+    """Return q, k, v, beta, log_alpha and optionally erase, distributed as in a mechanism."""
     torch.manual_seed(0)
     b, h, t = shape
     q, k = (F.normalize(torch.randn(b, t, h, WIDTH), dim=-1) for _ in range(2))
     v, beta, log_alpha = torch.randn(b, t, h, WIDTH), torch.rand(b, t, h), -0.1 * torch.rand(b, t, h)
-    return [q, k, v, beta, log_alpha, *([torch.rand(b, t, h)] if lam else [])]
+    return [q, k, v, beta, log_alpha, *([k + torch.rand(b, t, h, 1) * q] if erase else [])]
 
 
 def forward(rule: Rule, inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
@@ -125,18 +125,18 @@ def divide(
 
 
 def against_hf(rounds: int) -> list[Measurement]:
-    """Compare ours, ours with lambda, `chunked` and HF, alternating with matrix products."""
+    """Compare ours, ours with erase, `chunked` and HF, alternating with matrix products."""
     table: list[Measurement] = []
     squares = {n: (torch.randn(n, n), torch.empty(n, n)) for n in (1024, 2048)}
     for (name, make_call), share_target, chunked_target in zip(PASSES.items(), (0.60, 0.50), (None, 1.8), strict=True):
         functions: dict[str, Callable[[], object]] = {rule: make_call(RULES[rule], make_inputs(WIDE)) for rule in RULES}
-        functions["lambda"] = make_call(delta, make_inputs(WIDE, lam=True))
+        functions["erase"] = make_call(delta, make_inputs(WIDE, erase=True))
         functions |= {str(n): partial(torch.mm, x, x, out=y) for n, (x, y) in squares.items()}
         times = time_alternately(functions, rounds=rounds, warmup=2)
         table += [
             divide(str(WIDE), f"{name}: x times HF", times, ("ours", "HF"), 8),
             share_of_peak(f"{name}: share of matmul peak", times, functions["ours"], share_target),
-            divide(str(WIDE), f"{name}: with lambda / without", times, ("ours", "lambda")),
+            divide(str(WIDE), f"{name}: with erase / without", times, ("ours", "erase")),
             divide(str(WIDE), f"{name}, chunked: x times HF", times, ("chunked", "HF"), chunked_target),
         ]
     functions = {
@@ -205,7 +205,7 @@ def against_softmax(lengths: Sequence[int], rounds: int) -> list[Measurement]:
     table = []
     for length in lengths:
         shape = Shape(4096 // length, 8, length)
-        inputs = make_inputs(shape, lam=True)
+        inputs = make_inputs(shape, erase=True)
         q, k, v = (x.transpose(1, 2).contiguous() for x in inputs[:3])
         functions = {"ours": forward_backward(delta, inputs), "softmax": forward_backward(softmax, (q, k, v))}
         times = time_alternately(functions, rounds=rounds, warmup=2)
@@ -216,7 +216,9 @@ def against_softmax(lengths: Sequence[int], rounds: int) -> list[Measurement]:
 
 def growth(rounds: int) -> list[Measurement]:
     """Compare two lengths, the second four times the first."""
-    functions = {str(t): forward_backward(delta, make_inputs(LONG._replace(length=t), lam=True)) for t in (8192, 32768)}
+    functions = {
+        str(t): forward_backward(delta, make_inputs(LONG._replace(length=t), erase=True)) for t in (8192, 32768)
+    }
     setting = f"batch {LONG.batch}, heads {LONG.heads}"
     times = time_alternately(functions, rounds=rounds)
     return [divide(setting, "length 32,768 / 8,192", times, ("8192", "32768"), 4.2, lower_is_better=True)]

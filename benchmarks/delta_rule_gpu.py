@@ -1,10 +1,10 @@
 """Time the Triton kernels of the delta rule against those of flash-linear-attention, on a GPU.
 
 `delta_rule.py --device cuda` runs this. bfloat16, heads of the widths of Q-Delta (128 and 256), forward alone and with
-backward. `chunk_gated_delta_rule` has no lambda, so ours has none in that comparison. `chunk_comba` takes a separate
-tensor p; with p = k + lambda q its equation is ours. It gets p precomputed, while ours computes it and also returns a
-gradient for lambda. (The official kernel of Q-Delta, which is Comba's with rows and columns exchanged, differs from the
-published equation: see `tests/unit/ops/delta_rule/test_equation.py`.) Outputs and gradients are compared before timing.
+backward. `chunk_gated_delta_rule` erases along the key, so ours does in that comparison. `chunk_comba` takes the erase
+direction as a tensor p, here p = k + lambda q. (The official kernel of Q-Delta, which is Comba's with rows and columns
+exchanged, differs from the published equation: see `tests/unit/ops/delta_rule/test_equation.py`.) Outputs and gradients
+are compared before timing.
 """
 
 from __future__ import annotations
@@ -28,23 +28,19 @@ TOLERANCE = 3e-2
 """Largest difference between two kernels in bfloat16, relative to the largest value."""
 
 
-def make_inputs(shape: tuple[int, ...], lam: bool) -> list[Tensor]:
-    """Return q, k, v, beta, log_alpha and optionally lam, distributed as in a mechanism."""
+def make_inputs(shape: tuple[int, ...], erase: bool) -> list[Tensor]:
+    """Return q, k, v, beta, log_alpha and optionally erase, distributed as in a mechanism."""
     b, t, h, key, value = shape
     torch.manual_seed(0)
     options = {"device": "cuda"}
     q, k = (F.normalize(torch.randn(b, t, h, key, **options), dim=-1).bfloat16() for _ in range(2))
     v = torch.randn(b, t, h, value, **options).bfloat16()
-    beta, log_alpha, lam_values = (
-        torch.rand(b, t, h, **options),
-        -0.1 * torch.rand(b, t, h, **options),
-        torch.rand(b, t, h, **options),
-    )
-    return [q, k, v, beta, log_alpha, *([lam_values] if lam else [])]
+    beta, log_alpha = torch.rand(b, t, h, **options), -0.1 * torch.rand(b, t, h, **options)
+    return [q, k, v, beta, log_alpha, *([(k + torch.rand(b, t, h, 1, **options) * q).bfloat16()] if erase else [])]
 
 
-def ours(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_alpha: Tensor, lam: Tensor | None = None) -> Tensor:
-    return delta_rule(q, k, v, beta, log_alpha, lam, backend="triton")[0]
+def ours(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_alpha: Tensor, erase: Tensor | None = None) -> Tensor:
+    return delta_rule(q, k, v, beta, log_alpha, erase, backend="triton")[0]
 
 
 def gated(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_alpha: Tensor) -> Tensor:
@@ -98,13 +94,11 @@ def median_times(functions: dict[str, Callable[[], object]], rounds: int) -> dic
 
 
 def compare(shape: tuple[int, ...], rounds: int) -> list[dict[str, object]]:
-    plain, with_lam = make_inputs(shape, lam=False), make_inputs(shape, lam=True)
-    q, k, v, beta, log_alpha, lam = with_lam
-    with_p = [q, k, v, beta, log_alpha, (k + lam[..., None] * q).bfloat16()]
+    plain, with_erase = make_inputs(shape, erase=False), make_inputs(shape, erase=True)
     rows: list[dict[str, object]] = []
     for peer, rule, our_inputs, peer_inputs, n_compared in (
         ("chunk_gated_delta_rule", gated, plain, plain, 4),
-        ("chunk_comba", comba, with_lam, with_p, 1),  # output only: its gradients stop at p
+        ("chunk_comba", comba, with_erase, with_erase, 1),  # output only: its gradients stop at p
     ):
         difference = relative_difference(
             output_and_gradients(ours, our_inputs)[:n_compared], output_and_gradients(rule, peer_inputs)[:n_compared]

@@ -63,10 +63,10 @@ def launches(key: int, value: int, dtype: torch.dtype) -> dict[str, kernels.Laun
     """The launches of a forward and backward pass with every optional input, by kernel name."""
     shape = {"device": "meta", "dtype": dtype}
     q, v = torch.empty(2, 100, 2, key, **shape), torch.empty(2, 100, 2, value, **shape)
-    gates = [torch.empty(2, 100, 2, device="meta") for _ in range(3)]
+    beta, log_alpha = (torch.empty(2, 100, 2, device="meta") for _ in range(2))
     state = torch.empty(2, 2, value, key, device="meta")
     recorded: list[kernels.Launch] = []
-    inputs = DeltaInputs(q, torch.empty_like(q), v, *gates)
+    inputs = DeltaInputs(q, torch.empty_like(q), v, beta, log_alpha, torch.empty_like(q))
     kernels.forward(inputs.map(lambda x: x[:, :1]), state, 1.0, 0, False, recorded.append)
     o, final, errors, checkpoints = kernels.forward(inputs, state, 1.0, 0, True, recorded.append)
     kernels.backward(o, final, inputs, Saved(o, errors, checkpoints), 1.0, 0, recorded.append)

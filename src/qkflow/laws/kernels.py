@@ -153,7 +153,9 @@ def _delta_cases() -> list[_Case]:
     q, key = _queries_keys(g, b, t, h, k)
     lam = (1.5 * _noise(g, b, t, h).sigmoid()).clamp(max=1.0)
     log_alpha = -0.01 * _noise(g, b, t, h).exp()
-    inputs = q, key, _noise(g, b, t, h, v), torch.full_like(lam, 0.99), log_alpha, lam, _noise(g, b, h, v, k)
+    value, beta, erase = _noise(g, b, t, h, v), torch.full_like(lam, 0.99), key + lam.unsqueeze(-1) * q
+    inputs = q, key, value, beta, log_alpha, erase, _noise(g, b, h, v, k)
+    by_channel = (*inputs[:4], -0.01 * _noise(g, b, t, h, k).exp(), *inputs[5:])
 
     def whole(backend: str) -> Kernel:
         return lambda *inputs: delta_rule(*inputs, backend=backend)
@@ -178,6 +180,9 @@ def _delta_cases() -> list[_Case]:
         _Case("delta rule, C", "C", whole("cpu"), reference, inputs),
         _Case("delta rule, C, decoding", "C", decoding("cpu"), reference, inputs, has_backward=False),
         _Case("delta rule, chunked", None, whole("chunked"), reference, inputs),
+        _Case("channel decay, C", "C", whole("cpu"), reference, by_channel),
+        _Case("channel decay, C, decoding", "C", decoding("cpu"), reference, by_channel, has_backward=False),
+        _Case("channel decay, chunked", None, whole("chunked"), reference, by_channel),
     ]
 
 

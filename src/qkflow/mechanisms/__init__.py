@@ -3,9 +3,7 @@
 from qkflow.mechanisms.base import Circuits, Cost, Factory, Mechanism, ParamOptions, projection
 from qkflow.mechanisms.coupled import CoupledAttention, CoupledConfig
 from qkflow.mechanisms.coupling import Coupling, CouplingConfig
-from qkflow.mechanisms.delta_rule import (
-    DeltaInputs,
-    DeltaMechanism,
+from qkflow.mechanisms.delta_family import (
     DeltaNet,
     DeltaNetConfig,
     GatedDeltaNet,
@@ -13,6 +11,7 @@ from qkflow.mechanisms.delta_rule import (
     QDelta,
     QDeltaConfig,
 )
+from qkflow.mechanisms.delta_rule import DeltaInputs, DeltaMechanism
 from qkflow.mechanisms.differential import DifferentialAttention, DifferentialConfig
 from qkflow.mechanisms.kuramoto import GroupAttention, GroupConfig, KuramotoAttention, KuramotoConfig
 from qkflow.mechanisms.nonlinear_query import NonlinearQueryAttention, NonlinearQueryConfig

@@ -1,37 +1,32 @@
-r"""Delta-rule memories of fixed size: `DeltaNet`, `GatedDeltaNet` and `QDelta`, one module with three recurrences.
+r"""Memories of fixed size that every token corrects: the module that all delta-rule mechanisms share.
 
         x ─► W_q ─► conv ─► silu ─┬────────────┬─► L2 norm ─► q ─┐
                                   │ [coupling] │                 │
         x ─► W_k ─► conv ─► silu ─┴────────────┴─► L2 norm ─► k ─┤
+       [x ─► W_e ─► conv ─► silu ──────────────────► L2 norm ─► e ─┤]
         x ─► W_v ─► conv ─► silu ──────────────────────────► v ──┼─► delta rule ─► norm ─► * ─► W_o ─► y
         x ─► W_β ─► sigmoid ───────────────────────────────► β ──┤                         │
-       [x ─► W_a ─► -A softplus(. + b) ────────────────► log α ──┤]                        │
-       [x ─► W_λ ─► sigmoid(. - 0.9) ──────────────────────► λ ──┘]                        │
+       [x ─► W_a ─► -A softplus(. + b) ────────────────► log α ──┘]                        │
         x ─► W_g ─► silu ──────────────────────────────────────────────────────────────────┘
 
-    S_t = \alpha_t S_{t-1} (I - \beta_t (k_t + \lambda_t q_t) k_t^\top) + \beta_t v_t k_t^\top          (1)
+    S_t = S_{t-1} diag(\alpha_t) (I - \beta_t x_t k_t^\top) + \beta_t v_t k_t^\top                       (1)
     o_t = S_t q_t / \sqrt{k}                                                                            (2)
     \log \alpha_t = -A softplus(W_a x_t + b),  A = e^{A_log}                                            (3)
-    \lambda_t = sigmoid(W_\lambda x_t - 0.9)                                                            (4)
-
-| mechanism                                       | \alpha | \lambda |
-|-------------------------------------------------|--------|---------|
-| `DeltaNet`, https://arxiv.org/abs/2406.06484     | 1      | 0       |
-| `GatedDeltaNet`, https://arxiv.org/abs/2412.06464 | (3)   | 0       |
-| `QDelta`, https://arxiv.org/abs/2606.08804       | (3)    | (4)     |
 
 | symbol  | variable    | shape       |                                                 |
 |---------|-------------|-------------|-------------------------------------------------|
 | q, k    | `q`, `k`    | `[b t h k]` | unit length                                     |
+| e       | `own`       | `[b t h k]` | unit length; only some mechanisms have it       |
+| x       | `erase`     | `[b t h k]` | direction that is read and corrected; k by default |
 | v       | `v`         | `[b t h v]` |                                                 |
 | \beta   | `beta`      | `[b t h]`   | learning rate of the memory                     |
-| \alpha  | `log_alpha` | `[b t h]`   | decay                                           |
-| \lambda | `lam`       | `[b t h]`   | weight of the query in the corrected direction  |
+| \alpha  | `log_alpha` | `[b t h]`, or `[b t h k]` | decay per head, or per key channel  |
 | S       | `matrix`    | `[b h v k]` | memory                                          |
 
-Our choices where the Q-Delta paper leaves it open: a coupling acts after the convolutions and before the L2 norm; the
-initialisation of the projections; the three mechanisms differ in the recurrence only (the published DeltaNet has no
-output gate, and values as wide as its keys). Weight decay applies to the convolutions, not to A and b.
+`delta_family.py` has the mechanisms: each chooses x, the decay and the read-out in (1) and (2). Our choices: a coupling
+acts after the convolutions and before the L2 norm; the initialisation of the projections; the mechanisms differ in the
+recurrence only (the published DeltaNet has no output gate, and values as wide as its keys). Weight decay applies to the
+convolutions, not to A and b.
 """
 
 from __future__ import annotations
@@ -59,7 +54,6 @@ from qkflow.state import RecurrentState, State
 Keys = Float[Tensor, "b t h k"]
 Gates = Float[Tensor, "b t h"]
 _NORM_EPS = 1e-6
-_LAMBDA_BIAS = -0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,66 +73,16 @@ class DeltaConfig:
     coupling: CouplingConfig | None = None
     """Moves queries and keys before the L2 norm."""
 
+    has_decay: ClassVar[bool] = True
+    has_own_direction: ClassVar[bool] = False
+    """Whether there is a fourth projection, for a direction e that is neither the query nor the key."""
+
     def __post_init__(self) -> None:
         for name in ("heads", "key_width", "value_expansion"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
         if not 1 <= self.conv <= MAX_TAPS:
             raise UsageError(f"conv must be from 1 (no convolution) to {MAX_TAPS}, got {self.conv}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeltaNetConfig(DeltaConfig):
-    """Options of `DeltaNet`."""
-
-    decay: ClassVar[bool] = False
-    lam: ClassVar[float | None] = 0.0
-    lam_bias: ClassVar[float] = _LAMBDA_BIAS
-
-    def __call__(self, width: int, heads: int, layer: int, layers: int) -> DeltaNet:
-        """Return the mechanism of one layer."""
-        return DeltaNet(width, heads, layer, layers, config=self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatedDeltaNetConfig(DeltaConfig):
-    """Options of `GatedDeltaNet`."""
-
-    decay: ClassVar[bool] = True
-    lam: ClassVar[float | None] = 0.0
-    lam_bias: ClassVar[float] = _LAMBDA_BIAS
-
-    def __call__(self, width: int, heads: int, layer: int, layers: int) -> GatedDeltaNet:
-        """Return the mechanism of one layer."""
-        return GatedDeltaNet(width, heads, layer, layers, config=self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class QDeltaConfig(DeltaConfig):
-    """Options of `QDelta`."""
-
-    decay: bool = True
-    """Whether the memory has a decay gate."""
-    lam: float | None = None
-    """A constant lambda from 0 (the gated delta rule) to 1; `None` learns it per token."""
-    lam_bias: float = _LAMBDA_BIAS
-    """Bias before the sigmoid of (4)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lam is not None and not 0 <= self.lam <= 1:
-            raise UsageError(f"lam must be from 0 to 1, or None to be learned, got {self.lam}")
-        if not math.isfinite(self.lam_bias):
-            raise UsageError(f"lam_bias must be a finite number, got {self.lam_bias}")
-        if self.lam is not None and self.lam_bias != _LAMBDA_BIAS:
-            raise UsageError(f"lam_bias applies to a learned lam only, got lam {self.lam} and lam_bias {self.lam_bias}")
-
-    def __call__(self, width: int, heads: int, layer: int, layers: int) -> QDelta:
-        """Return the mechanism of one layer."""
-        return QDelta(width, heads, layer, layers, config=self)
-
-
-_AnyConfig = DeltaNetConfig | GatedDeltaNetConfig | QDeltaConfig
 
 
 class Decay(nn.Module):
@@ -157,17 +101,19 @@ class Decay(nn.Module):
 
     def forward(self, x: Stream) -> Gates:
         """Return log alpha, at least in float32."""
-        rate, bias, A = _at_least_float32(self.rate(x)), _at_least_float32(self.dt_bias), _at_least_float32(self.A_log)
+        rate, bias, A = at_least_float32(self.rate(x)), at_least_float32(self.dt_bias), at_least_float32(self.A_log)
         return -A.exp() * torch.logaddexp(rate + bias, rate.new_zeros(()))  # F.softplus is exact only to 1e-9
 
 
 class DeltaMechanism(QKMechanism):
-    """A memory that every token corrects; the config says which gates it has."""
+    """A memory that every token corrects; subclasses override `delta_inputs` and add their gates."""
 
-    config_type: ClassVar[type[_AnyConfig]]
+    config_type: ClassVar[type[DeltaConfig]]
+    steps: ClassVar[int] = 1
+    """Steps of the recurrence per token."""
 
     def __init__(
-        self, width: int, heads: int, layer: int = 0, layers: int = 1, *, config: _AnyConfig | None = None
+        self, width: int, heads: int, layer: int = 0, layers: int = 1, *, config: DeltaConfig | None = None
     ) -> None:
         super().__init__()
         config = self.config_type() if config is None else config
@@ -190,16 +136,35 @@ class DeltaMechanism(QKMechanism):
         if config.coupling is not None:
             self.coupling = config.coupling(self.heads, self.heads, self.key_width)
         self.beta = projection(width, self.heads)
-        self.decay = Decay(width, self.heads) if config.decay else None
+        self.decay = self.make_decay() if config.has_decay else None
         self.gate = projection(width, values) if config.gate else None
         self.head_norm = nn.Parameter(torch.ones(self.value_width))
         self.output = projection(values, width)
-        self.lam = projection(width, self.heads) if config.lam is None else None
+        self.own = projection(width, keys) if config.has_own_direction else None
+        self.own_conv = conv_weight(keys, config.conv) if config.has_own_direction else None
+
+    # What a mechanism chooses
+
+    def make_decay(self) -> nn.Module:
+        """Return the module that computes log alpha from the stream."""
+        return Decay(self.width, self.heads)
+
+    def gates(self, x: Stream) -> dict[str, Tensor]:
+        """Return the gates of each token by name: `beta`, `log_alpha` if the memory decays, and the mechanism's own."""
+        log_alpha = None if self.decay is None else self.decay(x)
+        beta = self.beta(x).sigmoid()  # the order of the gates decides how gradients are summed
+        return {"beta": beta} if log_alpha is None else {"beta": beta, "log_alpha": log_alpha}
+
+    def delta_inputs(self, q: Keys, k: Keys, v: Tensor, own: Keys | None, gates: dict[str, Tensor]) -> DeltaInputs:
+        """Return the inputs of the delta rule, `steps` per token."""
+        return DeltaInputs(q, k, v, gates["beta"], gates.get("log_alpha"), None)
+
+    # What all have in common
 
     def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
         """Return the output of each token, and the memory after the last token of each sequence."""
         call = self._project(x, state, layout)
-        z, matrix = delta_rule(*call.inputs, None if call.past is None else call.past.matrix)
+        z, matrix = self._run(call, call.v, None if call.past is None else call.past.matrix)
         z = z if layout is None else layout.to_batch(z)
         lengths = None if layout is None or layout.is_full else layout.lengths
         conv_state = ()
@@ -211,7 +176,8 @@ class DeltaMechanism(QKMechanism):
 
     def inputs(self, x: Stream) -> DeltaInputs:
         """Return the inputs of the delta rule for a batch of whole sequences."""
-        return self._project(x, None, None).inputs
+        call = self._project(x, None, None)
+        return self.delta_inputs(call.q, call.k, call.v, call.own, call.gates)
 
     def weights(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> Float[Tensor, "b h t s"]:
         """Return the influence of each token's value on each output: the response to a unit value.
@@ -219,10 +185,10 @@ class DeltaMechanism(QKMechanism):
         The columns are the tokens of `x` only, also with a state: a memory of fixed size has no slots, and its
         contribution does not depend on the values of `x`.
         """
-        inputs = self._project(x, state, layout).inputs
-        n, t, h, _ = inputs.v.shape
-        unit = torch.eye(t, dtype=inputs.q.dtype, device=x.device)[None, :, None].expand(n, t, h, t)
-        response = delta_rule(*inputs._replace(v=unit))[0].to(x.dtype)  # [n t h s]
+        call = self._project(x, state, layout)
+        n, t, h, _ = call.v.shape
+        unit = torch.eye(t, dtype=call.q.dtype, device=x.device)[None, :, None].expand(n, t, h, t)
+        response = self._run(call, unit, None)[0].to(x.dtype)  # [n t h s]
         return map_by_token(response.transpose(1, 2), 0, layout)
 
     def values(self, x: Stream) -> Float[Tensor, "b s h v"]:
@@ -235,11 +201,12 @@ class DeltaMechanism(QKMechanism):
         return self.output(z if self.gate is None else z * F.silu(self.gate(x)))
 
     def cost(self, t: int) -> Cost:
-        """Projections, the coupling, and the delta rule in chunks of 64 tokens."""
+        """Projections, the coupling, and the delta rule in chunks of 64 steps."""
         modules = [module for name, module in self.named_modules() if not name.startswith("coupling")]
         projections = 2 * sum(module.weight.numel() for module in modules if isinstance(module, nn.Linear))
-        rule = delta_rule_flops(t, self.heads, self.key_width, self.value_width)
-        size, channels = self.key.weight.element_size(), self.heads * (2 * self.key_width + self.value_width)
+        rule = delta_rule_flops(self.steps * t, self.heads, self.key_width, self.value_width)
+        size, n_keys = self.key.weight.element_size(), 2 if self.own is None else 3
+        channels = self.heads * (n_keys * self.key_width + self.value_width)
         return Cost(
             parameters=sum(p.numel() for p in self.parameters()),
             linear_flops=t * (projections + self._coupling_flops()) + rule,
@@ -250,11 +217,16 @@ class DeltaMechanism(QKMechanism):
         )
 
     def circuits(self) -> Circuits:
-        """QK: queries, keys and the coupling. OV: values and output. Gates, decay and norm belong to neither."""
-        qk_convs, ov_convs = (("query_conv", "key_conv"), ("value_conv",)) if self.config.conv > 1 else ((), ())
+        """QK: queries, keys, own direction and the coupling. OV: values and output. The rest belongs to neither."""
+        addresses = ("query", "key") if self.own is None else ("query", "key", "own")
+        has_conv = self.config.conv > 1
         return Circuits(
-            qk=("query.weight", "key.weight", *qk_convs, *self._coupling_parameters()),
-            ov=("value.weight", *ov_convs, "output.weight"),
+            qk=(
+                *(f"{name}.weight" for name in addresses),
+                *(f"{name}_conv" for name in addresses if has_conv),
+                *self._coupling_parameters(),
+            ),
+            ov=("value.weight", *(("value_conv",) if has_conv else ()), "output.weight"),
         )
 
     def pairs(self, x: Stream) -> tuple[Keys, Keys]:
@@ -262,40 +234,36 @@ class DeltaMechanism(QKMechanism):
         q, k = _convolve(self.query(x), self.query_conv), _convolve(self.key(x), self.key_conv)
         return self._split_heads(q), self._split_heads(k)
 
-    def gates(self, x: Stream) -> tuple[Gates, Gates | None, Gates | None]:
-        """Return beta, log alpha and lambda; `None` for gates that the recurrence does not have."""
-        log_alpha = None if self.decay is None else self.decay(x)
-        beta, lam = self.beta(x).sigmoid(), None  # the order of the gates decides how gradients are summed
-        if self.lam is not None:
-            lam = (_at_least_float32(self.lam(x)) + self.config.lam_bias).sigmoid()  # (4)
-        elif self.config.lam:
-            lam = x.new_full((*x.shape[:2], self.heads), self.config.lam)
-        return beta, log_alpha, lam
+    def _run(self, call: _Call, v: Tensor, matrix: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Run the recurrence and return the output of each token, and the last memory."""
+        z, matrix = delta_rule(*self.delta_inputs(call.q, call.k, v, call.own, call.gates), matrix)
+        return (z if self.steps == 1 else z[:, self.steps - 1 :: self.steps]), matrix
 
     def _project(self, x: Stream, state: State | None, layout: Layout | None) -> _Call:
         """Project, convert to row form, convolve, couple and normalise."""
         x = validate_input(x, layout)
-        beta, log_alpha, lam = self.gates(x)
+        gates = self.gates(x)
         streams = self.query(x), self.key(x), self.value(x)
+        streams = streams if self.own is None else (*streams, self.own(x))
         if layout is not None:  # tokens with beta = 0 and log alpha = 0 leave the memory unchanged
-            beta = layout.to_rows(layout.zero_padding(beta))
+            gates = {name: layout.to_rows(layout.zero_padding(gate)) for name, gate in gates.items()}
             streams = tuple(layout.to_rows(stream) for stream in streams)
-            log_alpha = None if log_alpha is None else layout.to_rows(layout.zero_padding(log_alpha))
-            lam = None if lam is None else layout.to_rows(lam)
-        past = self._check_state(state, len(streams[0]))
-        conv_state = (None, None, None) if past is None or not past.conv_state else past.conv_state
-        convs = zip(streams, (self.query_conv, self.key_conv, self.value_conv), conv_state, strict=True)
-        q, k, v = (self._split_heads(_convolve(stream, weight, tail)) for stream, weight, tail in convs)
+        past = self._check_state(state, streams)
+        conv_state = (None,) * len(streams) if past is None or not past.conv_state else past.conv_state
+        weights = (self.query_conv, self.key_conv, self.value_conv, self.own_conv)[: len(streams)]
+        convs = zip(streams, weights, conv_state, strict=True)
+        q, k, v, *own = (self._split_heads(_convolve(stream, weight, tail)) for stream, weight, tail in convs)
         if self.coupling is not None:
             q, k = self.coupling(q, k)
-        inputs = DeltaInputs(_l2_normalize(q), _l2_normalize(k), v, beta, log_alpha, lam)
-        return _Call(x, streams, past, conv_state, inputs)
+        unit_own = _l2_normalize(own[0]) if own else None
+        return _Call(x, streams, past, conv_state, _l2_normalize(q), _l2_normalize(k), v, unit_own, gates)
 
-    def _check_state(self, state: State | None, rows: int) -> RecurrentState | None:
+    def _check_state(self, state: State | None, streams: tuple[Tensor, ...]) -> RecurrentState | None:
         if state is None:
             return None
         if not isinstance(state, RecurrentState):
             raise wrong_state(self, state, RecurrentState)
+        rows = len(streams[0])
         if len(state.matrix) != rows:
             raise UsageError(f"the state holds {len(state.matrix)} rows, the input {rows}: select() the rows first")
         expected = [self.heads, self.value_width, self.key_width]
@@ -304,6 +272,11 @@ class DeltaMechanism(QKMechanism):
             raise UsageError(
                 f"{type(self).__name__} expected a state of shape {expected} with convolutions of {self.config.conv}"
                 f" tokens, got {[*state.matrix.shape[1:]]} with {max(taps)}: a state of another mechanism"
+            )
+        if state.conv_state and len(state.conv_state) != len(streams):
+            raise UsageError(
+                f"{type(self).__name__} expected a state with {len(streams)} convolutions, got"
+                f" {len(state.conv_state)}: a state of another mechanism"
             )
         return state
 
@@ -316,51 +289,18 @@ class _Call(NamedTuple):
 
     x: Stream
     streams: tuple[Tensor, ...]
-    """Projected queries, keys and values, before the convolutions."""
+    """Projected queries, keys, values and own directions, before the convolutions."""
     past: RecurrentState | None
     conv_state: tuple[Tensor | None, ...]
     """The tokens that precede each stream."""
-    inputs: DeltaInputs
+    q: Keys
+    k: Keys
+    v: Tensor
+    own: Keys | None
+    gates: dict[str, Tensor]
 
 
-class DeltaNet(DeltaMechanism):
-    """The delta rule without decay.
-
-    >>> layer = DeltaNet(width=32, heads=4)
-    >>> y, state = layer(torch.randn(2, 10, 32))
-    >>> state.nbytes == layer(torch.randn(2, 1, 32), state)[1].nbytes
-    True
-    """
-
-    config_type = DeltaNetConfig
-
-
-class GatedDeltaNet(DeltaMechanism):
-    """DeltaNet with a decay gate.
-
-    >>> layer = GatedDeltaNet(width=32, heads=4)
-    >>> layer.weights(torch.randn(1, 5, 32)).shape
-    torch.Size([1, 4, 5, 5])
-    """
-
-    config_type = GatedDeltaNetConfig
-
-
-class QDelta(DeltaMechanism):
-    """Gated DeltaNet that also corrects the memory in the direction of the query.
-
-    >>> layer = QDelta(width=32, heads=4)
-    >>> x = torch.randn(2, 10, 32)
-    >>> y, state = layer(x[:, :9])
-    >>> last, state = layer(x[:, 9:], state)  # decoding uses the same recurrence as training
-    >>> torch.allclose(last, layer(x)[0][:, 9:], atol=1e-5), state.length.tolist()
-    (True, [10, 10])
-    """
-
-    config_type = QDeltaConfig
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
     """Convert half precision to float32: gates are multiplied over many tokens."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
@@ -371,5 +311,5 @@ def _convolve(x: Tensor, weight: Tensor | None, tail: Tensor | None = None) -> T
 
 def _l2_normalize(x: Keys) -> Keys:
     """Return x / sqrt(|x|^2 + 1e-6), computed with the RMS norm kernel."""
-    x, width = _at_least_float32(x), x.shape[-1]
+    x, width = at_least_float32(x), x.shape[-1]
     return rms_norm(x, x.new_full((width,), width**-0.5), _NORM_EPS / width)

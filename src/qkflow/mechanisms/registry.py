@@ -25,7 +25,7 @@ from qkflow.errors import UsageError, unknown
 from qkflow.mechanisms.base import Factory
 from qkflow.mechanisms.coupled import CoupledConfig
 from qkflow.mechanisms.coupling import DYNAMICS, CouplingConfig
-from qkflow.mechanisms.delta_rule import DeltaNetConfig, GatedDeltaNetConfig, QDeltaConfig
+from qkflow.mechanisms.delta_family import DeltaNetConfig, GatedDeltaNetConfig, QDeltaConfig
 from qkflow.mechanisms.differential import DifferentialConfig
 from qkflow.mechanisms.kuramoto import GroupConfig, KuramotoConfig
 from qkflow.mechanisms.nonlinear_query import NonlinearQueryConfig

@@ -1,15 +1,17 @@
 r"""Stability of a delta-rule memory on a text, and in the worst case.
 
-    x_t = k_t + \lambda_t q_t,   a_t = k_t \cdot x_t,   T_t = \alpha_t (I - \beta_t x_t k_t^\top)
+    a_t = k_t \cdot x_t,   T_t = A_t (I - \beta_t x_t k_t^\top),   A_t = diag(\alpha_t)
     S_t = S_{t-1} T_t + \beta_t v_t k_t^\top
 
-**Errors.** A token reads the error n_t = v_t - \alpha_t S_{t-1} x_t and leaves e_t = v_t - S_t x_t. Lemma, by expanding
-S_t:
+x_t is the erase direction, k_t + \lambda_t q_t in Q-Delta; \alpha_t is a decay per head or per key channel. A mechanism
+with several steps per token has the statistics of its steps.
+
+**Errors.** A token reads the error n_t = v_t - S_{t-1} A_t x_t and leaves e_t = v_t - S_t x_t. Lemma, by expanding S_t:
 
     e_t = (1 - \beta_t a_t) n_t                       it shrinks if and only if \beta_t a_t is in (0, 2)             (1)
 
 Theorem. Let d_t = n_t - e_{t-1} be the change of the target: of the value, of the direction, and by decay,
-d_t = (v_t - v_{t-1}) - S_{t-1} (\alpha_t x_t - x_{t-1}). If |1 - \beta_t a_t| <= \rho and |d_t| <= r for all t, then
+d_t = (v_t - v_{t-1}) - S_{t-1} (A_t x_t - x_{t-1}). If |1 - \beta_t a_t| <= \rho and |d_t| <= r for all t, then
 |e_t| <= \rho (|e_{t-1}| + r) by the lemma, and so
 
     |e_t| <= \rho^t |e_0| + (1 - \rho^t) / (1 - \rho) \rho r                                                         (2)
@@ -18,15 +20,17 @@ The paper (https://arxiv.org/abs/2606.08804) proves both for \alpha = 1; in this
 is the largest |d_t| is our reading. Both concern the direction of the current token only. The rest of the memory
 depends on products of transitions.
 
-**One transition.** Outside the plane of x and k, T is \alpha. Inside it, T / \alpha has the determinant 1 - \beta a,
+**One transition**, with a decay per head (with one per channel, both are computed from the matrix). Outside the plane
+of x and k, T is \alpha. Inside it, T / \alpha has the determinant 1 - \beta a,
 and the squares of its two singular values sum to 2 (1 - \beta a) + n^2 with n = \beta |x| |k|. So
 
     largest |eigenvalue| = \alpha \max(1, |1 - \beta a|),    |T| = \alpha (n + \sqrt{n^2 + 4 (1 - \beta a)}) / 2     (3)
 
-With \lambda = 0, T is symmetric, |T| is its largest eigenvalue, and with unit keys no product grows. Otherwise |T|
+With x = k, T is symmetric, |T| is its largest eigenvalue, and with unit keys no product grows. Otherwise |T|
 exceeds it, and a product can grow although no eigenvalue of any factor exceeds one.
 
-**Worst case** (ours). For unit q and k, |T| depends on q \cdot k only. If \lambda |1 - \beta| <= 2 - \beta, as for all
+**Worst case** (ours), for x = k + \lambda q with unit q and k, that is with \lambda = |x - k|, and for the largest
+decay of a token's channels. |T| depends on q \cdot k only. If \lambda |1 - \beta| <= 2 - \beta, as for all
 gates up to one, it is largest at q \cdot k = -\lambda (1 - \beta) / (2 - \beta); otherwise at q = k or q = -k:
 
     |T|^2 <= \alpha^2 (1 + \beta \lambda^2 / (2 - \beta)),    otherwise |T| <= \alpha (|1 - \beta| + \beta \lambda)  (4)
@@ -42,7 +46,8 @@ most is stretched most by the next. Without decay every \lambda > 0 allows growt
 |--------------------|---------------|-------------|
 | q_t, k_t           | `q`, `k`      | `[b t h k]` |
 | \beta_t, \lambda_t | `beta`, `lam` | `[b t h]`   |
-| log \alpha_t       | `log_alpha`   | `[b t h]`   |
+| x_t                | `erase`       | `[b t h k]` |
+| log \alpha_t       | `log_alpha`   | `[b t h]` or `[b t h k]` |
 """
 
 from __future__ import annotations
@@ -75,6 +80,12 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 WINDOWS = (2, 8, 64)
 """Window lengths of the products of transitions."""
 _HIGH_QUANTILE = 0.99
+_GATES = {
+    "beta": "beta, fraction of the error corrected",
+    "log_alpha": "alpha, decay per token",
+    "lam": "lambda, weight of the added direction",
+    "gamma": "gamma, fraction erased before the write",
+}
 
 
 # Statistics on a text
@@ -177,7 +188,11 @@ def delta_rule_stats(inputs: DeltaInputs) -> MemoryStats:
     factor = 1 - steps
     error, bound = trace.after.norm(dim=-1), error_bound(trace, factor.abs())
     ratio = (bound / error).where(error > 0, math.inf)
-    allowed = worst_norms(*inputs[3:]).log().mean((0, 1)).exp()
+    lam = (erase_direction(inputs) - inputs.k).norm(dim=-1)
+    slowest = inputs.log_alpha
+    if slowest is not None and slowest.ndim == 4:
+        slowest = slowest.amax(-1)
+    allowed = worst_norms(inputs.beta, slowest, lam).log().mean((0, 1)).exp()
     return MemoryStats(
         steps=step_distribution(steps),
         heads=tuple(step_distribution(head) for head in steps.unbind(2)),
@@ -203,12 +218,12 @@ def trace_errors(inputs: DeltaInputs) -> ErrorTrace:
     >>> trace.before.flatten().tolist(), trace.after.flatten().tolist(), trace.memory.flatten().tolist()
     ([1.0, 0.5], [0.5, 0.25], [0.5, 0.75])
     """
-    _, k, v, beta, log_alpha, _ = inputs
-    x, alpha = corrected_direction(inputs), torch.ones_like(beta) if log_alpha is None else log_alpha.exp()
+    _, k, v, beta, _, _ = inputs
+    x, alpha = erase_direction(inputs), _channel_decays(inputs)
     S = v.new_zeros(v.shape[0], v.shape[2], v.shape[3], k.shape[3])
     before, after, memory = [], [], []
     for i in range(k.shape[1]):
-        S = alpha[:, i, :, None, None] * S
+        S = S * alpha[:, i, :, None]
         before.append(v[:, i] - (S @ x[:, i, :, :, None]).squeeze(-1))
         S = S + (beta[:, i, :, None] * before[-1]).unsqueeze(-1) * k[:, i, :, None, :]
         after.append(v[:, i] - (S @ x[:, i, :, :, None]).squeeze(-1))
@@ -262,18 +277,35 @@ def _product_stats(inputs: DeltaInputs, window: int) -> ProductNorms:
 # Transitions
 
 
-def corrected_direction(inputs: DeltaInputs) -> Queries:
-    """Return x = k + lambda q, the direction in which a token corrects the memory."""
-    return inputs.k if inputs.lam is None else inputs.k + inputs.lam.unsqueeze(-1) * inputs.q
+def erase_direction(inputs: DeltaInputs) -> Queries:
+    """Return x, the direction in which a token corrects the memory."""
+    return inputs.k if inputs.erase is None else inputs.erase
+
+
+def _channel_decays(inputs: DeltaInputs) -> Float[Tensor, "b t h _"]:
+    """Return alpha, [b t h k] or [b t h 1]."""
+    if inputs.log_alpha is None:
+        return torch.ones_like(inputs.beta).unsqueeze(-1)
+    return inputs.log_alpha.exp() if inputs.has_vector_decay else inputs.log_alpha.exp().unsqueeze(-1)
+
+
+def _transitions(inputs: DeltaInputs, i: int) -> Float[Tensor, "b h k k"]:
+    """Return T of token i."""
+    rank_one = erase_direction(inputs)[:, i, :, :, None] * inputs.k[:, i, :, None, :]
+    eye = torch.eye(inputs.k.shape[-1], dtype=inputs.k.dtype, device=inputs.k.device)
+    return _channel_decays(inputs)[:, i, :, :, None] * (eye - inputs.beta[:, i, :, None, None] * rank_one)
 
 
 def step_sizes(inputs: DeltaInputs) -> Gates:
     r"""Return \beta a: the fraction of its error that each token corrects."""
-    return inputs.beta * (inputs.k * corrected_direction(inputs)).sum(-1)
+    return inputs.beta * (inputs.k * erase_direction(inputs)).sum(-1)
 
 
 def spectral_radii(inputs: DeltaInputs) -> Gates:
     """Return the largest absolute eigenvalue of each transition, equation (3)."""
+    if inputs.has_vector_decay:
+        steps = range(inputs.k.shape[1])
+        return torch.stack([torch.linalg.eigvals(_transitions(inputs, i)).abs().amax(-1) for i in steps], 1)
     inside = (1 - step_sizes(inputs)).abs()
     return _decayed(inside if inputs.k.shape[-1] == 1 else inside.clamp_min(1), inputs.log_alpha)
 
@@ -283,13 +315,16 @@ def operator_norms(inputs: DeltaInputs) -> Gates:
 
     >>> q, k = torch.eye(2).view(2, 1, 1, 1, 2)
     >>> one = torch.ones(1, 1, 1)
-    >>> inputs = DeltaInputs(q, k, k, one, None, one)
+    >>> inputs = DeltaInputs(q, k, k, one, None, k + q)
     >>> round(operator_norms(inputs).item(), 4), spectral_radii(inputs).item()
     (1.4142, 1.0)
     """
     if inputs.k.shape[-1] == 1:
         return spectral_radii(inputs)
-    x, k = corrected_direction(inputs), inputs.k
+    if inputs.has_vector_decay:
+        steps = range(inputs.k.shape[1])
+        return torch.stack([torch.linalg.matrix_norm(_transitions(inputs, i), ord=2) for i in steps], 1)
+    x, k = erase_direction(inputs), inputs.k
     n = inputs.beta * x.norm(dim=-1) * k.norm(dim=-1)
     distance = (normalize(x, dim=-1) - normalize(k, dim=-1)).square().sum(-1)
     # n^2 + 4 (1 - beta a) without cancellation where it is close to zero
@@ -303,15 +338,17 @@ def product_norms(inputs: DeltaInputs, window: int) -> Float[Tensor, "b w h"]:
         return x.unfold(1, window, max(1, window // 2))  # [b t h ...] to [b w h ... i]
 
     beta = windows(inputs.beta)
-    alpha = torch.ones_like(beta) if inputs.log_alpha is None else windows(inputs.log_alpha.exp())
-    x, k = (rearrange(windows(y), "b w h k i -> b w h i k") for y in (corrected_direction(inputs), inputs.k))
-    if 2 * window < k.shape[-1]:  # outside the span of these vectors the product is the decay
+    vectors = (erase_direction(inputs), inputs.k, _channel_decays(inputs))
+    x, k, alpha = (rearrange(windows(y), "b w h k i -> b w h i k") for y in vectors)
+    if (
+        2 * window < k.shape[-1] and not inputs.has_vector_decay
+    ):  # outside the span of these vectors the product is the decay
         basis = torch.linalg.qr(torch.cat([x, k], -2).mT)[0]
         x, k = x @ basis, k @ basis
     product = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(*k.shape[:3], -1, -1)
     for i in range(window):
-        rank_one = (product @ x[..., i, :, None]) * k[..., i, None, :]
-        product = alpha[..., i, None, None] * (product - beta[..., i, None, None] * rank_one)
+        product = product * alpha[..., i, None, :]
+        product = product - beta[..., i, None, None] * (product @ x[..., i, :, None]) * k[..., i, None, :]
     is_finite = product.isfinite().all(-1).all(-1)
     norms = torch.linalg.matrix_norm(product.where(is_finite[..., None, None], 0), ord=2)
     return norms.where(is_finite, math.nan)
@@ -413,13 +450,10 @@ def _decayed(x: Float[Tensor, "*shape"], log_alpha: Float[Tensor, "*shape"] | No
 @diagnostics.register(DeltaMechanism)
 def _diagnostics(mechanism: DeltaMechanism, x: Stream) -> tuple[Diagnostic, ...]:
     """Return the diagnostics of the coupling, and the mean gates of each head."""
-    beta, log_alpha, lam = (None if gate is None else gate.detach().double() for gate in mechanism.gates(x))
-    gates = {
-        "beta, fraction of the error corrected": beta,
-        "alpha, decay per token": None if log_alpha is None else log_alpha.exp(),
-        "lambda, weight of the query": lam,
-    }
-    means = {name: tuple(gate.mean((0, 1)).tolist()) for name, gate in gates.items() if gate is not None}
+    gates = {name: gate.detach().double() for name, gate in mechanism.gates(x).items()}
+    if (log_alpha := gates.get("log_alpha")) is not None:
+        gates["log_alpha"] = log_alpha.exp().view(*x.shape[:2], mechanism.heads, -1).mean(-1)
+    means = {_GATES.get(name, name): tuple(gate.mean((0, 1)).tolist()) for name, gate in gates.items()}
     figure = Diagnostic(
         title="gates of each head",
         kind="bars",
@@ -427,6 +461,6 @@ def _diagnostics(mechanism: DeltaMechanism, x: Stream) -> tuple[Diagnostic, ...]
         series=tuple(means),
         values=tuple(means.values()),
         y_label="mean over tokens",
-        note="At beta 0 nothing is written, at alpha 1 nothing decays, at lambda 0 it is the gated delta rule.",
+        note="At beta 0 nothing is written, at alpha 1 nothing decays, at lambda 0 nothing is added to the key.",
     )
     return (*diagnostics.dispatch(QKMechanism)(mechanism, x), figure)

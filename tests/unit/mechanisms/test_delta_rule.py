@@ -107,16 +107,16 @@ def test_qdelta_without_lambda_or_decay_equals_its_special_cases() -> None:
         layer = make(spec, seed=1)
         layer.load_state_dict(other.state_dict())
         assert torch.equal(layer(x)[0], other(x)[0])
-        assert layer.inputs(x).lam is None
+        assert layer.inputs(x).erase is None
 
 
 def test_learned_lambda_differs_between_tokens() -> None:
-    lam = make("qdelta").inputs(stream()).lam
+    lam = make("qdelta").gates(stream())["lam"]
     assert lam.shape == (2, 7, HEADS)
     assert bool(((lam > 0) & (lam < 1)).all())
     assert lam.unique().numel() == lam.numel()
-    assert make("qdelta:lam=0.25").inputs(stream()).lam.unique().tolist() == [0.25]
-    centre = make("qdelta:lam_bias=0.5").inputs(torch.zeros(1, 1, WIDTH, dtype=torch.float64)).lam
+    assert make("qdelta:lam=0.25").gates(stream())["lam"].unique().tolist() == [0.25]
+    centre = make("qdelta:lam_bias=0.5").gates(torch.zeros(1, 1, WIDTH, dtype=torch.float64))["lam"]
     close(centre, torch.full_like(centre, 0.5).sigmoid())
 
 
@@ -124,7 +124,7 @@ def test_learned_lambda_differs_between_tokens() -> None:
 def test_inputs_are_those_of_the_delta_rule(name: str) -> None:
     layer, x = make(name), stream()
     inputs = layer.inputs(x)
-    assert (inputs.log_alpha is None, inputs.lam is None) == (name == "deltanet", name != "qdelta")
+    assert (inputs.log_alpha is None, inputs.erase is None) == (name == "deltanet", name != "qdelta")
     for unit in inputs[:2]:
         assert 0.99 < float(unit.detach().norm(dim=-1).min()) <= float(unit.detach().norm(dim=-1).max()) < 1
     close(layer.read(delta_rule(*inputs)[0], x), layer(x)[0])

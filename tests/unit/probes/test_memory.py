@@ -54,7 +54,7 @@ def gates(shape: tuple[int, ...], seed: int) -> Gates:
 def without_values(
     q: Tensor, k: Tensor, beta: Tensor, log_alpha: Tensor | None = None, lam: Tensor | None = None
 ) -> DeltaInputs:
-    return DeltaInputs(q, k, k, beta, log_alpha, lam)
+    return DeltaInputs(q, k, k, beta, log_alpha, None if lam is None else k + lam[..., None] * q)
 
 
 def matrices(q: Tensor, k: Tensor, beta: Tensor, log_alpha: Tensor | None = None, lam: Tensor | None = None) -> Tensor:
@@ -132,7 +132,7 @@ def test_memory_can_grow_by_1_98_per_two_tokens_with_the_published_gates() -> No
     at = torch.ones(1, 40, 1, dtype=torch.float64)
     start = torch.eye(4, dtype=torch.float64).view(1, 1, 4, 4)
     empty = torch.zeros(1, 40, 1, 4, dtype=torch.float64)
-    rule = {"beta": 0.99 * at, "lam": at, "state": start}
+    rule = {"beta": 0.99 * at, "erase": q + k, "state": start}
     _, grown = delta_rule(q, k, empty, **rule, backend="naive")
     assert float(torch.linalg.matrix_norm(grown, ord=2)) == pytest.approx(result.growth**40)
     _, held = delta_rule(q, k, empty, **rule, log_alpha=math.log(safe_alpha(0.99, 1.0)) * at, backend="naive")
@@ -193,7 +193,7 @@ def test_memory_stays_bounded_over_30_000_random_tokens() -> None:
         q, k, v = torch.randn(3, rows, block, 1, width, generator=random, dtype=torch.float64)
         beta, lam = torch.rand(2, rows, block, 1, generator=random, dtype=torch.float64)
         q, k, v = (normalize(x, dim=-1) for x in (q, k, v))
-        o, state = delta_rule(q, k, v, beta, lam=lam, state=state, backend="chunked")
+        o, state = delta_rule(q, k, v, beta, erase=k + lam[..., None] * q, state=state, backend="chunked")
         sizes.append(float(state.norm(dim=(-2, -1)).max()))
         read.append(float(o.norm(dim=-1).max()))
     assert max(sizes) < 10
@@ -210,7 +210,7 @@ def inputs(seed: int, *, t: int = 20, decays: bool = True, mixes: bool = True, w
     q, k = normalize(torch.randn(2, 2, t, 3, width, generator=random, dtype=torch.float64), dim=-1)
     v = torch.randn(2, t, 3, 5, generator=random, dtype=torch.float64)
     beta, decay, lam = torch.rand(3, 2, t, 3, generator=random, dtype=torch.float64)
-    return DeltaInputs(q, k, v, beta, -decay if decays else None, lam if mixes else None)
+    return DeltaInputs(q, k, v, beta, -decay if decays else None, k + lam[..., None] * q if mixes else None)
 
 
 def alternating(t: int, beta: float, lam: float) -> DeltaInputs:
@@ -218,7 +218,7 @@ def alternating(t: int, beta: float, lam: float) -> DeltaInputs:
     result = worst_case(beta, lam, width=4)
     q, k = (x.repeat(t // 2, 1).view(1, t, 1, 4) for x in (result.q, result.k))
     at = torch.ones(1, t, 1, dtype=torch.float64)
-    return DeltaInputs(q, k, torch.ones_like(q), beta * at, None, lam * at)
+    return DeltaInputs(q, k, torch.ones_like(q), beta * at, None, k + lam * q)
 
 
 def model(mechanism: str | tuple[str, ...] = HYBRID, *, dropout: float = 0.0) -> Decoder:
@@ -260,7 +260,8 @@ def test_error_bound_matches_the_published_formula() -> None:
     run, factors = trace_errors(delta), (1 - step_sizes(delta)).abs()
     rho = factors[:, 1:].amax(1)
     memory = torch.zeros(2, 3, 5, 4, dtype=torch.float64)
-    x, moved = delta.k + delta.lam[..., None] * delta.q, []  # pyright: ignore[reportOptionalSubscript]
+    x, moved = delta.erase, []
+    assert x is not None
     for i in range(20):
         if i:  # the change of the value, and of the direction seen by the previous memory
             turned = (memory @ (x[:, i] - x[:, i - 1])[..., None]).squeeze(-1)
@@ -290,8 +291,8 @@ def test_memory_norm_and_errors_match_the_delta_rule() -> None:
     for t in (1, 7, 20):
         _, state = delta_rule(*(x[:, :t] for x in delta), backend="naive")  # pyright: ignore
         assert_close(run.memory[:, t - 1], state.norm(dim=(-2, -1)))
-    x = delta.k + delta.lam[..., None] * delta.q  # pyright: ignore[reportOptionalSubscript]
-    assert_close(run.after[:, -1], delta.v[:, -1] - torch.einsum("nhvk,nhk->nhv", state, x[:, -1]))
+    assert delta.erase is not None
+    assert_close(run.after[:, -1], delta.v[:, -1] - torch.einsum("nhvk,nhk->nhv", state, delta.erase[:, -1]))
 
 
 def test_step_distribution_counts_steps_outside_0_and_2() -> None:
@@ -326,8 +327,9 @@ def test_products_do_not_grow_without_lambda() -> None:
 
 def test_allowed_growth_depends_on_gates_only() -> None:
     delta = inputs(1, decays=False)
-    turned = delta._replace(q=delta.q.flip(1))
-    assert delta_rule_stats(delta).allowed == delta_rule_stats(turned).allowed > 1
+    assert delta.erase is not None
+    turned = delta._replace(erase=2 * delta.k - delta.erase)  # lambda keeps its size and changes its sign
+    assert delta_rule_stats(delta).allowed == pytest.approx(delta_rule_stats(turned).allowed)
     assert delta_rule_stats(delta).norm != delta_rule_stats(turned).norm
 
 

@@ -11,12 +11,21 @@ enum { NO_MEMORY = 1, BAD_GATES = 2 };
 #define MAX_FINITE ((real)(sizeof(real) == 4 ? 3.4028234663852886e38 : 1.7976931348623157e308))
 
 /* whether a gate is out of range or NaN: see check_gates in qkflow/ops/delta_rule/inputs.py */
-static int out_of_range(long count, const real *beta, const real *log_alpha, const real *lam) {
+static int out_of_range(const Rule *r) {
+    long count = r->rows * r->tokens * r->heads;
+    const real *decays = r->channel_log_alpha ? r->channel_log_alpha : r->log_alpha;
     int invalid = 0;
-    for (long i = 0; i < count; i++) invalid |= !(beta[i] >= 0 && beta[i] <= 2);
-    for (long i = 0; log_alpha && i < count; i++) invalid |= !(log_alpha[i] >= -MAX_FINITE && log_alpha[i] <= 0);
-    for (long i = 0; lam && i < count; i++) invalid |= !(lam[i] >= -MAX_FINITE && lam[i] <= MAX_FINITE);
+    for (long i = 0; i < count; i++) invalid |= !(r->beta[i] >= 0 && r->beta[i] <= 2);
+    count *= r->channel_log_alpha ? r->key : 1;
+    for (long i = 0; decays && i < count; i++) invalid |= !(decays[i] >= -MAX_FINITE && decays[i] <= 0);
     return invalid;
+}
+
+static void set_inputs(Rule *r, const real *q, const real *k, const real *v, const real *beta, const real *log_alpha,
+                       int decays, const real *x) {
+    r->q = q, r->k = k, r->v = v, r->beta = beta, r->x = x;
+    r->log_alpha = decays == 1 ? log_alpha : NULL;
+    r->channel_log_alpha = decays == 2 ? log_alpha : NULL;
 }
 
 /* all rows and heads, split among threads, each with a buffer of `room` numbers */
@@ -53,7 +62,7 @@ typedef struct {
 
 static size_t forward_memory(const Rule *r) {
     size_t C = r->T, K = r->K, V = r->V;
-    return C * K * 4 + C * V * 3 + C * C * 3 + r->most * K * V;
+    return C * K * 4 + C * V * 3 + C * C * 3 + r->most * K * V + channels_memory(r);
 }
 
 /* `next_head` and `next_offset` (in tokens) locate the next chunk, which is prefetched */
@@ -61,8 +70,16 @@ static void forward_chunk(const Rule *r, const Chunk *c, int next_head, int next
     int K = r->K, V = r->V, T = r->T, all = c->all;
     real *keys = memory, *XQ = keys + (long)T * K, *KT = XQ + 2L * T * K, *N = KT + (long)K * T, *RO = N + (long)T * V,
          *O = RO + (long)all * V, *M = RO + 2L * T * V, *P = M + (long)all * T, *D = M + 2L * T * T;
+    Channels d = channels(r, D + (long)T * T);
     load_keys(r, c, keys, XQ, KT);
     load(r, c, r->v, r->value, V, N);
+    if (r->channel_log_alpha) { /* the scores first, then the read-out of the past with e^G x and e^G q */
+        load_channels(r, c, &d);
+        channel_scores(r, c, &d, XQ, KT, M);
+        multiply_rows(all * K, d.decay, XQ);
+        multiply_rows(all * K, d.decay, XQ + (long)all * K);
+    } else
+        scores(r, c, r->key, XQ, K, KT, M);
     product(2 * all, V, r->key, XQ, K, 1, H, V, RO, V);
     for (int i = 0; i < all; i++) {
         add_scaled(V, -c->decay[i], RO + (long)i * V, N + (long)i * V);
@@ -70,20 +87,21 @@ static void forward_chunk(const Rule *r, const Chunk *c, int next_head, int next
         prefetch(r, c, c->head, c->first + i, to->o, r->value, 1);
         prefetch(r, c, c->head, c->first + i, to->errors, r->value, 1);
     }
-    scores(r, c, r->key, XQ, K, KT, M);
     decay_matrix(r, c, 1, D);
     apply_decays(r, c, D, -1, (real)r->scale, M, P);
     for (int i = 0; i < all; i += DOWN) { /* N = (I + M diag(beta))^-1 N, one group of rows after the other */
         for (int l = 0; l < DOWN; l++) {
             prefetch(r, c, next_head, c->first + next_offset + i + l, r->k, r->key, 0);
             prefetch(r, c, next_head, c->first + next_offset + i + l, r->q, r->key, 0);
+            prefetch(r, c, next_head, c->first + next_offset + i + l, r->x, r->key, 0);
+            prefetch(r, c, next_head, c->first + next_offset + i + l, r->channel_log_alpha, r->key, 0);
             prefetch(r, c, next_head, c->first + next_offset + i + l, r->v, r->value, 0);
         }
         if (i) add_product(DOWN, V, i, M + (long)i * T, T, 1, N, V, N + (long)i * V, V);
         substitute(V, M + (long)i * T + i, T, 1, N + (long)i * V, V);
     }
     add_lower(all, V, P, T, N, V, O, V);
-    write_state(r, c, keys, N, H, H);
+    write_state(r, c, &d, keys, N, H, H);
     store(r, c, O, r->value, V, to->o);
     if (to->errors) store(r, c, N, r->value, V, to->errors);
 }
@@ -108,28 +126,30 @@ static void forward_heads(const Rule *r, long row, int first, int many, const vo
         transpose(&r->swaps, r->key, r->value, memory + i * matrix, r->V, to->final + at + i * size, r->key);
 }
 
-int NAME(delta_forward)(long rows, long tokens, int heads, int key, int value, int chunk, double scale, int threads,
-                        const real *q, const real *k, const real *v, const real *beta, const real *log_alpha,
-                        const real *lam, const real *state, real *o, real *final, real *errors, real *checkpoints) {
+int NAME(delta_forward)(long rows, long tokens, int heads, int key, int value, int chunk, int decays, double scale,
+                        int threads, const real *q, const real *k, const real *v, const real *beta, const real *log_alpha,
+                        const real *x, const real *state, real *o, real *final, real *errors, real *checkpoints) {
     Rule r = rule(rows, tokens, heads, key, value, chunk, scale);
-    r.q = q, r.k = k, r.v = v, r.beta = beta, r.log_alpha = log_alpha, r.lam = lam;
+    set_inputs(&r, q, k, v, beta, log_alpha, decays, x);
     Results to = {state, o, final, errors, checkpoints};
-    if (out_of_range(rows * tokens * heads, beta, log_alpha, lam)) return BAD_GATES;
+    if (out_of_range(&r)) return BAD_GATES;
     return for_each_head(&r, threads, forward_memory(&r), forward_heads, &to);
 }
 
 typedef struct {
     const real *go, *gfinal, *o, *errors, *checkpoints;
-    real *gq, *gk, *gv, *gbeta, *glog_alpha, *glam, *gstate;
+    real *gq, *gk, *gv, *gbeta, *glog_alpha, *gx, *gstate;
 } Gradients;
 
 typedef struct { /* of one chunk; `transposed` is K^T, then o or v, then U^T; `gK` is first diag(e^(G_C - G)) K */
     real *keys, *XQ, *gXQ, *gK, *N, *U, *hat, *gNO, *W, *transposed, *MP, *gMP, *D, *HT, *gHT, *H; /* H: CHECKPOINT_CHUNKS + 1 of them */
+    Channels d;
 } Tiles;
 
 static size_t backward_memory(const Rule *r) {
     size_t C = r->T, K = r->K, V = r->V;
-    return C * K * 6 + C * V * 7 + C * (K > V ? K : V) + C * C * 5 + K * V * (CHECKPOINT_CHUNKS + 3) + r->most * K * V;
+    return C * K * 6 + C * V * 7 + C * (K > V ? K : V) + C * C * 5 + K * V * (CHECKPOINT_CHUNKS + 3) + r->most * K * V
+           + channels_memory(r);
 }
 
 static Tiles tiles(const Rule *r, real *memory) {
@@ -139,6 +159,7 @@ static Tiles tiles(const Rule *r, real *memory) {
     t.N = t.gK + K, t.U = t.N + V, t.hat = t.U + V, t.gNO = t.hat + V, t.W = t.gNO + 2 * V, t.transposed = t.W + 2 * V;
     t.MP = t.transposed + (K > V ? K : V), t.gMP = t.MP + 2 * T, t.D = t.gMP + 2 * T;
     t.HT = t.D + T, t.gHT = t.HT + matrix, t.H = t.gHT + matrix;
+    t.d = channels(r, t.H + (CHECKPOINT_CHUNKS + 1) * matrix);
     return t;
 }
 
@@ -151,13 +172,14 @@ static void recompute_states(const Rule *r, long row, int head, long begin, long
         real *next = t->H + (number - begin + 1) * matrix;
         for (int i = 0; i < r->key && number == begin; i++)
             copy(r->value, g->checkpoints + checkpoint_offset(r, &c, begin / CHECKPOINT_CHUNKS) + (long)i * r->value, t->H + (long)i * r->V);
+        if (r->channel_log_alpha) load_channels(r, &c, &t->d);
         load(r, &c, r->k, r->key, r->K, t->keys);
         load(r, &c, g->errors, r->value, r->V, t->N);
         for (int i = 0; i < c.count; i++) {
             prefetch(r, &c, head, c.first + r->chunk + i, r->k, r->key, 0);
             prefetch(r, &c, head, c.first + r->chunk + i, g->errors, r->value, 0);
         }
-        write_state(r, &c, t->keys, t->N, next - matrix, next);
+        write_state(r, &c, &t->d, t->keys, t->N, next - matrix, next);
     }
 }
 
@@ -170,15 +192,17 @@ static void solve_backward(const Rule *r, const Chunk *c, const Gradients *g, co
         scaled(V, c->beta[i], t->N + (long)i * V, t->U + (long)i * V);
         scaled(K, c->rest[i], t->keys + (long)i * K, t->gK + (long)i * K);
         scale(T, c->beta[i], M + (long)i * T);
-        prefetch(r, c, c->head, c->first + i, g->glog_alpha ? g->o : NULL, r->value, 0);
-        prefetch(r, c, c->head, c->first + i, g->glog_alpha ? r->v : NULL, r->value, 0);
+        prefetch(r, c, c->head, c->first + i, r->log_alpha ? g->o : NULL, r->value, 0);
+        prefetch(r, c, c->head, c->first + i, r->log_alpha ? r->v : NULL, r->value, 0);
     }
+    if (r->channel_log_alpha) multiply_rows(all * K, t->d.rest, t->gK);
     product(all, V, r->key, t->gK, K, 1, gH, V, hat, V);
     add_upper(all, V, M + (long)all * T, T, gO, V, hat, V);
     for (int i = all - DOWN; i >= 0; i -= DOWN) {
         int below = i + DOWN, last = i + DOWN - 1; /* inside a group, rows and columns of M are reversed */
         for (int l = 0; l < DOWN; l++) {
             prefetch(r, c, c->head, c->first - r->chunk + i + l, r->q, r->key, 0);
+            prefetch(r, c, c->head, c->first - r->chunk + i + l, r->x, r->key, 0);
             prefetch(r, c, c->head, c->first - r->chunk + i + l, g->go, r->value, 0);
             prefetch(r, c, c->head, c->first + i + l, g->gv, r->value, 1);
         }
@@ -218,26 +242,33 @@ static void inputs_backward(const Rule *r, const Chunk *c, const Gradients *g, c
     transpose(&r->swaps, deep, r->value, before, V, t->HT, K);
     transpose(&r->swaps, deep, r->value, gH, V, t->gHT, K);
     product(2 * all, K, r->value, t->W, V, 1, t->HT, K, t->gXQ, K);
-    add_lower(all, K, gM, T, t->keys, K, gX, K);
-    add_lower(all, K, gP, T, t->keys, K, gQ, K);
+    if (!r->channel_log_alpha) {
+        add_lower(all, K, gM, T, t->keys, K, gX, K);
+        add_lower(all, K, gP, T, t->keys, K, gQ, K);
+    }
     for (int i = 0; i < all; i++) {
         scale(V, c->rest[i], t->U + (long)i * V);
         prefetch(r, c, c->head, c->first + i, g->gq, r->key, 1);
         prefetch(r, c, c->head, c->first + i, g->gk, r->key, 1);
+        prefetch(r, c, c->head, c->first + i, g->gx, r->key, 1);
     }
     product(all, K, r->value, t->U, V, 1, t->gHT, K, t->gK, K);
-    add_upper(all, K, gM, T, t->XQ, K, t->gK, K);
-    add_upper(all, K, gP, T, Q, K, t->gK, K);
-    if (r->log_alpha) scale(K * V, c->last, gH);
+    if (r->channel_log_alpha) {
+        multiply_rows(all * K, t->d.decay, gX);
+        multiply_rows(all * K, t->d.decay, gQ);
+        channel_scores_backward(r, c, &t->d, t->keys, t->XQ, t->gMP, t->gXQ, t->gK);
+        channel_decay_backward(r, c, t->keys, t->XQ, t->gXQ, t->gK, before + (long)K * V, gH, g->glog_alpha, t->d.scaled);
+        multiply_rows(all * K, t->d.decay, t->XQ);
+        multiply_rows(all * K, t->d.decay, Q);
+    } else {
+        add_upper(all, K, gM, T, t->XQ, K, t->gK, K);
+        add_upper(all, K, gP, T, Q, K, t->gK, K);
+    }
+    decay_state(r, c, &t->d, gH, gH);
     add_product(deep, V, 2 * all, t->XQ, 1, K, t->W, V, gH, V);
     for (int i = 0; i < c->count; i++) {
-        long at = place(r, c->row, c->head, c->first + i);
-        add_scaled(K, 1, gX + (long)i * K, t->gK + (long)i * K);
-        if (g->glam) {
-            g->glam[at] = dot(K, gX + (long)i * K, Q + (long)i * K);
-            add_scaled(K, c->lam[i], gX + (long)i * K, gQ + (long)i * K);
-        }
-        g->gbeta[at] = dot(V, t->hat + (long)i * V, t->N + (long)i * V);
+        if (!r->x) add_scaled(K, 1, gX + (long)i * K, t->gK + (long)i * K);
+        g->gbeta[place(r, c->row, c->head, c->first + i)] = dot(V, t->hat + (long)i * V, t->N + (long)i * V);
     }
 }
 
@@ -256,14 +287,19 @@ static void backward_group(const Rule *r, long row, int head, long group, const 
             load(r, &c, g->go, r->value, r->V, gO);
         else
             memset(gO, 0, sizeof(real) * c.all * r->V);
-        scores(r, &c, r->key, t.XQ, r->K, t.transposed, t.MP);
+        if (r->channel_log_alpha) {
+            load_channels(r, &c, &t.d);
+            channel_scores(r, &c, &t.d, t.XQ, t.transposed, t.MP);
+        } else
+            scores(r, &c, r->key, t.XQ, r->K, t.transposed, t.MP);
         decay_matrix(r, &c, 0, t.D);
         apply_decays(r, &c, t.D, -1, (real)r->scale, t.MP, t.MP + (long)c.all * r->T);
         solve_backward(r, &c, g, &t, gH);
-        if (g->glog_alpha) decay_backward(r, &c, g, &t, before + matrix, gH);
+        if (r->log_alpha) decay_backward(r, &c, g, &t, before + matrix, gH);
         inputs_backward(r, &c, g, &t, before, gH);
         store(r, &c, t.gXQ + (long)c.all * r->K, r->key, r->K, g->gq);
         store(r, &c, t.gK, r->key, r->K, g->gk);
+        if (r->x) store(r, &c, t.gXQ, r->key, r->K, g->gx);
         store(r, &c, t.gNO, r->value, r->V, g->gv);
     }
 }
@@ -281,20 +317,23 @@ static void backward_heads(const Rule *r, long row, int first, int many, const v
         transpose(&r->swaps, r->key, r->value, memory + i * matrix, r->V, g->gstate + at + i * size, r->key);
 }
 
-int NAME(delta_backward)(long rows, long tokens, int heads, int key, int value, int chunk, double scale, int threads,
-                         const real *q, const real *k, const real *v, const real *beta, const real *log_alpha,
-                         const real *lam, const real *go, const real *gfinal, const real *o, const real *errors,
-                         const real *checkpoints, real *gq, real *gk, real *gv, real *gbeta, real *glog_alpha, real *glam,
+int NAME(delta_backward)(long rows, long tokens, int heads, int key, int value, int chunk, int decays, double scale,
+                         int threads, const real *q, const real *k, const real *v, const real *beta, const real *log_alpha,
+                         const real *x, const real *go, const real *gfinal, const real *o, const real *errors,
+                         const real *checkpoints, real *gq, real *gk, real *gv, real *gbeta, real *glog_alpha, real *gx,
                          real *gstate) {
     Rule r = rule(rows, tokens, heads, key, value, chunk, scale);
-    r.q = q, r.k = k, r.v = v, r.beta = beta, r.log_alpha = log_alpha, r.lam = lam;
-    Gradients g = {go, gfinal, o, errors, checkpoints, gq, gk, gv, gbeta, glog_alpha, glam, gstate};
+    set_inputs(&r, q, k, v, beta, log_alpha, decays, x);
+    Gradients g = {go, gfinal, o, errors, checkpoints, gq, gk, gv, gbeta, glog_alpha, gx, gstate};
     return for_each_head(&r, threads, backward_memory(&r), backward_heads, &g);
 }
 
-/* one token and head: s' = alpha s + beta (v - alpha s . x) k and o = scale s' . q for each row s of S, in one pass */
-static void one_token(int key, int value, real alpha, real beta, real scale, const real *q, const real *k, const real *x,
-                      const real *v, const real *from, real *S, real *o) {
+/* one token and head: s' = alpha s + beta (v - alpha s . x) k and o = scale s' . q for each row s of S, in one pass.
+   With a decay per channel, x is already decayed and `by_channel` holds the decays, else alpha is the decay. */
+static inline __attribute__((always_inline)) void one_token(const int channels, int key, int value, real alpha,
+                                                            const real *by_channel, real beta, real scale, const real *q,
+                                                            const real *k, const real *x, const real *v, const real *from,
+                                                            real *S, real *o) {
     int whole = key / LANES * LANES;
     for (int i = 0; i < value; i++, S += key) {
         const real *s = from ? from + (long)i * key : NULL;
@@ -305,15 +344,16 @@ static void one_token(int key, int value, real alpha, real beta, real scale, con
             for (int j = whole; j < key; j++) found += s[j] * x[j];
             found += total(sum);
         }
-        real by = beta * (v[i] - alpha * found);
+        real by = beta * (v[i] - (channels ? found : alpha * found));
         for (int j = 0; j < whole; j += LANES) {
             vector now = by * *(const loose *)(k + j);
-            if (s) now += alpha * *(const loose *)(s + j);
+            if (s && channels) now += *(const loose *)(by_channel + j) * *(const loose *)(s + j);
+            if (s && !channels) now += alpha * *(const loose *)(s + j);
             *(loose *)(S + j) = now;
             seen += now * *(const loose *)(q + j);
         }
         for (int j = whole; j < key; j++) {
-            S[j] = by * k[j] + (s ? alpha * s[j] : 0);
+            S[j] = by * k[j] + (s ? (channels ? by_channel[j] : alpha) * s[j] : 0);
             rest += S[j] * q[j];
         }
         o[i] = scale * (total(seen) + rest);
@@ -321,21 +361,27 @@ static void one_token(int key, int value, real alpha, real beta, real scale, con
 }
 
 /* a few tokens, as in decoding: the recurrence, on one thread */
-int NAME(delta_recurrent)(long rows, long tokens, int heads, int key, int value, double scale, const real *q, const real *k,
-                    const real *v, const real *beta, const real *log_alpha, const real *lam, const real *state, real *o,
-                    real *final) {
-    real x[MAX_KEY_WIDTH];
-    if (out_of_range(rows * tokens * heads, beta, log_alpha, lam)) return BAD_GATES;
+int NAME(delta_recurrent)(long rows, long tokens, int heads, int key, int value, int decays, double scale, const real *q,
+                          const real *k, const real *v, const real *beta, const real *log_alpha, const real *x,
+                          const real *state, real *o, real *final) {
+    Rule r = {.rows = rows, .tokens = tokens, .heads = heads, .key = key};
+    real by_channel[MAX_KEY_WIDTH], decayed[MAX_KEY_WIDTH];
+    set_inputs(&r, q, k, v, beta, log_alpha, decays, x);
+    if (out_of_range(&r)) return BAD_GATES;
     Mode mode = flush();
     for (long one = 0; one < rows * heads; one++) {
         const real *from = state ? state + one * key * value : NULL;
         real *S = final + one * key * value;
         for (long token = 0; token < tokens; token++, from = S) {
             long at = (one / heads * tokens + token) * heads + one % heads;
-            const real *qi = q + at * key, *ki = k + at * key;
-            for (int j = 0; j < key; j++) x[j] = ki[j] + (lam ? lam[at] * qi[j] : 0);
-            one_token(key, value, log_alpha ? (real)exp(log_alpha[at]) : 1, beta[at], (real)scale, qi, ki, x,
-                      v + at * value, from, S, o + at * value);
+            const real *qi = q + at * key, *ki = k + at * key, *xi = x ? x + at * key : ki, *vi = v + at * value;
+            if (r.channel_log_alpha) {
+                for (int j = 0; j < key; j++) by_channel[j] = NAME(exponential)(log_alpha[at * key + j]);
+                for (int j = 0; j < key; j++) decayed[j] = by_channel[j] * xi[j];
+                one_token(1, key, value, 1, by_channel, beta[at], (real)scale, qi, ki, decayed, vi, from, S, o + at * value);
+            } else
+                one_token(0, key, value, log_alpha ? (real)exp(log_alpha[at]) : 1, NULL, beta[at], (real)scale, qi, ki, xi, vi,
+                          from, S, o + at * value);
         }
     }
     restore(mode);

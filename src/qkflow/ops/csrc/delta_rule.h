@@ -13,7 +13,9 @@ typedef struct {
     int heads, key, value, chunk, K, V, T;
     int most; /* heads processed together: as many as have their states in the cache */
     double scale;
-    const real *q, *k, *v, *beta, *log_alpha, *lam; /* [rows, tokens, heads, ...]; the last two may be null */
+    const real *q, *k, *v, *beta; /* [rows, tokens, heads, ...] */
+    const real *log_alpha, *channel_log_alpha; /* a decay per head or per key channel; one of them or both are null */
+    const real *x; /* the erase direction; null if it is k */
     Swaps swaps;
 } Rule;
 
@@ -21,7 +23,7 @@ typedef struct { /* one chunk of one head: its position and gates */
     long row, first; /* the first of its tokens */
     int head, count, all; /* tokens, and rows of its tiles */
     double G[MAX_CHUNK];
-    real beta[MAX_CHUNK], lam[MAX_CHUNK], decay[MAX_CHUNK], rest[MAX_CHUNK], last; /* e^G, e^(G_C - G), e^G_C */
+    real beta[MAX_CHUNK], decay[MAX_CHUNK], rest[MAX_CHUNK], last; /* e^G, e^(G_C - G), e^G_C */
 } Chunk;
 
 static Rule rule(long rows, long tokens, int heads, int key, int value, int chunk, double scale) {
@@ -52,7 +54,6 @@ static Chunk load_gates(const Rule *r, long row, int head, long number) {
         long at = place(r, row, head, c.first + i);
         int is_token = i < c.count;
         c.beta[i] = is_token ? r->beta[at] : 0;
-        c.lam[i] = is_token && r->lam ? r->lam[at] : 0;
         c.decay[i] = c.rest[i] = 1;
         double decay = is_token && r->log_alpha ? r->log_alpha[at] : 0;
         c.G[i] = sum += decay < MIN_LOG_DECAY ? MIN_LOG_DECAY : decay; /* larger sums would cancel later */
@@ -176,14 +177,27 @@ static void load_keys(const Rule *r, const Chunk *c, real *keys, real *XQ, real 
     real *Q = XQ + (long)c->all * K;
     load(r, c, r->k, r->key, K, keys);
     load(r, c, r->q, r->key, K, Q);
-    for (int i = 0; i < c->all; i++)
-        for (int j = 0; j < K; j++) XQ[(long)i * K + j] = keys[(long)i * K + j] + c->lam[i] * Q[(long)i * K + j];
+    if (r->x)
+        load(r, c, r->x, r->key, K, XQ);
+    else
+        memcpy(XQ, keys, sizeof(real) * c->all * K);
     transpose(&r->swaps, c->all, r->key, keys, K, KT, r->T);
 }
 
+#include "channel_decay.h"
+
+/* to = e^G_C H, whose rows are key channels */
+static void decay_state(const Rule *r, const Chunk *c, const Channels *d, const real *H, real *to) {
+    if (r->channel_log_alpha)
+        for (int i = 0; i < r->key; i++) scaled(r->V, d->decay[(long)(c->all - 1) * r->K + i], H + (long)i * r->V, to + (long)i * r->V);
+    else if (r->log_alpha || to != H)
+        scaled(r->K * r->V, c->last, H, to);
+}
+
 /* to = e^G_C H + K'^T N with K' = diag(e^(G_C - G) beta) K, which is stored in `keys` */
-static void write_state(const Rule *r, const Chunk *c, real *keys, const real *N, const real *H, real *to) {
+static void write_state(const Rule *r, const Chunk *c, const Channels *d, real *keys, const real *N, const real *H, real *to) {
     for (int i = 0; i < c->all; i++) scale(r->K, c->rest[i] * c->beta[i], keys + (long)i * r->K);
-    if (r->log_alpha || to != H) scaled(r->K * r->V, c->last, H, to);
+    if (r->channel_log_alpha) multiply_rows(c->all * r->K, d->rest, keys);
+    decay_state(r, c, d, H, to);
     add_product(grouped(r->key), r->V, c->count, keys, 1, r->K, N, r->V, to, r->V);
 }

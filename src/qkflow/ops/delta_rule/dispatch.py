@@ -1,10 +1,10 @@
 r"""`delta_rule`: choose a backend and run it as one PyTorch operator.
 
-    S_t = \alpha_t S_{t-1} (I - \beta_t (k_t + \lambda_t q_t) k_t^\top) + \beta_t v_t k_t^\top,   o_t = \sigma S_t q_t
+    S_t = S_{t-1} diag(\alpha_t) (I - \beta_t x_t k_t^\top) + \beta_t v_t k_t^\top,   o_t = \sigma S_t q_t
 
 | backend   | runs on                          | implementation                                        |
 |-----------|----------------------------------|-------------------------------------------------------|
-| `triton`  | NVIDIA GPUs, compute capability 8.0 or newer | tensor-core kernels (`triton_*.py`); no float64 |
+| `triton`  | NVIDIA GPUs, compute capability 8.0 or newer | `triton_*.py`; no float64, no decay per channel |
 | `cpu`     | CPUs, with a C compiler          | `cpu.py` and `csrc/delta_rule.c`                      |
 | `chunked` | any device                       | matrix products in PyTorch (`chunked.py`)             |
 | `naive`   | any device with float64          | the recurrence (`naive.py`), differentiable any number of times |
@@ -64,8 +64,8 @@ def delta_rule(
     k: Float[Tensor, "b t h k"],
     v: Float[Tensor, "b t h v"],
     beta: Float[Tensor, "b t h"],
-    log_alpha: Float[Tensor, "b t h"] | None = None,
-    lam: Float[Tensor, "b t h"] | None = None,
+    log_alpha: Float[Tensor, "b t h"] | Float[Tensor, "b t h k"] | None = None,
+    erase: Float[Tensor, "b t h k"] | None = None,
     state: Float[Tensor, "n h v k"] | None = None,
     layout: Layout | None = None,
     scale: float | None = None,
@@ -75,9 +75,9 @@ def delta_rule(
 ) -> tuple[Float[Tensor, "b t h v"], Float[Tensor, "n h v k"]]:
     """Outputs, and the state after the last token of each sequence.
 
-    Without `lam` this is the gated delta rule; without `log_alpha` and `lam`, the delta rule. The state has at least
-    float32 precision whatever the dtype of the inputs. On a GPU, queries and keys are cast to the dtype of the values.
-    The scale defaults to 1 / sqrt(k). `chunk` affects speed only.
+    `erase` is the direction x, by default k. `log_alpha` holds one decay per head or one per key channel; without it
+    nothing decays. The state has at least float32 precision whatever the dtype of the inputs. On a GPU, queries, keys
+    and `erase` are cast to the dtype of the values. The scale defaults to 1 / sqrt(k). `chunk` affects speed only.
 
     >>> q, k, v, beta = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 3), torch.rand(1, 5, 2)
     >>> o, state = delta_rule(q[:, :4], k[:, :4], v[:, :4], beta[:, :4])
@@ -86,14 +86,14 @@ def delta_rule(
     >>> torch.allclose(o[:, 4:], last, atol=1e-5), torch.allclose(final, state, atol=1e-5)
     (True, True)
     """
-    inputs = DeltaInputs(q, k, v, beta, log_alpha, lam)
+    inputs = DeltaInputs(q, k, v, beta, log_alpha, erase)
     check_shapes(inputs, state, q.shape[0] if layout is None else len(layout.lengths), chunk)
-    backend = choose_backend(q.device, backend, q.dtype)
+    backend = choose_backend(q.device, backend, q.dtype, has_vector_decay=inputs.has_vector_decay)
     if layout is not None:
         layout.check(q)
         inputs = inputs.map(lambda x: layout.to_rows(layout.zero_padding(x)))
     if backend != "cpu" and not torch.compiler.is_compiling():  # the C kernel checks the gates itself
-        check_gates(inputs.beta, inputs.log_alpha, inputs.lam)
+        check_gates(inputs.beta, inputs.log_alpha)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if backend == "naive":
@@ -106,12 +106,13 @@ def delta_rule(
 
 
 def _cast(inputs: DeltaInputs, state_dtype: torch.dtype, backend: str) -> DeltaInputs:
-    """Everything in the state's dtype, except that Triton takes q, k and v in the dtype of the values."""
+    """Everything in the state's dtype, except that Triton takes vectors in the dtype of the values."""
     if backend != "triton":
         return inputs.map(lambda x: x.to(state_dtype))
     dtype = inputs.v.dtype if inputs.v.dtype in (torch.bfloat16, torch.float16) else state_dtype
-    gates = (x if x is None else x.to(state_dtype) for x in inputs[3:])
-    return DeltaInputs(*(x.to(dtype) for x in inputs[:3]), *gates)  # pyright: ignore[reportArgumentType]
+    dtypes = {name: dtype for name in ("q", "k", "v", "erase")}
+    tensors = {name: x if x is None else x.to(dtypes.get(name, state_dtype)) for name, x in inputs._asdict().items()}
+    return DeltaInputs(**tensors)  # pyright: ignore[reportArgumentType]
 
 
 # ---- choice of the backend
@@ -135,8 +136,16 @@ def use_backend(backend: str | None) -> Iterator[None]:
         _requested = previous
 
 
-def choose_backend(device: torch.device, backend: str | None = None, dtype: torch.dtype = torch.float32) -> str:
+def choose_backend(
+    device: torch.device,
+    backend: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    has_vector_decay: bool = False,
+) -> str:
     """The backend for queries of this device and dtype; an explicit `backend` is checked and returned.
+
+    For a decay per key channel, `chunked` replaces `triton`, with a warning.
 
     >>> choose_backend(torch.device("cpu"), "chunked")
     'chunked'
@@ -147,7 +156,8 @@ def choose_backend(device: torch.device, backend: str | None = None, dtype: torc
     if requested in ("chunked", "naive"):
         return requested
     if requested == "triton" or (requested is None and device.type == "cuda"):
-        return _triton_or_chunked(device, dtype, is_explicit=requested is not None)
+        chosen = _triton_or_chunked(device, dtype, is_explicit=requested is not None)
+        return _without_vector_decay() if chosen == "triton" and has_vector_decay else chosen
     if not torch.compiler.is_compiling():
         build.load()
     if device.type == "cpu" and build.is_loaded():
@@ -182,22 +192,30 @@ def _triton_or_chunked(device: torch.device, dtype: torch.dtype, is_explicit: bo
         return "triton"
     if is_explicit:
         raise UsageError(f"backend 'triton' of the delta rule cannot run: {reason}; or use backend 'chunked'")
+    _warn_once(f"the Triton kernels of the delta rule cannot run: {reason}")
+    return "chunked"
+
+
+def _without_vector_decay() -> str:
+    _warn_once("the Triton kernels of the delta rule have one decay per head, not one per key channel")
+    return "chunked"
+
+
+def _warn_once(reason: str) -> None:
     is_child = multiprocessing.parent_process() is not None  # the parent has warned already
     if not torch.compiler.is_compiling() and reason not in _warned and not is_child:
         _warned.add(reason)
         warnings.warn(
-            f"the Triton kernels of the delta rule cannot run: {reason}; falling back to PyTorch, which is slower"
-            " (set QKFLOW_DELTA=chunked to silence this warning)",
+            f"{reason}; falling back to PyTorch, which is slower (set QKFLOW_DELTA=chunked to silence this warning)",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
-    return "chunked"
 
 
 # ---- the operator qkflow::delta and its backward
 
 _OPS = torch.library.Library("qkflow", "FRAGMENT")
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? log_alpha, Tensor? lam"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? log_alpha, Tensor? erase"
 _OPS.define(f"delta({_INPUTS}, Tensor? state, float scale, int chunk, bool save, str backend) -> Tensor[]")
 _OPS.define(
     f"delta_backward(Tensor? go, Tensor? gfinal, {_INPUTS}, Tensor o, Tensor errors, Tensor checkpoints,"
@@ -273,7 +291,7 @@ def _no_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def _forward_shapes(*args: Any) -> list[Tensor]:
-    q, _, v, *_, chunk, save, backend = args
+    q, _, v, _, log_alpha, *_, chunk, save, backend = args
     (n, t, h, width), value_width = q.shape, v.shape[3]
     like_state = q if backend != "triton" else q.new_empty(0, dtype=torch.float32)
     o, final = v.new_empty(v.shape), like_state.new_empty(n, h, value_width, width)
@@ -285,7 +303,7 @@ def _forward_shapes(*args: Any) -> list[Tensor]:
     if backend == "cpu":
         n_checkpoints = _ceil_div(t, cpu.checkpoint_interval(chunk))
         return [o, final, v.new_empty(v.shape), q.new_empty(n, h, n_checkpoints, width, value_width)]
-    size = chunk or chunked.CHUNK
+    size = chunked.chunk_size(chunk, log_alpha is not None and log_alpha.ndim == 4)
     n_chunks = _ceil_div(t, size)
     errors = v.new_empty(n_chunks, n * h, size, value_width)
     return [o, final, errors, q.new_empty(n_chunks + 1, n * h, width, value_width)]
@@ -296,10 +314,10 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def _backward_shapes(go: Any, gfinal: Any, *args: Any) -> list[Tensor]:
-    q, k, v, beta, log_alpha, lam, *_ = args
+    q, k, v, beta, log_alpha, erase, *_ = args
     n, _, h, width = q.shape
-    gates = [beta.new_empty(0) if x is None else beta.new_empty(beta.shape) for x in (log_alpha, lam)]
-    return [*(x.new_empty(x.shape) for x in (q, k, v, beta)), *gates, beta.new_empty(n, h, v.shape[3], width)]
+    optional = [beta.new_empty(0) if x is None else x.new_empty(x.shape) for x in (log_alpha, erase)]
+    return [*(x.new_empty(x.shape) for x in (q, k, v, beta)), *optional, beta.new_empty(n, h, v.shape[3], width)]
 
 
 _OPS.impl("delta", _forward, "CompositeExplicitAutograd")

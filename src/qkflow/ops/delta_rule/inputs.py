@@ -21,6 +21,8 @@ MAX_BETA = 2.0
 Keys = Float[Tensor, "n t h k"]
 Values = Float[Tensor, "n t h v"]
 Gates = Float[Tensor, "n t h"]
+Decays = Float[Tensor, "n t h"] | Float[Tensor, "n t h k"]
+"""One log decay per head, or one per key channel."""
 States = Float[Tensor, "n h v k"]
 
 
@@ -32,10 +34,15 @@ class DeltaInputs(NamedTuple):
     v: Values
     beta: Gates
     """Write strength."""
-    log_alpha: Gates | None
-    """Log of the decay from one token to the next; None means no decay."""
-    lam: Gates | None
-    """Weight of the query in the erase direction k + lam q; None means 0."""
+    log_alpha: Decays | None
+    """Log of the decay from one token to the next, per head or per key channel; None means no decay."""
+    erase: Keys | None
+    """The direction x that is read and corrected; None means k."""
+
+    @property
+    def has_vector_decay(self) -> bool:
+        """Whether every key channel has a decay of its own."""
+        return self.log_alpha is not None and self.log_alpha.ndim == 4
 
     def map(self, f: Callable[[Tensor], Tensor]) -> DeltaInputs:
         """Apply `f` to every tensor."""
@@ -51,9 +58,17 @@ def check_shapes(inputs: DeltaInputs, state: Tensor | None, rows: int, chunk: in
             f" {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
         )
     b, t, h, width = q.shape
-    for name in ("beta", "log_alpha", "lam"):
-        if (gate := getattr(inputs, name)) is not None and gate.shape != (b, t, h):
-            raise UsageError(f"{name} must be [b, t, heads] = {[b, t, h]}, got {list(gate.shape)}")
+    if inputs.beta.shape != (b, t, h):
+        raise UsageError(f"beta must be [b, t, heads] = {[b, t, h]}, got {list(inputs.beta.shape)}")
+    if inputs.log_alpha is not None and inputs.log_alpha.shape not in ((b, t, h), (b, t, h, width)):
+        raise UsageError(
+            f"log_alpha must be [b, t, heads] = {[b, t, h]}, or {[b, t, h, width]} for a decay per key channel, got"
+            f" {list(inputs.log_alpha.shape)}"
+        )
+    if inputs.erase is not None and inputs.erase.shape != q.shape:
+        raise UsageError(
+            f"erase must have the shape of the keys, [b, t, heads, k] = {list(q.shape)}, got {list(inputs.erase.shape)}"
+        )
     if t < 1:
         raise UsageError("expected at least one token, got none")
     if not 1 <= width <= MAX_KEY_WIDTH or v.shape[3] < 1:
@@ -71,14 +86,13 @@ def check_shapes(inputs: DeltaInputs, state: Tensor | None, rows: int, chunk: in
             raise UsageError(f"{name} is on {x.device} and the queries are on {q.device}: move them to one device")
 
 
-def check_gates(beta: Tensor, log_alpha: Tensor | None, lam: Tensor | None) -> None:
+def check_gates(beta: Tensor, log_alpha: Tensor | None) -> None:
     """Raise if a gate is out of range. Skipped for fake tensors, and on GPUs, where it would synchronize."""
     if beta.device.type != "cpu" or is_fake(beta):
         return
     for name, gate, low, high, bounds in (
         ("beta", beta, 0.0, MAX_BETA, f"from 0 to {MAX_BETA:g}"),
         ("log_alpha", log_alpha, -math.inf, 0.0, "finite and at most 0"),
-        ("lam", lam, -math.inf, math.inf, "finite"),
     ):
         if gate is None or not gate.numel():
             continue

@@ -5,15 +5,17 @@ r"""Triton backward kernels of the delta rule; `chunked.py` has the equations, w
 | `intra_chunk_backward`  | chunk                      | T^\top diag(\beta) times \tilde K and times P^\top \bar O |
 | `chunk_states_backward` | row, head, block of values | \bar N = \bar V and \bar H, from chunk to chunk          |
 | `scores_backward`       | chunk                      | E and F                                                 |
-| `inputs_backward`       | chunk, block of keys       | \bar Q, \bar K, \bar\beta, \bar\lambda                  |
+| `inputs_backward`       | chunk, block of keys       | \bar Q, \bar K, \bar\beta, \bar X                        |
 | `decay_backward`        | chunk                      | \bar G, summed to the gradients of the log decays       |
 
 With E = \sigma tril(\bar O N^\top \odot D) and F = tril(\bar N N^\top \odot D, -1), both without \beta, a token's row
 of Y collects the gradients of its key as written:
 
     Y = E^\top Q - F^\top X + diag(e^{G_C - G}) N \bar H'^\top
-    \bar X = -F diag(\beta) K - diag(e^G) \bar N H^\top,  \bar K = diag(\beta) Y + \bar X,  \bar\beta_i = k_i \cdot y_i
-    \bar Q = E diag(\beta) K + \sigma diag(e^G) \bar O H^\top + diag(\lambda) \bar X
+    \bar X = -F diag(\beta) K - diag(e^G) \bar N H^\top,  \bar K = diag(\beta) Y,  \bar\beta_i = k_i \cdot y_i
+    \bar Q = E diag(\beta) K + \sigma diag(e^G) \bar O H^\top
+
+Without an erase direction, x = k and \bar X is added to \bar K.
 
 No two programs add to the same number; the host sums over blocks, so results are deterministic.
 """
@@ -32,6 +34,7 @@ from qkflow.ops.delta_rule.triton_tiles import (
     dot_f32,
     dot_like,
     load_decays,
+    load_erase,
     load_gate,
     load_tile,
     load_transposed,
@@ -43,7 +46,7 @@ from qkflow.ops.delta_rule.triton_tiles import (
 
 @triton.jit
 def intra_chunk_backward(
-    q, k, beta, log_alpha, lam, go, x_solved, v_solved, scale, t, h,
+    q, k, beta, log_alpha, erase, go, x_solved, v_solved, scale, t, h,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """The part of a chunk that does not depend on the gradient of the state after it."""
@@ -51,7 +54,7 @@ def intra_chunk_backward(
     _, _, _, start, remaining = program_chunk(t, h, C)
     i = tl.arange(0, C)
     _, decay_to_end, _, high, low = load_decays(log_alpha, start, i, h, remaining, C)
-    lam_i, beta_i = load_gate(lam, start, i, h, remaining), load_gate(beta, start, i, h, remaining)
+    beta_i = load_gate(beta, start, i, h, remaining)
     M, P = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     for first in range(0, K, BK):
         col = first + tl.arange(0, BK)
@@ -59,10 +62,8 @@ def intra_chunk_backward(
             load_tile(k + start * K, i, h * K, remaining, col, K),
             load_tile(q + start * K, i, h * K, remaining, col, K),
         )
-        M += dot_like(key, tl.trans(key), like)
+        M += dot_like(load_erase(erase, k, start, i, h, remaining, col, K), tl.trans(key), like)
         P += dot_like(query, tl.trans(key), like)
-    if lam is not None:
-        M += lam_i[:, None] * P
     D = decay_matrix(high, low, i)
     T_back = tl.trans(unit_lower_inverse(M * D * beta_i[None, :], remaining, C)) * beta_i[None, :]
     P = tl.trans(P * D * scale)
@@ -79,7 +80,7 @@ def intra_chunk_backward(
 
 @triton.jit
 def chunk_states_backward(
-    q, k, log_alpha, lam, go, gfinal, checkpoints, x_solved, gn, gv, gcheckpoints, gG_end, gstate, scale, t, h,
+    q, k, log_alpha, erase, go, gfinal, checkpoints, x_solved, gn, gv, gcheckpoints, gG_end, gstate, scale, t, h,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     r"""The state's gradient from chunk to chunk; `gn` holds the output of `intra_chunk_backward`, then \bar N."""
@@ -114,14 +115,10 @@ def chunk_states_backward(
         decay, _, last, _, _ = load_decays(log_alpha, start, i, h, remaining, C)
         gO = load_tile(go + start * V, i, h * V, remaining, col, V) * (scale * decay)[:, None]
         gN *= decay[:, None]
-        lam_i = load_gate(lam, start, i, h, remaining)
         previous = ()
         for j in tl.static_range(blocks):
-            key = load_tile(k + start * K, i, h * K, remaining, j * BK + row, K)
             query = load_tile(q + start * K, i, h * K, remaining, j * BK + row, K)
-            x = key.to(tl.float32)
-            if lam is not None:
-                x += lam_i[:, None] * query
+            x = load_erase(erase, k, start, i, h, remaining, j * BK + row, K)
             gH_j = gH[j] * last + dot_f32(tl.trans(query), gO, like) - dot_f32(tl.trans(x), gN, like)
             previous = previous + (gH_j,)
         gH = previous
@@ -153,11 +150,11 @@ def scores_backward(
 
 @triton.jit
 def inputs_backward(
-    q, k, beta, log_alpha, lam, go, errors, checkpoints, gn, gcheckpoints, E, F,
-    gq, gk, gbeta, glam, gG_read, scale, t, h,
+    q, k, beta, log_alpha, erase, go, errors, checkpoints, gn, gcheckpoints, E, F,
+    gq, gk, gbeta, gerase, gG_read, scale, t, h,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries, keys, beta and lambda, for one block of keys."""
+    """Gradients of queries, keys, erase directions and beta, for one block of keys."""
     like: tl.constexpr = go.dtype.element_ty
     chunks, m, c, start, remaining = program_chunk(t, h, C)
     i, row = tl.arange(0, C), tl.program_id(1) * BK + tl.arange(0, BK)
@@ -180,9 +177,7 @@ def inputs_backward(
         key = load_tile(k + start * K, j, h * K, remaining, row, K).to(tl.float32)
         query = load_tile(q + start * K, j, h * K, remaining, row, K).to(tl.float32)
         Y += dot_f32(tl.trans(load_tile(E + offset, j, C, C, i, C)), query, like)
-        x = key
-        if lam is not None:
-            x += load_gate(lam, start, j, h, remaining)[:, None] * query
+        x = load_erase(erase, k, start, j, h, remaining, row, K)
         Y -= dot_f32(tl.trans(load_tile(F + offset, j, C, C, i, C)), x, like)
         key *= load_gate(beta, start, j, h, remaining)[:, None]
         gQ += dot_f32(load_tile(E + offset, i, C, C, j, C), key, like)
@@ -191,13 +186,15 @@ def inputs_backward(
     query = load_tile(q + start * K, i, h * K, remaining, row, K)
     if log_alpha is not None:
         tl.store(gG_read + block + i * h, tl.sum(gQ * query, 1), mask=i < remaining)
-    if lam is not None:
-        tl.store(glam + block + i * h, tl.sum(gX * query, 1), mask=i < remaining)
-        gQ += load_gate(lam, start, i, h, remaining)[:, None] * gX
     store_tile(gq + start * K, i, h * K, remaining, row, K, gQ)
     key = load_tile(k + start * K, i, h * K, remaining, row, K)
     tl.store(gbeta + block + i * h, tl.sum(key * Y, 1), mask=i < remaining)
-    store_tile(gk + start * K, i, h * K, remaining, row, K, Y * load_gate(beta, start, i, h, remaining)[:, None] + gX)
+    gK = Y * load_gate(beta, start, i, h, remaining)[:, None]
+    if erase is None:
+        gK += gX
+    else:
+        store_tile(gerase + start * K, i, h * K, remaining, row, K, gX)
+    store_tile(gk + start * K, i, h * K, remaining, row, K, gK)
 
 
 @triton.jit

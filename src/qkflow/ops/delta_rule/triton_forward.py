@@ -24,6 +24,7 @@ from qkflow.ops.delta_rule.triton_tiles import (
     dot_f32,
     dot_like,
     load_decays,
+    load_erase,
     load_gate,
     load_tile,
     load_transposed,
@@ -51,7 +52,7 @@ def program_chunk(t, h, C: tl.constexpr):
 
 @triton.jit
 def intra_chunk(
-    q, k, v, beta, log_alpha, lam, x_solved, v_solved, t, h,
+    k, v, beta, log_alpha, erase, x_solved, v_solved, t, h,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """The part of a chunk that does not depend on the state before it."""
@@ -59,26 +60,18 @@ def intra_chunk(
     _, _, _, start, remaining = program_chunk(t, h, C)
     i = tl.arange(0, C)
     decay, _, _, high, low = load_decays(log_alpha, start, i, h, remaining, C)
-    lam_i = load_gate(lam, start, i, h, remaining)
     M = tl.zeros((C, C), tl.float32)
-    P = tl.zeros((C, C), tl.float32)
     for first in range(0, K, BK):
         col = first + tl.arange(0, BK)
         key = load_tile(k + start * K, i, h * K, remaining, col, K)
-        M += dot_like(key, tl.trans(key), like)
-        if lam is not None:
-            P += dot_like(load_tile(q + start * K, i, h * K, remaining, col, K), tl.trans(key), like)
-    if lam is not None:  # separate products: k + lam q would be rounded before the product
-        M += lam_i[:, None] * P
+        M += dot_like(load_erase(erase, k, start, i, h, remaining, col, K), tl.trans(key), like)
     T = unit_lower_inverse(
         M * decay_matrix(high, low, i) * load_gate(beta, start, i, h, remaining)[None, :], remaining, C
     )
     T_decayed = T * decay[None, :]
     for first in range(0, K, BK):
         col = first + tl.arange(0, BK)
-        x = load_tile(k + start * K, i, h * K, remaining, col, K).to(tl.float32)
-        if lam is not None:
-            x += lam_i[:, None] * load_tile(q + start * K, i, h * K, remaining, col, K)
+        x = load_erase(erase, k, start, i, h, remaining, col, K)
         store_tile(x_solved + start * K, i, h * K, remaining, col, K, dot_f32(T_decayed, x, like))
     for first in range(0, V, BV):
         col = first + tl.arange(0, BV)
@@ -149,7 +142,7 @@ def chunk_outputs(
 
 @triton.jit
 def recurrent(
-    q, k, v, beta, log_alpha, lam, state, o, final, scale, t, h,
+    q, k, v, beta, log_alpha, erase, state, o, final, scale, t, h,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """A few tokens, one by one, with the state in registers; `BK` covers the whole key."""
@@ -166,8 +159,8 @@ def recurrent(
         key = tl.load(k + start * K + row, mask=row < K, other=0.0).to(tl.float32)
         value = tl.load(v + start * V + col, mask=col < V, other=0.0).to(tl.float32)
         x = key
-        if lam is not None:
-            x += tl.load(lam + start) * query
+        if erase is not None:
+            x = tl.load(erase + start * K + row, mask=row < K, other=0.0).to(tl.float32)
         if log_alpha is not None:
             S *= tl.exp(tl.load(log_alpha + start))
         error = value - tl.sum(S * x[None, :], 1)

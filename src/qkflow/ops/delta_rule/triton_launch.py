@@ -114,7 +114,8 @@ def forward(
         return Forward(o, final, v.new_empty(0), v.new_empty(0))
     x_solved, checkpoints = v.new_empty(q.shape), v.new_empty(n, h, call.chunks + 1, width, value_width)
     errors = v.new_empty(v.shape, dtype=torch.float32)
-    call(triton_forward.intra_chunk, "chunks", **inputs._asdict(), x_solved=x_solved, v_solved=errors)
+    intra = {name: x for name, x in inputs._asdict().items() if name != "q"}
+    call(triton_forward.intra_chunk, "chunks", **intra, x_solved=x_solved, v_solved=errors)
     shared = {"k": k, "beta": beta, "log_alpha": log_alpha, "errors": errors, "checkpoints": checkpoints}
     call(triton_forward.chunk_states, "rows", **shared, state=state, x_solved=x_solved, final=final)
     call(triton_forward.chunk_outputs, "values", **shared, q=q, o=o, scale=scale)
@@ -131,7 +132,7 @@ def backward(
     run: Run = launch,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the inputs and of the initial state."""
-    q, k, v, beta, log_alpha, lam = inputs.map(Tensor.contiguous)
+    q, k, v, beta, log_alpha, erase = inputs.map(Tensor.contiguous)
     go = torch.zeros_like(v) if go is None else go.contiguous()
     gfinal = None if gfinal is None else gfinal.contiguous()
     (n, t, h, width), value_width = q.shape, v.shape[3]
@@ -141,11 +142,11 @@ def backward(
     gv = None if v.dtype == gn.dtype else torch.empty_like(v)
     gq, gk, gstate = torch.empty_like(q), torch.empty_like(k), beta.new_empty(n, h, value_width, width)
     gbeta = beta.new_empty(call.key_blocks, n, t, h)
-    glam = None if lam is None else torch.empty_like(gbeta)
+    gerase = None if erase is None else torch.empty_like(erase)
     gG_read = None if log_alpha is None else torch.empty_like(gbeta)
     gG_end = None if log_alpha is None else beta.new_empty(call.value_blocks, n, h, call.chunks)
     galpha = beta.new_empty(0) if log_alpha is None else torch.empty_like(log_alpha)
-    shared = {"q": q, "k": k, "log_alpha": log_alpha, "lam": lam, "go": go, "scale": scale}
+    shared = {"q": q, "k": k, "log_alpha": log_alpha, "erase": erase, "go": go, "scale": scale}
     call(triton_backward.intra_chunk_backward, "chunks", **shared, beta=beta, x_solved=x_solved, v_solved=gn)
     states = {"checkpoints": saved.checkpoints, "gn": gn, "gcheckpoints": gcheckpoints}
     outputs = {"gfinal": gfinal, "x_solved": x_solved, "gv": gv, "gG_end": gG_end, "gstate": gstate}
@@ -153,12 +154,12 @@ def backward(
     E, F = (beta.new_empty(n, h, call.chunks, call.chunk, call.chunk) for _ in range(2))
     scores = {"errors": saved.errors, "E": E, "F": F}
     call(triton_backward.scores_backward, "chunks", log_alpha=log_alpha, go=go, gn=gn, scale=scale, **scores)
-    gradients = {"gq": gq, "gk": gk, "gbeta": gbeta, "glam": glam, "gG_read": gG_read}
+    gradients = {"gq": gq, "gk": gk, "gbeta": gbeta, "gerase": gerase, "gG_read": gG_read}
     call(triton_backward.inputs_backward, "keys", **shared, **states, **scores, **gradients, beta=beta)
     if gG_end is not None:
         call(triton_backward.decay_backward, "chunks", v=v, gn=gn, gG_read=gG_read, gG_end=gG_end, galpha=galpha)
     gv = gn if gv is None else gv
-    return gq, gk, gv, _sum(gbeta), galpha, beta.new_empty(0) if glam is None else _sum(glam), gstate
+    return gq, gk, gv, _sum(gbeta), galpha, beta.new_empty(0) if gerase is None else gerase, gstate
 
 
 def _sum(blocks: Tensor) -> Tensor:

@@ -65,6 +65,15 @@ def store_tile(base, row, stride, rows, col, cols: tl.constexpr, values):
 
 
 @triton.jit
+def load_erase(erase, k, start, i, h, remaining, col, K: tl.constexpr):
+    """Load a tile of the erase directions, which are the keys if `erase` is None."""
+    if erase is None:
+        return load_tile(k + start * K, i, h * K, remaining, col, K)
+    else:
+        return load_tile(erase + start * K, i, h * K, remaining, col, K)
+
+
+@triton.jit
 def load_transposed(base, row, rows: tl.constexpr, col, cols: tl.constexpr):
     """Load a [k, v] tile of a state stored as [v, k]."""
     mask = (row[:, None] < rows) & (col[None, :] < cols)

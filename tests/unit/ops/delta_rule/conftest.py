@@ -49,6 +49,7 @@ def make_inputs(
     value: int = 3,
     rho: float = 0.0,
     separate: bool = False,
+    vector: bool = False,
     without: Collection[str] = (),
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
@@ -56,7 +57,8 @@ def make_inputs(
     """Return arguments of `delta_rule`, except those in `without`; queries and keys are unit vectors.
 
     With `rho`, all queries and keys of a sequence have a common direction (with `separate`, one for queries and another
-    for keys) and beta is close to 1: the case in which fast implementations lose precision.
+    for keys) and beta is close to 1: the case in which fast implementations lose precision. With `vector`, every key
+    channel has a decay of its own.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -79,8 +81,8 @@ def make_inputs(
         "k": k,
         "v": noise(rows, t, heads, value),
         "beta": beta,
-        "log_alpha": -0.1 * noise(rows, t, heads).exp(),
-        "lam": lam,
+        "log_alpha": -0.1 * noise(rows, t, heads, *([key] if vector else [])).exp(),
+        "erase": k + lam.unsqueeze(-1) * q,
         "state": noise(rows, heads, value, key),
     }
     return {name: x.to(dtype) for name, x in inputs.items() if name not in without}
@@ -92,7 +94,7 @@ def published(
     v: Tensor,
     beta: Tensor,
     log_alpha: Tensor | None = None,
-    lam: Tensor | None = None,
+    erase: Tensor | None = None,
     state: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -101,10 +103,13 @@ def published(
     S = q.new_zeros(n, h, v.shape[-1], width) if state is None else state
     outputs = []
     for i in range(t):
-        a = 1.0 if log_alpha is None else log_alpha[:, i, :, None, None].exp()
-        x = k[:, i] if lam is None else k[:, i] + lam[:, i, :, None] * q[:, i]
+        a = torch.ones_like(k[:, i]) if log_alpha is None else log_alpha[:, i].exp().view(n, h, -1).expand_as(k[:, i])
+        x = k[:, i] if erase is None else erase[:, i]
         b, row = beta[:, i, :, None, None], k[:, i, :, None, :]
-        S = a * S @ (torch.eye(width, dtype=q.dtype) - b * x[..., None] * row) + b * v[:, i, :, :, None] * row
+        S = (
+            S @ torch.diag_embed(a) @ (torch.eye(width, dtype=q.dtype) - b * x[..., None] * row)
+            + b * v[:, i, :, :, None] * row
+        )
         outputs.append((S @ q[:, i, :, :, None])[..., 0])
     return torch.stack(outputs, 1) * (width**-0.5 if scale is None else scale), S
 
@@ -116,7 +121,8 @@ def results(inputs: Mapping[str, Tensor], rule: Rule = delta_rule, **options: ob
     """
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     o, final = rule(**leaves, **options)
-    gradients = torch.autograd.grad((o, final), tuple(leaves.values()), (_weight(o), _weight(final)))
+    outputs = [x for x in (o, final) if x.requires_grad]  # the final state does not depend on the queries
+    gradients = torch.autograd.grad(outputs, tuple(leaves.values()), [_weight(x) for x in outputs])
     return {"o": o.detach(), "final": final.detach(), **dict(zip(leaves, gradients, strict=True))}
 
 

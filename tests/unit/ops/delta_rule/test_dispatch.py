@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from typing import Any
 
 import pytest
@@ -131,6 +132,13 @@ def test_float64_on_a_gpu_falls_back_with_one_warning(gpu: torch.device) -> None
         choose_backend(gpu, "triton", torch.float64)
 
 
+def test_a_decay_per_channel_on_a_gpu_falls_back_with_one_warning(gpu: torch.device) -> None:
+    with pytest.warns(RuntimeWarning, match=r"not one per key channel.*falling back to PyTorch"):
+        assert choose_backend(gpu, has_vector_decay=True) == "chunked"
+    assert choose_backend(gpu, "triton", has_vector_decay=True) == "chunked"  # a second warning would raise here
+    assert choose_backend(gpu) == "triton"
+
+
 @pytest.mark.parametrize(
     ("where", "name", "value", "words"),
     [
@@ -185,16 +193,19 @@ def test_meta_tensors_give_the_shapes(helpers: Any) -> None:
     assert (o.shape, final.shape) == (inputs["v"].shape, inputs["state"].shape)
 
 
-def test_fake_tensors_give_the_shapes(helpers: Any, backend: str) -> None:
+@pytest.mark.parametrize("vector", [False, True])
+def test_fake_tensors_give_the_shapes(helpers: Any, backend: str, vector: bool) -> None:
     with FakeTensorMode() as mode:
-        inputs = {name: mode.from_tensor(x) for name, x in helpers.make_inputs(5).items()}
+        inputs = {name: mode.from_tensor(x) for name, x in helpers.make_inputs(5, vector=vector).items()}
         o, final = delta_rule(**inputs, backend=backend)
     assert (o.shape, final.shape) == (inputs["v"].shape, inputs["state"].shape)
 
 
+@pytest.mark.parametrize("vector", [False, True])
 @pytest.mark.parametrize("t", [1, 64, 70])
-def test_flops_are_counted(helpers: Any, fast: str, t: int) -> None:
-    inputs = {name: x.requires_grad_() for name, x in helpers.make_inputs(t, rows=3, heads=2, key=8, value=4).items()}
+def test_flops_are_counted(helpers: Any, fast: str, t: int, vector: bool) -> None:
+    inputs = helpers.make_inputs(t, rows=3, heads=2, key=8, value=4, vector=vector)
+    inputs = {name: x.requires_grad_() for name, x in inputs.items()}
     with FlopCounterMode(display=False) as forward, torch.no_grad():
         plain = delta_rule(**inputs, backend=fast)
     assert forward.get_total_flops() == 3 * delta_rule_flops(t, 2, 8, 4)
@@ -212,21 +223,21 @@ def test_uninitialized_memory_is_never_read(helpers: Any, fast: str) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         assert torch.empty(3).isnan().all()
-        for t, chunk in ((1, None), (5, None), (70, None), (70, 7)):
-            helpers.assert_agree(
-                helpers.results(helpers.make_inputs(t), backend=fast, chunk=chunk), helpers.expected(t)
-            )
+        for t, chunk, vector in product((1, 5, 70), (None, 7), (False, True)):
+            inputs, expected = helpers.make_inputs(t, vector=vector), helpers.expected(t, vector=vector)
+            helpers.assert_agree(helpers.results(inputs, backend=fast, chunk=chunk), expected)
             with torch.no_grad():
-                o, final = delta_rule(**helpers.make_inputs(t), backend=fast, chunk=chunk)
-            helpers.assert_agree({"o": o, "final": final}, {name: helpers.expected(t)[name] for name in ("o", "final")})
+                o, final = delta_rule(**inputs, backend=fast, chunk=chunk)
+            helpers.assert_agree({"o": o, "final": final}, {name: expected[name] for name in ("o", "final")})
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_nan_stays_in_its_row_and_head(helpers: Any, fast: str, dtype: torch.dtype) -> None:
-    inputs = helpers.make_inputs(70, rows=3, heads=2, dtype=dtype)
+@pytest.mark.parametrize("vector", [False, True])
+def test_a_nan_stays_in_its_row_and_head(helpers: Any, fast: str, dtype: torch.dtype, vector: bool) -> None:
+    inputs = helpers.make_inputs(70, rows=3, heads=2, vector=vector, dtype=dtype)
     clean = helpers.results(inputs, backend=fast)
     inputs["v"] = inputs["v"].clone()
     inputs["v"][1, 3, 0] = torch.nan
@@ -242,18 +253,21 @@ def test_a_nan_stays_in_its_row_and_head(helpers: Any, fast: str, dtype: torch.d
 def test_the_number_of_threads_changes_no_result(helpers: Any) -> None:
     if error := build.load_error():
         pytest.skip(error)
-    inputs, outcomes, before = helpers.make_inputs(70, rows=3, dtype=torch.float32), [], torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 2, 16):
-            torch.set_num_threads(threads)
-            outcomes.append(helpers.results(inputs, backend="cpu"))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(outcomes[0][name], other[name]) for other in outcomes[1:] for name in other)
+    before = torch.get_num_threads()
+    for vector in (False, True):
+        inputs, outcomes = helpers.make_inputs(70, rows=3, vector=vector, dtype=torch.float32), []
+        try:
+            for threads in (1, 2, 3, 2, 16):
+                torch.set_num_threads(threads)
+                outcomes.append(helpers.results(inputs, backend="cpu"))
+        finally:
+            torch.set_num_threads(before)
+        assert all(torch.equal(outcomes[0][name], other[name]) for other in outcomes[1:] for name in other)
 
 
-def test_results_are_deterministic(helpers: Any, fast: str) -> None:
-    inputs = helpers.make_inputs(70, dtype=torch.float32)
+@pytest.mark.parametrize("vector", [False, True])
+def test_results_are_deterministic(helpers: Any, fast: str, vector: bool) -> None:
+    inputs = helpers.make_inputs(70, vector=vector, dtype=torch.float32)
     first, again = helpers.results(inputs, backend=fast), helpers.results(inputs, backend=fast)
     assert all(torch.equal(first[name], again[name]) for name in first)
 

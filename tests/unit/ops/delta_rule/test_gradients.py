@@ -13,11 +13,12 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from qkflow.ops.delta_rule import delta_rule
 
-NAMES = ("q", "k", "v", "beta", "log_alpha", "lam", "state")
+NAMES = ("q", "k", "v", "beta", "log_alpha", "erase", "state")
 
 
-def test_gradients_match_finite_differences(helpers: Any, backend: str) -> None:
-    inputs = helpers.make_inputs(3, rows=1, heads=1, key=2, value=2)
+@pytest.mark.parametrize("vector", [False, True])
+def test_gradients_match_finite_differences(helpers: Any, backend: str, vector: bool) -> None:
+    inputs = helpers.make_inputs(3, rows=1, heads=1, key=2, value=2, vector=vector)
     leaves = tuple(x.requires_grad_() for x in inputs.values())
     assert gradcheck(partial(_by_name, list(inputs), backend), leaves)
 
@@ -62,9 +63,10 @@ def test_each_input_alone_can_require_grad(helpers: Any, backend: str, name: str
     helpers.assert_agree(actual, {part: expected[part] for part in ("o", "final", name)}, tolerance=1e-14)
 
 
+@pytest.mark.parametrize("vector", [False, True])
 @pytest.mark.parametrize("part", [0, 1])
-def test_outputs_or_the_final_state_may_be_unused(helpers: Any, backend: str, part: int) -> None:
-    inputs = {name: x.requires_grad_() for name, x in helpers.make_inputs(70).items()}
+def test_outputs_or_the_final_state_may_be_unused(helpers: Any, backend: str, part: int, vector: bool) -> None:
+    inputs = {name: x.requires_grad_() for name, x in helpers.make_inputs(70, vector=vector).items()}
     weight = torch.randn_like((inputs["v"], inputs["state"])[part])
 
     def gradients(form: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
@@ -117,8 +119,8 @@ def _offset(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("lay", [_transposed, _sliced, _offset])
 def test_non_contiguous_inputs(helpers: Any, backend: str, lay: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-    for t in (2, 37):
-        inputs = helpers.make_inputs(t, rows=3, dtype=dtype)
+    for t, vector in ((2, False), (37, False), (2, True), (37, True)):
+        inputs = helpers.make_inputs(t, rows=3, vector=vector, dtype=dtype)
         moved = {name: lay(x) for name, x in inputs.items()}
         actual = helpers.results(moved, backend=backend)
         helpers.assert_agree(
@@ -151,12 +153,13 @@ def test_a_shared_tensor_accumulates_its_gradients(helpers: Any, backend: str) -
 
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore")  # torch.compile emits warnings
-def test_it_compiles_to_one_graph_for_any_length(helpers: Any, fast: str) -> None:
+@pytest.mark.parametrize("vector", [False, True])
+def test_it_compiles_to_one_graph_for_any_length(helpers: Any, fast: str, vector: bool) -> None:
     torch.compiler.reset()
     rule = partial(delta_rule, backend=fast)
     compiled = torch.compile(rule, fullgraph=True, backend="aot_eager", dynamic=True)
     for t in (5, 70):
-        inputs = helpers.make_inputs(t)
+        inputs = helpers.make_inputs(t, vector=vector)
         expected = helpers.results(inputs, rule)  # kernels are not built while a graph is traced
         helpers.assert_agree(helpers.results(inputs, compiled), expected, tolerance=1e-12)
     with torch.no_grad():

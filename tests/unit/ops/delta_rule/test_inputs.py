@@ -34,7 +34,11 @@ unchecked: Any = inspect.unwrap(delta_rule)
         ("beta", (2, 6, 1), r"beta must be \[b, t, heads\] = \[2, 6, 2\], got \[2, 6, 1\]"),
         ("beta", (2, 6, 2, 1), r"beta must .* got \[2, 6, 2, 1\]"),
         ("log_alpha", (2, 5, 2), r"log_alpha must .* got \[2, 5, 2\]"),
-        ("lam", (1, 6, 2), r"lam must .* got \[1, 6, 2\]"),
+        ("log_alpha", (2, 6, 2, 3), r"\[2, 6, 2, 4\] for a decay per key channel, got \[2, 6, 2, 3\]"),
+        ("log_alpha", (2, 6, 2, 1), r"log_alpha must .* got \[2, 6, 2, 1\]"),
+        ("erase", (2, 6, 2), r"erase must have the shape of the keys, .* = \[2, 6, 2, 4\], got \[2, 6, 2\]"),
+        ("erase", (2, 6, 2, 3), r"erase must .* got \[2, 6, 2, 3\]"),
+        ("erase", (1, 6, 2, 4), r"erase must .* got \[1, 6, 2, 4\]"),
         ("state", (2, 2, 4, 3), r"\[rows, heads, v, k\] = \[2, 2, 3, 4\], got \[2, 2, 4, 3\]"),
         ("state", (1, 2, 3, 4), r"got \[1, 2, 3, 4\]"),
         ("state", (2, 3, 4), r"got \[2, 3, 4\]"),
@@ -67,17 +71,15 @@ def test_widths_out_of_range_raise(helpers: Any, backend: str, key: int, value: 
         ("log_alpha", 0.01, r"log_alpha must be finite and at most 0, got .* to 0.01"),
         ("log_alpha", math.nan, r"log_alpha must be finite and at most 0, got .*nan"),
         ("log_alpha", -math.inf, r"log_alpha must be finite and at most 0, got values from -inf"),
-        ("lam", math.nan, r"lam must be finite, got .*nan"),
-        ("lam", math.inf, r"lam must be finite, got .*inf"),
-        ("lam", -math.inf, r"lam must be finite, got .*inf"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("t", "vector"), [(70, False), (70, True), (1, True)])
 def test_a_gate_out_of_range_raises(
-    helpers: Any, backend: str, name: str, value: float, words: str, dtype: torch.dtype
+    helpers: Any, backend: str, name: str, value: float, words: str, dtype: torch.dtype, t: int, vector: bool
 ) -> None:
-    inputs = helpers.make_inputs(70, dtype=dtype)
-    inputs[name][1, 69, 1] = value
+    inputs = helpers.make_inputs(t, vector=vector, dtype=dtype)
+    inputs[name][1, t - 1, 1].view(-1)[-1] = value
     with pytest.raises(UsageError, match=words if dtype == torch.float64 else f"{name} must be") as caught:
         delta_rule(**inputs, backend=backend)
     assert "\n" not in str(caught.value)
@@ -102,7 +104,7 @@ def test_an_unknown_backend_raises(helpers: Any) -> None:
         delta_rule(**helpers.make_inputs(4), backend="chunks")
 
 
-@pytest.mark.parametrize("name", ["k", "v", "beta", "log_alpha", "lam", "state"])
+@pytest.mark.parametrize("name", ["k", "v", "beta", "log_alpha", "erase", "state"])
 def test_tensors_on_different_devices_raise(helpers: Any, backend: str, name: str) -> None:
     inputs = helpers.make_inputs(4)
     inputs[name] = inputs[name].to("meta")
@@ -160,11 +162,12 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         "heads": draw(st.integers(min_scale, 4)),
         "key": draw(st.integers(min_scale, 40)),
         "value": draw(st.integers(min_scale, 40)),
-        "without": draw(st.sets(st.sampled_from(["log_alpha", "lam", "state"]))),
+        "vector": draw(st.booleans()),
+        "without": draw(st.sets(st.sampled_from(["log_alpha", "erase", "state"]))),
         "dtypes": draw(st.lists(DTYPES, min_size=7, max_size=7)) if wild else [draw(DTYPES)] * 7,
         "order": draw(st.permutations(range(4))),
         "chunk": draw(st.none() | st.integers(min_scale, 130 if wild else 128)),
-        "bend": draw(st.sampled_from([None, "q", "k", "v", "beta", "log_alpha", "lam", "state"])) if wild else None,
+        "bend": draw(st.sampled_from([None, "q", "k", "v", "beta", "log_alpha", "erase", "state"])) if wild else None,
         "axis": draw(st.integers(0, 2)),
         "ask": draw(st.sampled_from([_gradients, _values])),
     }
@@ -185,9 +188,9 @@ def _bent(x: Tensor, axis: int) -> Tensor:
 @given(call=calls())
 @settings(deadline=None, max_examples=40)
 def test_arbitrary_calls_raise_or_are_correct(helpers: Any, fast: str, call: dict[str, Any]) -> None:
-    shape = {name: call[name] for name in ("rows", "heads", "key", "value")}
+    shape = {name: call[name] for name in ("rows", "heads", "key", "value", "vector")}
     inputs = helpers.make_inputs(call["t"], **shape, without=call["without"])
-    kinds = dict(zip(("q", "k", "v", "beta", "log_alpha", "lam", "state"), call["dtypes"], strict=True))
+    kinds = dict(zip(("q", "k", "v", "beta", "log_alpha", "erase", "state"), call["dtypes"], strict=True))
     inputs = {name: _laid(x.to(kinds[name]), call["order"]) for name, x in inputs.items()}
     wrong = call["bend"] in inputs or 0 in (call["t"], call["key"], call["value"]) or call["chunk"] in (0, 129, 130)
     if call["bend"] in inputs:

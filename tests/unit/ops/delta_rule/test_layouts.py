@@ -40,7 +40,7 @@ def separately(layout: Layout, state: Tensor | None = None, **tokens: Tensor) ->
 
 def arguments(helpers: Any, layout: Layout, without: tuple[str, ...] = ()) -> dict[str, Tensor]:
     rows, t = layout.valid.shape
-    inputs = helpers.make_inputs(t, rows=rows, rho=0.95, without=without)
+    inputs = helpers.make_inputs(t, rows=rows, rho=0.95, vector="head decay" in without, without=without)
     if "state" not in without:
         inputs["state"] = helpers.make_inputs(1, rows=len(layout.lengths), seed=5)["state"]
     return inputs
@@ -63,7 +63,14 @@ def single_results() -> dict[Any, Any]:
 
 @pytest.mark.parametrize(
     ("without", "garbage"),
-    [((), math.nan), ((), math.inf), ((), -3e30), (("log_alpha", "lam"), math.nan), (("state",), math.nan)],
+    [
+        ((), math.nan),
+        ((), math.inf),
+        ((), -3e30),
+        (("log_alpha", "erase"), math.nan),
+        (("state",), math.nan),
+        (("head decay",), math.nan),
+    ],
 )
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_sequences_are_independent(
@@ -82,7 +89,7 @@ def test_outputs_and_gradients_at_padding_are_zero(helpers: Any, backend: str, n
     layout = LAYOUTS[name]
     inputs = with_garbage(layout, arguments(helpers, layout), math.nan)
     actual = helpers.results(inputs, layout=layout, backend=backend)
-    for part in ("o", "q", "k", "v", "beta", "log_alpha", "lam"):
+    for part in ("o", "q", "k", "v", "beta", "log_alpha", "erase"):
         assert not actual[part][~layout.valid].any(), part
 
 

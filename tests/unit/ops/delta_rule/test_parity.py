@@ -42,7 +42,7 @@ def memory(inputs: dict[str, Tensor]) -> Tensor | None:
     return inputs["state"].mT.contiguous() if "state" in inputs else None
 
 
-@pytest.mark.parametrize("without", [("lam",), ("lam", "state")])
+@pytest.mark.parametrize("without", [("erase",), ("erase", "state")])
 @pytest.mark.parametrize("form", ["torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"])
 def test_the_gated_delta_rule_matches_transformers(
     helpers: Any, backend: str, form: str, without: tuple[str, ...]
@@ -63,7 +63,7 @@ def test_the_gated_delta_rule_matches_transformers(
     compare(helpers, backend, inputs, theirs)
 
 
-@pytest.mark.parametrize("without", [("lam",), ("lam", "state")])
+@pytest.mark.parametrize("without", [("erase",), ("erase", "state")])
 @pytest.mark.parametrize("form", ["naive_recurrent_gated_delta_rule", "naive_chunk_gated_delta_rule"])
 def test_the_gated_delta_rule_matches_fla(helpers: Any, backend: str, form: str, without: tuple[str, ...]) -> None:
     inputs = helpers.make_inputs(70, key=16, value=8, without=without, dtype=torch.float32)
@@ -81,7 +81,7 @@ def test_the_gated_delta_rule_matches_fla(helpers: Any, backend: str, form: str,
 
 def test_the_delta_rule_matches_fla(helpers: Any, backend: str) -> None:
     module = naive("delta_rule")
-    inputs = helpers.make_inputs(64, key=16, value=8, without=("lam", "log_alpha"), dtype=torch.float32)
+    inputs = helpers.make_inputs(64, key=16, value=8, without=("erase", "log_alpha"), dtype=torch.float32)
     tokens = [inputs[name].transpose(1, 2) for name in ("q", "k", "v", "beta")]
     o, final = module.delta_rule_recurrence(*tokens, initial_state=memory(inputs))
     compare(helpers, backend, inputs, (o.transpose(1, 2), final))
@@ -92,13 +92,15 @@ def test_the_delta_rule_matches_fla(helpers: Any, backend: str) -> None:
 
 @pytest.mark.parametrize("rho", [0.0, 0.5])
 @pytest.mark.parametrize("without", [(), ("state",)])
-def test_qdelta_matches_comba_of_fla(helpers: Any, backend: str, rho: float, without: tuple[str, ...]) -> None:
+def test_any_erase_direction_matches_comba_of_fla(
+    helpers: Any, backend: str, rho: float, without: tuple[str, ...]
+) -> None:
     inputs = helpers.make_inputs(70, key=16, value=8, rho=rho, without=without, dtype=torch.float32)
     theirs = naive("comba").naive_recurrent_comba(
         inputs["q"],
         inputs["k"],
         inputs["v"],
-        p=inputs["k"] + inputs["lam"][..., None] * inputs["q"],
+        p=inputs["erase"],
         beta=inputs["beta"],
         g=inputs["log_alpha"],
         initial_state=memory(inputs),

@@ -17,7 +17,7 @@ from qkflow.ops.delta_rule import delta_rule, delta_rule_flops
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("quick")]
 
-OPTIONS = ("log_alpha", "lam", "state")
+OPTIONS = ("log_alpha", "erase", "state")
 SINGLE = {"rows": 1, "heads": 1, "dtype": torch.float32}
 triton = partial(delta_rule, backend="triton")
 
@@ -146,7 +146,7 @@ def test_every_decay_strength_is_accurate(helpers: Any, decay: float) -> None:
 
 @pytest.mark.parametrize("strength", [0.0, 2.0])
 def test_the_limits_of_beta_are_correct(helpers: Any, strength: float) -> None:
-    inputs = helpers.make_inputs(18, **SINGLE, without=("lam",))
+    inputs = helpers.make_inputs(18, **SINGLE, without=("erase",))
     inputs["beta"] = torch.full_like(inputs["beta"], strength)
     exact = {name: x.double() for name, x in inputs.items()}
     helpers.assert_agree(helpers.results(inputs, triton), helpers.results(exact, helpers.published), tolerance=1e-5)
