@@ -125,7 +125,7 @@ def test_eval_reads_another_text_with_the_tokenizer_of_the_run(qkflow: Command, 
         json.loads(qkflow("eval", run, *args, "--json"))
         for args in ([], ["other.txt"], ["other.txt", "--split", "train", "--limit", "100"])
     ]
-    assert [result["corpus"] for result in results] == ["text", "other", "other"]
+    assert [result["data"] for result in results] == ["text", "other", "other"]
     assert all(0 < result["bits_per_byte"] < 12 for result in results)
     assert f"{results[0]['bits_per_byte']:.4f} bits per byte" in qkflow("eval", run)
 

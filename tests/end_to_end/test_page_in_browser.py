@@ -105,7 +105,7 @@ def hostile(synthetic: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
     names = (*bad, "standard")
     result = synthetic.study(names, seeds=3, failed=[(names[2], 0)])
     notes = tuple(replace(result.notes[0], name=text, value=text, meaning=text) for text in bad)
-    result = replace(result, folder=str(folder), corpus=bad[2], command=bad, remarks=bad, notes=notes)
+    result = replace(result, folder=str(folder), data=bad[2], command=bad, remarks=bad, notes=notes)
     runs = synthetic.folder(folder, names, layers=2, excerpts=2, width=32)
     return Study(result=result, path=write_report(result, folder / "report.html", runs=runs), runs=runs)
 
@@ -323,7 +323,7 @@ def test_untrusted_text_stays_text(browser: Any, hostile: Study) -> None:
         assert "</script><script>" in page.text_content("#map-second-title")
         labels = page.locator("#plot-forest .annotation-text").all_text_contents()
         assert any(label.startswith('"><img src') for label in labels)
-        assert page.title().endswith(f"on {hostile.result.corpus}")
+        assert page.title().endswith(f"on {hostile.result.data}")
 
 
 def test_the_policy_blocks_other_scripts_and_requests(browser: Any, study: Study) -> None:

@@ -54,7 +54,7 @@ class Eval:
     def run(self) -> int:
         """Evaluate and print the results."""
         run = load_run(self.run_folder, device=self.device)
-        own = run.corpus
+        own = run.data
         source = replace(own, source=self.corpus or own.source, data_dir=self.data_dir or own.data_dir)
         corpus = open_corpus(source, tokenizer=run.tokenizer)
         config = run.config
@@ -69,7 +69,7 @@ class Eval:
         console = Console(soft_wrap=True, highlight=False)
         print_notices(run)
         if self.json:
-            record = {"run": str(run.folder), "step": run.step, "corpus": corpus.name, "digest": corpus.digest}
+            record = {"run": str(run.folder), "step": run.step, "data": corpus.name, "digest": corpus.digest}
             record |= {"split": self.split, **result.summary(), **_recall_record(corpus, result)}
             console.print(json.dumps(record, sort_keys=True), markup=False)
             return 0

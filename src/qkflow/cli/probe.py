@@ -142,7 +142,7 @@ class Probe:
             tokens = [run.tokenizer.end, *run.tokenizer.encode(self._text(limit))]
             is_cut = self.text and len(tokens) > limit
             return tokens[:limit], source, [f"{len(tokens) - limit:,} more tokens are not read."] if is_cut else []
-        config = run.corpus
+        config = run.data
         corpus = open_corpus(replace(config, data_dir=self.data_dir or config.data_dir), tokenizer=run.tokenizer)
         candidates = windows(corpus.validation, context=limit, limit=_CANDIDATE_WINDOWS * limit)
         window = max(candidates, key=lambda window: window.length)

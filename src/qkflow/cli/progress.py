@@ -44,7 +44,7 @@ class TrainProgress(Callback):
         count = sum(parameter.numel() for parameter in run.model.parameters())
         shape = f"width {model.width}, {model.layers} layers, {model.heads} heads"
         self.say(f"model   {names}, {count:,} parameters: {shape}")
-        self.say(f"corpus  {run.corpus}")
+        self.say(f"data    {run.data}")
         shared = "" if run.processes == 1 else f" on {run.processes} processes ({run.parallel})"
         self.say(f"run     {run.folder}: {config.steps:,} steps of {config.batch} x {config.context} tokens{shared}")
         if run.step:

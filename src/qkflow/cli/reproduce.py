@@ -74,7 +74,7 @@ class Reproduce:
         console.print(comparison_table(chosen, result))
         if chosen.ratios:
             console.print(ratio_table(chosen, result))
-        for line in notes(chosen, result.corpus):
+        for line in notes(chosen, result.data):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         return 0
 

@@ -154,7 +154,7 @@ def write_tuning(study: Path, losses: Mapping[str, Mapping[float, float | None]]
     table = {
         arm: {
             "chosen": rates.get(arm),
-            "tried": [{"lr": rate, "bits_per_byte": bits} for rate, bits in tried.items()],
+            "tried": [{"lr": rate, "loss": bits} for rate, bits in tried.items()],
         }
         for arm, tried in losses.items()
     }

@@ -48,8 +48,8 @@ class ArmSummary:
     """Learning rates tried, each with its final loss (None: failed); empty if there is one rate."""
     seeds: tuple[int, ...]
     """Seeds of finished runs."""
-    bits_per_byte: tuple[float, ...]
-    """Their held-out losses; bits per answer token on recall tasks."""
+    losses: tuple[float, ...]
+    """Their held-out losses, in bits per unit of the data (`ExperimentResult.unit`)."""
     mean: float | None
     spread: float | None
     """Standard deviation over seeds."""
@@ -82,8 +82,8 @@ class ExperimentResult:
     """The result of an experiment."""
 
     folder: str
-    corpus: str
-    """The name of the data."""
+    data: str
+    """The name of the corpus or task."""
     digest: str
     """The hash of the data."""
     baseline: str
@@ -131,6 +131,11 @@ class ExperimentResult:
         return f"bits per {self.unit}"
 
     @property
+    def loss_name(self) -> str:
+        """The name of the loss in tables, such as `bits_per_byte`."""
+        return self.bits.replace(" ", "_")
+
+    @property
     def on_task(self) -> bool:
         """Whether the runs learn a task instead of text."""
         return self.unit != "byte"
@@ -147,7 +152,7 @@ class ExperimentResult:
             {
                 "arm": verdict.arm,
                 "verdict": verdict.kind,
-                self.bits.replace(" ", "_"): arms[verdict.arm].mean,
+                self.loss_name: arms[verdict.arm].mean,
                 "difference": None if verdict.difference is None else verdict.difference.mean,
                 "low": None if verdict.difference is None else verdict.difference.low,
                 "high": None if verdict.difference is None else verdict.difference.high,
@@ -170,7 +175,7 @@ class ExperimentResult:
         rows = self.rows()
         head = "".join(f"<th>{html.escape(name)}</th>" for name in (rows[0] if rows else ()))
         body = "".join(f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row.values())}</tr>" for row in rows)
-        caption = f"against {html.escape(self.baseline)} on {html.escape(self.corpus)}"
+        caption = f"against {html.escape(self.baseline)} on {html.escape(self.data)}"
         return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 

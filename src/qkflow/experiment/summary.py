@@ -93,14 +93,14 @@ def read_result(study: Path | str) -> ExperimentResult:
         for arm in design.arms
     )
     verdicts = _verdicts(design, decisions)
-    data = _read_optional(study / "corpus.json")
+    data_record = _read_optional(study / "corpus.json")
     environments = [_read_optional(run.folder / "environment.json") for run in runs]
     environment = next((record for record in environments if record), {})
     finished_runs = {name: [run for run in arm_runs if run.result is not None] for name, arm_runs in by_arm.items()}
     loss = arms[0].mean or 1.0  # irrelevant before the baseline has a run: then there is nothing to judge
     return ExperimentResult(
         folder=str(study),
-        corpus=design.corpus,
+        data=design.corpus,
         digest=design.digest,
         baseline=design.spec.baseline,
         match=design.spec.match,
@@ -113,7 +113,7 @@ def read_result(study: Path | str) -> ExperimentResult:
         arms=arms,
         comparisons=_compare(design, by_arm, verdicts, {arm.name: arm.curves for arm in arms}),
         verdicts=verdicts,
-        notes=_read_notes(study / "corpus.json", data),
+        notes=_read_notes(study / "corpus.json", data_record),
         remarks=_remarks(design, runs),
         design=to_dict(design),
         environment=environment,
@@ -123,7 +123,7 @@ def read_result(study: Path | str) -> ExperimentResult:
         recall=read_recall_summary(
             {name: {run.run.seed: run.folder for run in arm_runs} for name, arm_runs in finished_runs.items()}
         ),
-        rationale=_rationale(design, data, runs, finished_runs, rates, tuning, environment),
+        rationale=_rationale(design, data_record, runs, finished_runs, rates, tuning, environment),
     )
 
 
@@ -143,7 +143,7 @@ def _verdicts(design: Design, decisions: Decisions) -> tuple[Verdict, ...]:
 
 def _rationale(
     design: Design,
-    data: Mapping[str, Any],
+    data_record: Mapping[str, Any],
     runs: Sequence[RunRecord],
     finished_runs: Mapping[str, Sequence[RunRecord]],
     rates: Mapping[str, float],
@@ -151,7 +151,7 @@ def _rationale(
     environment: dict[str, Any],
 ) -> RationaleSummary | None:
     """Attention on the rationales; None if it was not measured."""
-    if design.spec.rationale is None or "task" not in data:
+    if design.spec.rationale is None or "task" not in data_record:
         return None
     failures = {
         arm.name: tuple(
@@ -164,7 +164,7 @@ def _rationale(
     return read_rationale(
         design,
         design.spec.rationale,
-        data["task"],
+        data_record["task"],
         {
             name: {run.run.seed: (run.folder, run.records) for run in arm_runs}
             for name, arm_runs in finished_runs.items()
@@ -241,7 +241,7 @@ def _arm_summary(
         learning_rate=rate,
         tuning=tuple(tuning.items()),
         seeds=tuple(run.run.seed for run in done),
-        bits_per_byte=tuple(losses),
+        losses=tuple(losses),
         mean=statistics.fmean(losses) if losses else None,
         spread=statistics.stdev(losses) if len(losses) > 1 else None,
         tokens_per_second=statistics.median(speeds) if speeds else None,
@@ -263,7 +263,7 @@ def _curve(run: RunRecord) -> Curve | None:
         seed=run.run.seed,
         tokens=tuple(int(record["tokens"]) for record in evaluations),
         seconds=tuple(float(record["seconds"]) for record in evaluations),
-        bits_per_byte=tuple(float(record["bits_per_byte"]) for record in evaluations),
+        losses=tuple(float(record["bits_per_byte"]) for record in evaluations),
     )
 
 

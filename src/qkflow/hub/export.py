@@ -136,7 +136,7 @@ def model_card(run: LoadedRun, environment: Mapping[str, Any], evaluation: Mappi
         "mechanism": f"`{mechanism}`",
         "parameters": f"{parameters:,} ({model.layers} layers of width {model.width}, {model.heads} heads)",
         "vocabulary": f"{run.tokenizer.vocabulary:,} tokens (`{run.tokenizer.kind}`)",
-        "corpus": f"`{data.get('name', run.corpus.source)}` (SHA-256 `{data.get('digest', 'unknown')}`)",
+        "corpus": f"`{data.get('name', run.data.source)}` (SHA-256 `{data.get('digest', 'unknown')}`)",
         "training": f"{run.step:,} of {config.steps:,} steps of {config.batch} x {config.context} tokens",
         "seeds": f"{config.seed} (model), {config.data_seed} (data)",
     }

@@ -258,7 +258,7 @@ def measure_ratio(ratio: PublishedRatio, result: ExperimentResult) -> MeasuredRa
         if not arm.tokens_per_second or not against.tokens_per_second:
             return None
         return MeasuredRatio(value=against.tokens_per_second / arm.tokens_per_second)
-    arm_losses, against_losses = (dict(zip(a.seeds, a.bits_per_byte, strict=True)) for a in (arm, against))
+    arm_losses, against_losses = (dict(zip(a.seeds, a.losses, strict=True)) for a in (arm, against))
     seeds = sorted(arm_losses.keys() & against_losses.keys())
     spread = spread_ratio(
         [arm_losses[seed] for seed in seeds], [against_losses[seed] for seed in seeds], level=1 - result.error_rate

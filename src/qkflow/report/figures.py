@@ -270,13 +270,13 @@ class MeanCurve:
 def mean_curve(curves: Sequence[Curve], x: str) -> MeanCurve:
     """Average the curves of one arm: the n-th evaluations of all seeds make a point.
 
-    >>> first = Curve(seed=0, tokens=(10, 20), seconds=(1.0, 2.0), bits_per_byte=(4.0, 2.0))
-    >>> second = Curve(seed=1, tokens=(10, 20), seconds=(1.0, 3.0), bits_per_byte=(5.0, 3.0))
+    >>> first = Curve(seed=0, tokens=(10, 20), seconds=(1.0, 2.0), losses=(4.0, 2.0))
+    >>> second = Curve(seed=1, tokens=(10, 20), seconds=(1.0, 3.0), losses=(5.0, 3.0))
     >>> mean = mean_curve([first, second], "seconds")
     >>> mean.x, mean.mean, mean.low
     ([1.0, 2.5], [4.5, 2.5], [4.0, 2.0])
     """
-    return _average([(getattr(curve, x), curve.bits_per_byte) for curve in curves])
+    return _average([(getattr(curve, x), curve.losses) for curve in curves])
 
 
 def difference_curve(arm: Sequence[Curve], baseline: Sequence[Curve], x: str) -> MeanCurve:
@@ -287,9 +287,9 @@ def difference_curve(arm: Sequence[Curve], baseline: Sequence[Curve], x: str) ->
         if curve.seed not in by_seed:
             continue
         base_x = np.asarray(getattr(by_seed[curve.seed], x), float)
-        base_loss = np.asarray(by_seed[curve.seed].bits_per_byte)
+        base_loss = np.asarray(by_seed[curve.seed].losses)
         own_x = np.asarray(getattr(curve, x), float)
-        difference = np.asarray(curve.bits_per_byte) - np.interp(own_x, base_x, base_loss)
+        difference = np.asarray(curve.losses) - np.interp(own_x, base_x, base_loss)
         difference[(own_x < base_x[0] * (1 - 1e-9)) | (own_x > base_x[-1] * (1 + 1e-9))] = np.nan
         differences.append((own_x.tolist(), difference.tolist()))
     return _average(differences)
@@ -374,7 +374,7 @@ def forest(result: ExperimentResult) -> PlotlyFigure:
 
 def loss_strips(result: ExperimentResult) -> PlotlyFigure:
     """The loss of every run."""
-    arms = {arm.name: dict(zip(arm.seeds, arm.bits_per_byte, strict=True)) for arm in result.arms}
+    arms = {arm.name: dict(zip(arm.seeds, arm.losses, strict=True)) for arm in result.arms}
     return strip_chart(arms, f"held-out {result.bits} (left is better)")
 
 

@@ -61,7 +61,7 @@ def build_report(result: ExperimentResult | RationaleSummary, maps: AttentionMap
         loss, folder = "validation loss in nats", []
         callouts = _progress(result.finished, result.runs, len(failures))
     else:
-        answer, subject, facts = _answer(result), result.corpus, _facts(result)
+        answer, subject, facts = _answer(result), result.data, _facts(result)
         sections, last = _loss_sections(result, maps), _corpus_section(result)
         tuning = {arm.name: (arm.learning_rate, dict(arm.tuning)) for arm in result.arms}
         loss, folder = f"validation {result.bits}", [("folder", f"`{result.folder}`", "")]
@@ -166,7 +166,7 @@ def _facts(result: ExperimentResult) -> list[tuple[str, str]]:
     tokens = [arm.tokens for arm in result.arms]
     per_run = {format_compact(min(tokens, default=None)), format_compact(max(tokens, default=None))}
     return [
-        ("task" if result.on_task else "corpus", f"{shorten(result.corpus, 60)} ({result.digest[:12]})"),
+        ("task" if result.on_task else "corpus", f"{shorten(result.data, 60)} ({result.digest[:12]})"),
         ("model", f"{result.size} parameters, context {format_integer(result.context)}"),
         ("tokens per run", " to ".join(sorted(per_run))),
         ("matched", f"parameters and {result.match}"),
@@ -200,7 +200,7 @@ def comparison_table(result: ExperimentResult) -> Table:
     columns = (
         text_column("arm"),
         verdict_column(),
-        number_column(result.bits, "bits_per_byte", format_number),
+        number_column(result.bits, result.loss_name, format_number),
         Column(
             title="difference (interval)",
             keys=("difference", "low", "high"),
@@ -238,8 +238,8 @@ def comparison_table(result: ExperimentResult) -> Table:
         columns=columns,
         rows=[_comparison_row(result, arm, compared.get(arm.name)) for arm in result.arms],
         name="comparisons",
-        page=("arm", "verdict", "bits_per_byte", "difference", "p_adjusted", "detectable"),
-        terminal=("arm", "verdict", "bits_per_byte", "difference", "pairs"),
+        page=("arm", "verdict", result.loss_name, "difference", "p_adjusted", "detectable"),
+        terminal=("arm", "verdict", result.loss_name, "difference", "pairs"),
         margin=result.margin,
     )
 
@@ -366,7 +366,7 @@ def run_table(result: ExperimentResult) -> Table:
     columns = (
         text_column("arm"),
         number_column("seed", "seed"),
-        number_column(result.bits, "bits_per_byte", format_number),
+        number_column(result.bits, result.loss_name, format_number),
         number_column("parameters", "parameters", format_integer, is_setting=True),
         number_column("feed-forward width", "hidden", format_integer, is_setting=True),
         number_column("FLOPs per token", "flops_per_token", format_compact, is_setting=True),
@@ -378,14 +378,14 @@ def run_table(result: ExperimentResult) -> Table:
     rows = [
         (arm.name, seed, loss, *attributes(arm, *settings))
         for arm in result.arms
-        for seed, loss in zip(arm.seeds, arm.bits_per_byte, strict=True)
+        for seed, loss in zip(arm.seeds, arm.losses, strict=True)
     ]
     return Table(
         caption=f"Held-out {result.bits} of every run",
         columns=columns,
         rows=rows,
         name="runs",
-        page=("arm", "seed", "bits_per_byte", "learning_rate"),
+        page=("arm", "seed", result.loss_name, "learning_rate"),
         summary="Every run as a table",
     )
 

@@ -23,7 +23,7 @@ class Run:
     """The model in training; do not modify it."""
     step: int
     """Steps completed before this session: 0, or those of the checkpoint."""
-    corpus: str
+    data: str
     """The name of the data and the first digits of its hash."""
     processes: int = 1
     """The number of processes. Callbacks are called on rank 0 only."""

@@ -110,7 +110,7 @@ class Loop:
             config=self.config,
             model=self.learner.model,
             step=self.learner.step,
-            corpus=f"{self.objective.name} ({self.objective.digest[:12]})",
+            data=f"{self.objective.name} ({self.objective.digest[:12]})",
             processes=self.group.size,
             parallel=self.group.kind,
         )

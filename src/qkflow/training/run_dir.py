@@ -52,7 +52,7 @@ class LoadedRun:
 
     folder: Path
     config: TrainConfig
-    corpus: CorpusConfig
+    data: CorpusConfig
     model: Decoder
     """The model, in evaluation mode."""
     tokenizer: Tokenizer
@@ -93,7 +93,7 @@ def load_run(folder: Path | str, *, device: str = "cpu") -> LoadedRun:
     return LoadedRun(
         folder=folder,
         config=config,
-        corpus=config.data,
+        data=config.data,
         model=model.to(pick_device(device)).eval(),
         tokenizer=saved_tokenizer(str(folder)),
         step=step,

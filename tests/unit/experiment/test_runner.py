@@ -258,7 +258,7 @@ def test_every_arm_uses_its_best_learning_rate(ask: Ask, inline: Any, watcher: A
     record = json.loads((study / "tuning.json").read_text())
     for arm in ("standard", "differential"):
         assert record[arm]["chosen"] == 1e-2
-        bits = {row["lr"]: row["bits_per_byte"] for row in record[arm]["tried"]}
+        bits = {row["lr"]: row["loss"] for row in record[arm]["tried"]}
         assert bits[1e-2] == min(bits.values())
         assert len(set(bits.values())) == 3
         config = json.loads((study / "runs" / arm / "seed-0" / "config.json").read_text())

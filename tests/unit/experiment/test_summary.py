@@ -67,12 +67,12 @@ def test_the_difference_is_that_of_documents_npy(study: Path) -> None:
 
     by_hand = [loss("differential", seed) - loss("standard", seed) for seed in (0, 1)]
     assert difference.by_seed == pytest.approx(by_hand, abs=1e-12)
-    assert [arm.bits_per_byte for arm in found.arms] == [
+    assert [arm.losses for arm in found.arms] == [
         pytest.approx([loss(arm, seed) for seed in (0, 1)]) for arm in ("standard", "differential")
     ]
     assert found.comparisons[0].p_adjusted == found.verdicts[0].p_adjusted == pytest.approx(difference.p)
     assert difference.level == pytest.approx(1 - found.error_rate)
-    assert found.margin == pytest.approx(0.005 * sum(found.arms[0].bits_per_byte) / 2)
+    assert found.margin == pytest.approx(0.005 * sum(found.arms[0].losses) / 2)
 
 
 def test_every_arm_has_cost_curves_and_tuning(study: Path) -> None:

@@ -268,14 +268,14 @@ def test_a_changed_run_is_named_left_out_of_the_report_and_trained_again(
     weights, documents = ((study / RUN / file).read_bytes() for file in ("weights.safetensors", "documents.npy"))
     verdicts = Decisions(study).verdicts()
     run_command(capsys, "report", str(study))
-    losses = json.loads((study / "results.json").read_text())["arms"][0]["bits_per_byte"]
+    losses = json.loads((study / "results.json").read_text())["arms"][0]["losses"]
     change(path)
 
     assert run_command(capsys, "report", str(study))[0] == 0
     results = json.loads((study / "results.json").read_text())
     assert f"{path} was changed after the run had finished: the run is left out" in results["remarks"]
     assert f"{RUN}/{name} was changed" in (study / "report.html").read_text()
-    assert results["arms"][0]["bits_per_byte"] == losses[:1]
+    assert results["arms"][0]["losses"] == losses[:1]
     assert len(results["arms"][0]["curves"]) == 1
 
     code, output, error = run_command(capsys, "compare", "--resume", str(study))
@@ -283,7 +283,7 @@ def test_a_changed_run_is_named_left_out_of_the_report_and_trained_again(
     assert f"{path} was changed after it was written: training the run again" in output
     assert (study / RUN / "weights.safetensors").read_bytes() == weights
     assert (study / RUN / "documents.npy").read_bytes() == documents
-    assert json.loads((study / "results.json").read_text())["arms"][0]["bits_per_byte"] == losses
+    assert json.loads((study / "results.json").read_text())["arms"][0]["losses"] == losses
     assert json.loads((study / "results.json").read_text())["remarks"] == []
     assert Decisions(study).verdicts() == verdicts
 

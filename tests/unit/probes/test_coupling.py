@@ -342,7 +342,7 @@ def test_recorder_preserves_gradients_and_training_mode(config: TrainConfig, tmp
     decoder = Decoder(config.model).train()
     for parameter in decoder.parameters():
         parameter.grad = torch.ones_like(parameter)
-    run = Run(folder=tmp_path, config=config, model=decoder, step=3, corpus="")
+    run = Run(folder=tmp_path, config=config, model=decoder, step=3, data="")
     watch = CouplingRecorder(TOKENS)
     watch.on_start(run)
     assert [moment.step for moment in watch.history] == [3]
@@ -351,6 +351,6 @@ def test_recorder_preserves_gradients_and_training_mode(config: TrainConfig, tmp
 
 
 def test_recorder_requires_a_decoder(config: TrainConfig, tmp_path: Path) -> None:
-    run = Run(folder=tmp_path, config=config, model=torch.nn.Linear(1, 1), step=0, corpus="")
+    run = Run(folder=tmp_path, config=config, model=torch.nn.Linear(1, 1), step=0, data="")
     with pytest.raises(UsageError, match="Decoder, got Linear"):
         CouplingRecorder(TOKENS).on_start(run)

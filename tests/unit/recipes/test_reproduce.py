@@ -85,7 +85,7 @@ def test_figures_keep_the_digits_of_the_paper(name: str, line: str) -> None:
 def test_variances_are_compared_over_shared_seeds(synthetic: ModuleType) -> None:
     arms = ("standard", "coupled", "standard+uncoupled")
     result = synthetic.study(arms, seeds=6, failed=[("coupled", 2)])
-    uncoupled, coupled = (dict(zip(arm.seeds, arm.bits_per_byte, strict=True)) for arm in reversed(result.arms[1:]))
+    uncoupled, coupled = (dict(zip(arm.seeds, arm.losses, strict=True)) for arm in reversed(result.arms[1:]))
     expected = statistics.variance(uncoupled[seed] for seed in coupled) / statistics.variance(coupled.values())
     ratio = measure_ratio(VARIANCES, result)
     assert ratio is not None

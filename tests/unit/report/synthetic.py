@@ -81,7 +81,7 @@ def study(
     return ExperimentResult(
         state=StudyState(rounds=4, ended="the budget is spent", elapsed=590.0, budget=600.0),
         folder="runs/study",
-        corpus="python-stdlib",
+        data="python-stdlib",
         digest="9f2c4e1ab7d05563" * 4,
         baseline=arms[0],
         match="tokens",
@@ -136,7 +136,7 @@ def task(
     arms: Sequence[str] = ("standard", "differential"), *, name: str = "mqar", seeds: int = 3, **options: Any
 ) -> ExperimentResult:
     """A study on a task: later arms remember less, and all less of more."""
-    summary = replace(study(arms, seeds=seeds, **options), corpus=name, unit="answer token", notes=())
+    summary = replace(study(arms, seeds=seeds, **options), data=name, unit="answer token", notes=())
     description = [
         replace(item, sentence=item.sentence.replace("per byte", "per answer token")) for item in summary.verdicts
     ]
@@ -179,7 +179,7 @@ def _arm(
         learning_rate=0.003,
         tuning=((0.001, 2.4), (0.003, 2.31), (0.01, None)) if tuned else (),
         seeds=tuple(losses),
-        bits_per_byte=tuple(found),
+        losses=tuple(found),
         mean=statistics.fmean(found) if found else None,
         spread=statistics.stdev(found) if len(found) > 1 else None,
         tokens_per_second=15_500 / slow,
@@ -199,7 +199,7 @@ def _curve(seed: int, end: float, *, points: int, slow: float) -> Curve:
         float(value + noise * (k < points - 1)) for k, (value, noise) in enumerate(zip(drop, wiggle, strict=True))
     ]
     seconds = [t / 15_500 * slow * (1 + 0.01 * seed) for t in tokens]
-    return Curve(seed=seed, tokens=tuple(tokens), seconds=tuple(seconds), bits_per_byte=tuple(losses))
+    return Curve(seed=seed, tokens=tuple(tokens), seconds=tuple(seconds), losses=tuple(losses))
 
 
 def _comparison(name: str, arm: dict[int, float], baseline: dict[int, float]) -> Comparison:

@@ -32,11 +32,11 @@ def test_json_contains_the_whole_result(synthetic: ModuleType, tmp_path: Path, s
 def test_numbers_that_are_not_finite_are_null(synthetic: ModuleType, tmp_path: Path) -> None:
     result = synthetic.study()
     arm = result.arms[1]
-    diverged = replace(arm.curves[0], bits_per_byte=(*arm.curves[0].bits_per_byte[:-1], math.inf))
+    diverged = replace(arm.curves[0], losses=(*arm.curves[0].losses[:-1], math.inf))
     arms = (result.arms[0], replace(arm, curves=(diverged, *arm.curves[1:])))
     path = export_json(replace(result, arms=arms), tmp_path / "results.json")
     record = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert record["arms"][1]["curves"][0]["bits_per_byte"][-1] is None
+    assert record["arms"][1]["curves"][0]["losses"][-1] is None
 
 
 def test_csv_has_one_row_per_run_and_per_arm(synthetic: ModuleType, tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_csv_has_one_row_per_run_and_per_arm(synthetic: ModuleType, tmp_path: Pa
     paths = {path.name: read(path) for path in export_csv(result, tmp_path / "results.csv")}
     assert set(paths) == {"results.csv", "results-comparisons.csv", "results-cost.csv"}
     assert len(paths["results.csv"]) == 14
-    assert float(paths["results.csv"][0]["bits_per_byte"]) == result.arms[0].bits_per_byte[0]
+    assert float(paths["results.csv"][0]["bits_per_byte"]) == result.arms[0].losses[0]
     baseline, first, _ = paths["results-comparisons.csv"]
     assert [row["arm"] for row in paths["results-comparisons.csv"]] == list(ARMS)
     assert (baseline["verdict"], first["verdict"]) == ("baseline", "worse")

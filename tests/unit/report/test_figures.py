@@ -50,7 +50,7 @@ def test_every_arm_has_a_line_and_a_band_except_the_baseline_in_differences(synt
 def test_curves_end_at_the_mean_of_the_runs(synthetic: ModuleType) -> None:
     result = synthetic.study(ARMS)
     for trace, arm in zip(figures.learning_curves(result)["loss by tokens"]["data"][3:], result.arms, strict=True):
-        ends = [curve.bits_per_byte[-1] for curve in arm.curves]
+        ends = [curve.losses[-1] for curve in arm.curves]
         assert trace["y"][-1] == pytest.approx(sum(ends) / len(ends), abs=1e-5)
         assert trace["x"][-1] == arm.tokens
 
@@ -74,7 +74,7 @@ def test_the_forest_shows_mean_interval_seeds_and_margin(synthetic: ModuleType) 
 def test_strips_show_every_run_once(synthetic: ModuleType) -> None:
     result = synthetic.study(ARMS, failed=[("coupled", 1)])
     points = [trace for trace in figures.loss_strips(result)["data"] if len(trace.get("text", [])) > 1]
-    assert [tuple(trace["x"]) for trace in points] == [arm.bits_per_byte for arm in result.arms]
+    assert [tuple(trace["x"]) for trace in points] == [arm.losses for arm in result.arms]
 
 
 def test_one_seed_has_points_and_no_interval(synthetic: ModuleType) -> None:
@@ -105,7 +105,7 @@ def test_names_are_never_tags(synthetic: ModuleType) -> None:
 
 def curve(seed: int, losses: list[float], pace: float = 1.0) -> Curve:
     tokens = tuple(100 * (n + 1) for n in range(len(losses)))
-    return Curve(seed=seed, tokens=tokens, seconds=tuple(pace * t for t in tokens), bits_per_byte=tuple(losses))
+    return Curve(seed=seed, tokens=tokens, seconds=tuple(pace * t for t in tokens), losses=tuple(losses))
 
 
 @given(st.lists(st.lists(st.floats(0.5, 9), min_size=4, max_size=4), min_size=1, max_size=5))

@@ -73,7 +73,7 @@ def test_the_page_contains_the_numbers_of_the_result(synthetic: ModuleType, read
     for arm in result.arms:
         assert f"{arm.mean:.4f}" in text
         assert f"{arm.parameters:,}" in text
-        for loss in arm.bits_per_byte:
+        for loss in arm.losses:
             assert f"{loss:.4f}" in text
     for verdict in result.verdicts:
         assert minus_signs(verdict.sentence) in text
@@ -105,7 +105,7 @@ def test_untrusted_text_stays_text(synthetic: ModuleType, written: Read, tmp_pat
         replace(
             result,
             folder=str(tmp_path),
-            corpus=bad[1],
+            data=bad[1],
             command=("qkflow", bad[2], bad[3]),
             remarks=bad,
             design={bad[0]: bad[2], "deep": [{"x": bad[3]}]},

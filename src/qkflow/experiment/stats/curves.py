@@ -29,7 +29,7 @@ class Curve:
     seed: int
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
-    bits_per_byte: tuple[float, ...]
+    losses: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,8 @@ def cost_ratio(
     The plateau ends with the last evaluation at or before `plateau` times a run's tokens.
 
     >>> tokens = (100, 200, 400, 500)
-    >>> slow = Curve(seed=0, tokens=tokens, seconds=(1.0, 2.0, 4.0, 5.0), bits_per_byte=(3.0, 2.5, 2.0, 1.8))
-    >>> fast = Curve(seed=0, tokens=tokens, seconds=(2.0, 4.0, 8.0, 10.0), bits_per_byte=(2.5, 2.0, 1.5, 1.4))
+    >>> slow = Curve(seed=0, tokens=tokens, seconds=(1.0, 2.0, 4.0, 5.0), losses=(3.0, 2.5, 2.0, 1.8))
+    >>> fast = Curve(seed=0, tokens=tokens, seconds=(2.0, 4.0, 8.0, 10.0), losses=(2.5, 2.0, 1.5, 1.4))
     >>> ratio = cost_ratio([fast], [slow])
     >>> round(ratio.tokens, 3), round(ratio.seconds, 3), ratio.reached
     (0.5, 1.0, 1)
@@ -99,7 +99,7 @@ def _monotone(curve: Curve, plateau: float) -> tuple[np.ndarray, np.ndarray, np.
     end = plateau * curve.tokens[-1] * (1 + 1e-9) if curve.tokens else 0.0
     evaluations = [
         (loss, math.log(tokens), math.log(seconds))
-        for tokens, seconds, loss in zip(curve.tokens, curve.seconds, curve.bits_per_byte, strict=True)
+        for tokens, seconds, loss in zip(curve.tokens, curve.seconds, curve.losses, strict=True)
         if 0 < tokens <= end and seconds > 0
     ]
     if len(evaluations) < 2:

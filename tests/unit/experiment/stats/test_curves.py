@@ -23,7 +23,7 @@ def curve(
     rng = np.random.default_rng(seed)
     losses = [8.0 if t == 0 else 4 - 0.2 * math.log2(t * ahead) + noise * rng.standard_normal() for t in tokens]
     losses = [loss - 5 * max(0.0, t / tokens[-1] - 0.8) for t, loss in zip(tokens, losses, strict=True)]
-    return Curve(seed=seed, tokens=tokens, seconds=tuple(t * pace for t in tokens), bits_per_byte=tuple(losses))
+    return Curve(seed=seed, tokens=tokens, seconds=tuple(t * pace for t in tokens), losses=tuple(losses))
 
 
 def test_an_arm_that_needs_half_the_tokens_has_ratio_one_half() -> None:
@@ -49,8 +49,8 @@ def test_seconds_are_those_of_each_run() -> None:
 
 def test_the_decay_is_not_used() -> None:
     one, two = curve(), curve()
-    late = tuple(loss - 1 if t > 16000 else loss for t, loss in zip(two.tokens, two.bits_per_byte, strict=True))
-    lucky = Curve(seed=0, tokens=two.tokens, seconds=two.seconds, bits_per_byte=late)
+    late = tuple(loss - 1 if t > 16000 else loss for t, loss in zip(two.tokens, two.losses, strict=True))
+    lucky = Curve(seed=0, tokens=two.tokens, seconds=two.seconds, losses=late)
     assert cost_ratio([lucky], [one]).tokens == pytest.approx(1)
     assert cost_ratio([lucky], [one], 1.0).tokens < 1
 
@@ -65,16 +65,16 @@ def test_an_evaluation_at_the_end_of_the_plateau_is_used() -> None:
 
 def test_one_lucky_evaluation_does_not_count_as_reaching() -> None:
     smooth = curve()
-    dip = list(smooth.bits_per_byte)
+    dip = list(smooth.losses)
     dip[3] = dip[16]  # as low at 3000 tokens as at the plateau's end, and high again at 4000
-    dipped = Curve(seed=0, tokens=smooth.tokens, seconds=smooth.seconds, bits_per_byte=tuple(dip))
+    dipped = Curve(seed=0, tokens=smooth.tokens, seconds=smooth.seconds, losses=tuple(dip))
     assert cost_ratio([dipped], [smooth]).tokens > 0.95
 
 
 def test_smoothing_keeps_a_curved_loss() -> None:
     def bent(ahead: float) -> Curve:
         losses = tuple(2 + 100 / math.sqrt(ahead * max(t, 100)) for t in TOKENS)
-        return replace(curve(), bits_per_byte=losses)
+        return replace(curve(), losses=losses)
 
     for ahead in (0.25, 0.5, 2.0, 4.0):
         assert cost_ratio([bent(ahead)], [bent(1.0)]).tokens == pytest.approx(1 / ahead, rel=0.02)
@@ -115,8 +115,8 @@ def test_the_ratio_is_robust_to_noise_in_the_evaluations() -> None:
 
 
 def test_only_seeds_with_two_usable_curves_count() -> None:
-    short = Curve(seed=1, tokens=(0, 1000), seconds=(0.0, 1.0), bits_per_byte=(8.0, 3.0))
-    empty = Curve(seed=2, tokens=(), seconds=(), bits_per_byte=())
+    short = Curve(seed=1, tokens=(0, 1000), seconds=(0.0, 1.0), losses=(8.0, 3.0))
+    empty = Curve(seed=2, tokens=(), seconds=(), losses=())
     read = cost_ratio([curve(0, ahead=2), short, empty, curve(3)], [curve(0), curve(1), curve(2)])
     assert (read.seeds, read.reached) == (1, 1)
     assert cost_ratio([short], [curve(1)]) is None
