@@ -17,20 +17,28 @@ from qkflow.experiment.spec import ExperimentSpec
 PRESETS_ONLY = {"base", "rationale"}
 
 
-@pytest.fixture
-def specs(monkeypatch: pytest.MonkeyPatch) -> list[ExperimentSpec]:
-    """The specs that would be run."""
-    asked: list[ExperimentSpec] = []
-    monkeypatch.setattr(api, "run_and_present", lambda spec, folder, **options: asked.append(spec))
-    return asked
+class Asked(Exception):
+    """Raised instead of running a study."""
 
 
-def test_defaults_are_those_of_the_command_line(specs: list[ExperimentSpec]) -> None:
-    api.compare()
-    assert specs == [Compare()._spec()]
+def asked(**arguments: Any) -> ExperimentSpec:
+    """The spec that `compare` would run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "run_and_present", ask)
+        with pytest.raises(Asked) as error:
+            api.compare(**arguments)
+    return error.value.args[0]
 
 
-def test_every_field_of_a_spec_is_an_argument(specs: list[ExperimentSpec], tmp_path: Path) -> None:
+def ask(spec: ExperimentSpec, folder: Path, **options: Any) -> None:
+    raise Asked(spec)
+
+
+def test_defaults_are_those_of_the_command_line() -> None:
+    assert asked() == Compare()._spec()
+
+
+def test_every_field_of_a_spec_is_an_argument(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "data": CorpusConfig(source=str(tmp_path / "my.txt")),
         "arms": ("standard", "qdelta"),
@@ -56,13 +64,11 @@ def test_every_field_of_a_spec_is_an_argument(specs: list[ExperimentSpec], tmp_p
     assert set(values) < set(inspect.signature(api.compare).parameters)
     for left_out in ("size", "model"):  # only one of them may be given
         given = {name: value for name, value in values.items() if name != left_out}
-        api.compare(**given)
-        assert specs[-1] == ExperimentSpec(**given)
+        assert asked(**given) == ExperimentSpec(**given)
 
 
-def test_a_budget_may_be_text_and_an_unknown_option_is_refused(specs: list[ExperimentSpec]) -> None:
-    api.compare(arms=["standard", "qdelta"], budget="10m")
-    assert specs[0].budget == 600.0
+def test_a_budget_may_be_text_and_an_unknown_option_is_refused() -> None:
+    assert asked(arms=["standard", "qdelta"], budget="10m").budget == 600.0
     with pytest.raises(UsageError, match="unknown size"):
         api.compare(size="12m")
     with pytest.raises(TypeError, match="seed"):
