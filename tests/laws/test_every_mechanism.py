@@ -37,6 +37,8 @@ VARIANTS = (
     "standard+residual-query",
     "qdelta:conv=1,decay=False",
     "qdelta:heads=1,key_width=130",
+    "qdelta:erase=own",
+    "kda:heads=1,key_width=20,conv=1",
     "qdelta+hamiltonian:conv=3",
     "kuramoto:frustrated=True",
     "kuramoto:frustrated=True,harmonics=2,window=3",
@@ -62,6 +64,8 @@ COMBINATIONS = (
     "gated-deltanet+euler:gate=False,value_expansion=1",
     "deltanet+uncoupled:key_width=12",
     "deltanet+residual-query",
+    "kda+affine",
+    "eda+euler:conv=1",
     "group:group=so3",
 )
 """Combinations of options that run the code of BASES and VARIANTS in another order or shape."""
@@ -117,16 +121,18 @@ def test_a_mechanism_satisfies_at_other_shapes(spec: str, width: int, heads: int
 
 
 @pytest.mark.parametrize("law", EAGER_LAWS)
-def test_the_delta_rule_satisfies_without_c_kernels(law: str, without_conv_kernel: None) -> None:
+@pytest.mark.parametrize("spec", ["qdelta", "kda"])
+def test_the_delta_rule_satisfies_without_c_kernels(spec: str, law: str, without_conv_kernel: None) -> None:
     with use_backend("chunked"):
-        assert outcome("qdelta", law) == ("passed", "")
+        assert outcome(spec, law) == ("passed", "")
 
 
 @pytest.mark.parametrize("law", [law for law in EAGER_LAWS if law != "cost"])
-def test_the_naive_delta_rule_satisfies(law: str, without_conv_kernel: None) -> None:
+@pytest.mark.parametrize("spec", ["qdelta", "kda"])
+def test_the_naive_delta_rule_satisfies(spec: str, law: str, without_conv_kernel: None) -> None:
     """Except for the FLOPs, which are those of the chunked form."""
     with use_backend("naive"):
-        assert outcome("qdelta", law) == ("passed", "")
+        assert outcome(spec, law) == ("passed", "")
 
 
 @pytest.mark.compiled

@@ -5,8 +5,21 @@ r"""The delta-rule mechanisms: how each chooses the erase direction x, the decay
 | `DeltaNet`, https://arxiv.org/abs/2406.06484         | k                  | 1           |
 | `GatedDeltaNet`, https://arxiv.org/abs/2412.06464    | k                  | per head    |
 | `QDelta`, https://arxiv.org/abs/2606.08804           | k + \lambda q, (4) | per head    |
+| `KimiDeltaAttention`, https://arxiv.org/abs/2510.26692 | k                | per channel, (5) |
+| `EraseThenDelta`, https://arxiv.org/abs/2606.26560   | e, then k; (6)     | per head    |
 
     \lambda_t = sigmoid(W_\lambda x_t - 0.9)                                                            (4)
+    \log \alpha_t = -A softplus(W_u W_d x_t + b),   A per head, b per channel                            (5)
+    S_t = \alpha_t S_{t-1} (I - \gamma_t e_t e_t^\top) (I - \beta_t k_t k_t^\top) + \beta_t v_t k_t^\top,
+    \gamma_t = sigmoid(W_\gamma x_t)                                                                    (6)
+
+(5) has the form and the initial values of flash-linear-attention's layer: A uniform in [1, 16], softplus(b) log-uniform
+in [0.001, 0.1], and an inner width of one head's keys. That layer also has a low-rank output gate with a sigmoid and
+values as wide as its keys; ours has the gate and the widths of the other mechanisms.
+
+Of (6) we know the abstract only: an erase step along a learned direction, then the delta rule. That e is a projection
+with a convolution and unit length like k, that gamma is a sigmoid of the token, and that the decay is that of Gated
+DeltaNet and comes first, are our choices.
 """
 
 from __future__ import annotations
@@ -16,11 +29,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.mechanisms.base import Stream, projection
-from qkflow.mechanisms.delta_rule import DeltaConfig, DeltaMechanism, Keys, at_least_float32
+from qkflow.mechanisms.delta_rule import DeltaConfig, DeltaMechanism, Keys, at_least_float32, dt_bias, softplus
 from qkflow.ops.delta_rule import DeltaInputs
 
 _LAMBDA_BIAS = -0.9
@@ -90,8 +103,6 @@ class QDeltaConfig(DeltaConfig):
             raise UsageError(f"lam_bias must be a finite number, got {self.lam_bias}")
         if self.lam is not None and self.lam_bias != _LAMBDA_BIAS:
             raise UsageError(f"lam_bias applies to a learned lam only, got lam {self.lam} and lam_bias {self.lam_bias}")
-        if self.erase not in ("query", "own"):
-            raise UsageError(f"erase must be 'query' or 'own', got {self.erase!r}")
         if self.erase == "own" and self.lam == 0:
             raise UsageError("erase='own' has no effect with lam=0: leave out one of them")
 
@@ -143,3 +154,85 @@ class QDelta(DeltaMechanism):
         if "lam" not in gates:
             return inputs
         return inputs._replace(erase=torch.addcmul(k, gates["lam"].unsqueeze(-1), q if own is None else own))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDAConfig(DeltaConfig):
+    """Options of `KimiDeltaAttention`."""
+
+    def __call__(self, width: int, heads: int, layer: int, layers: int) -> KimiDeltaAttention:
+        """Return the mechanism of one layer."""
+        return KimiDeltaAttention(width, heads, layer, layers, config=self)
+
+
+class KimiDeltaAttention(DeltaMechanism):
+    """Gated DeltaNet in which every key channel has its own decay.
+
+    >>> layer = KimiDeltaAttention(width=32, heads=4)
+    >>> layer.gates(torch.randn(1, 5, 32))["log_alpha"].shape
+    torch.Size([1, 5, 4, 8])
+    """
+
+    config_type = KDAConfig
+
+    def make_decay(self) -> nn.Module:
+        """Return the decay (5)."""
+        return KDADecay(self.width, self.heads, self.key_width)
+
+
+class KDADecay(nn.Module):
+    """Equation (5).
+
+    >>> KDADecay(width=32, heads=4, key_width=8)(torch.randn(2, 10, 32)).shape
+    torch.Size([2, 10, 4, 8])
+    """
+
+    def __init__(self, width: int, heads: int, key_width: int) -> None:
+        super().__init__()
+        self.down, self.up = projection(width, key_width), projection(key_width, heads * key_width)
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
+        self.dt_bias = dt_bias(heads * key_width)
+
+    def forward(self, x: Stream) -> Keys:
+        """Return log alpha, at least in float32."""
+        rate = softplus(at_least_float32(self.up(self.down(x))) + at_least_float32(self.dt_bias))
+        return -at_least_float32(self.A_log).exp().unsqueeze(-1) * rate.unflatten(-1, (len(self.A_log), -1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EDAConfig(DeltaConfig):
+    """Options of `EraseThenDelta`."""
+
+    has_own_direction: ClassVar[bool] = True
+
+    def __call__(self, width: int, heads: int, layer: int, layers: int) -> EraseThenDelta:
+        """Return the mechanism of one layer."""
+        return EraseThenDelta(width, heads, layer, layers, config=self)
+
+
+class EraseThenDelta(DeltaMechanism):
+    """Gated DeltaNet that first erases along a direction of its own: two steps of the delta rule per token.
+
+    >>> layer = EraseThenDelta(width=32, heads=4)
+    >>> layer(torch.randn(1, 5, 32))[0].shape, layer.inputs(torch.randn(1, 5, 32)).k.shape
+    (torch.Size([1, 5, 32]), torch.Size([1, 10, 4, 8]))
+    """
+
+    config_type = EDAConfig
+    steps = 2
+
+    def __init__(self, width: int, *args: Any, **options: Any) -> None:
+        super().__init__(width, *args, **options)
+        self.gamma = projection(width, self.heads)
+
+    def gates(self, x: Stream) -> dict[str, Tensor]:
+        """Add gamma."""
+        return {**super().gates(x), "gamma": self.gamma(x).sigmoid()}
+
+    def delta_inputs(self, q: Keys, k: Keys, v: Tensor, own: Keys | None, gates: dict[str, Tensor]) -> DeltaInputs:
+        """Decay and erase along e (a write of zero), then write along k (6)."""
+        assert own is not None
+        log_alpha = gates["log_alpha"]
+        first = (torch.zeros_like(q), own, torch.zeros_like(v), gates["gamma"], log_alpha)
+        second = (q, k, v, gates["beta"], torch.zeros_like(log_alpha))
+        return DeltaInputs(*(torch.stack(pair, 2).flatten(1, 2) for pair in zip(first, second, strict=True)), None)

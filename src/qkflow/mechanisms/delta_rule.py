@@ -96,13 +96,12 @@ class Decay(nn.Module):
         super().__init__()
         self.rate = projection(width, heads)
         self.A_log = nn.Parameter((16 * (1 - torch.rand(heads))).log())
-        dt = torch.empty(heads).uniform_(math.log(1e-3), math.log(0.1)).exp()
-        self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())  # softplus(dt_bias) = dt
+        self.dt_bias = dt_bias(heads)
 
     def forward(self, x: Stream) -> Gates:
         """Return log alpha, at least in float32."""
         rate, bias, A = at_least_float32(self.rate(x)), at_least_float32(self.dt_bias), at_least_float32(self.A_log)
-        return -A.exp() * torch.logaddexp(rate + bias, rate.new_zeros(()))  # F.softplus is exact only to 1e-9
+        return -A.exp() * softplus(rate + bias)
 
 
 class DeltaMechanism(QKMechanism):
@@ -298,6 +297,17 @@ class _Call(NamedTuple):
     v: Tensor
     own: Keys | None
     gates: dict[str, Tensor]
+
+
+def dt_bias(count: int) -> nn.Parameter:
+    """Return the initial b of (3): softplus(b) is log-uniform in [0.001, 0.1]."""
+    dt = torch.empty(count).uniform_(math.log(1e-3), math.log(0.1)).exp()
+    return nn.Parameter(dt + (-torch.expm1(-dt)).log())
+
+
+def softplus(x: Tensor) -> Tensor:
+    """Return log(1 + e^x); `F.softplus` is exact only to 1e-9."""
+    return torch.logaddexp(x, x.new_zeros(()))
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from qkflow.errors import UsageError, unknown
 from qkflow.mechanisms.base import Factory
 from qkflow.mechanisms.coupled import CoupledConfig
 from qkflow.mechanisms.coupling import DYNAMICS, CouplingConfig
-from qkflow.mechanisms.delta_family import DeltaNetConfig, GatedDeltaNetConfig, QDeltaConfig
+from qkflow.mechanisms.delta_family import DeltaNetConfig, EDAConfig, GatedDeltaNetConfig, KDAConfig, QDeltaConfig
 from qkflow.mechanisms.differential import DifferentialConfig
 from qkflow.mechanisms.kuramoto import GroupConfig, KuramotoConfig
 from qkflow.mechanisms.nonlinear_query import NonlinearQueryConfig
@@ -39,6 +39,8 @@ _REGISTERED: dict[str, type[Any]] = {
     "deltanet": DeltaNetConfig,
     "gated-deltanet": GatedDeltaNetConfig,
     "qdelta": QDeltaConfig,
+    "kda": KDAConfig,
+    "eda": EDAConfig,
     "kuramoto": KuramotoConfig,
     "group": GroupConfig,
 }

@@ -14,12 +14,13 @@ from torch.testing import assert_close
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.mechanisms import DeltaMechanism, DeltaNet, GatedDeltaNet, QDelta, mechanism
+from qkflow.mechanisms.delta_family import EraseThenDelta, KDADecay
 from qkflow.mechanisms.delta_rule import Decay
 from qkflow.ops.delta_rule import delta_rule
 from qkflow.probes import diagnostics
 from qkflow.state import RecurrentState
 
-NAMES = ["deltanet", "gated-deltanet", "qdelta"]
+NAMES = ["deltanet", "gated-deltanet", "qdelta", "kda", "eda"]
 WIDTH, HEADS = 24, 2
 
 
@@ -53,27 +54,40 @@ def as_published(layer: Any, x: Tensor) -> Tensor:
             y = F.conv1d(behind, taps[:, None], groups=len(taps)).transpose(1, 2)
         return F.silu(y).reshape(b, t, h, -1)
 
+    def unit(y: Tensor) -> Tensor:
+        return y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
     q, k = stream_of(layer.query, layer.query_conv), stream_of(layer.key, layer.key_conv)
     v = stream_of(layer.value, layer.value_conv)
     if layer.coupling is not None:
         q, k = layer.coupling(q, k)
-    q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+    q, k = unit(q), unit(k)
+    own = None if layer.own is None else unit(stream_of(layer.own, layer.own_conv))
     beta = torch.sigmoid(F.linear(x, layer.beta.weight))
-    alpha, lam = torch.ones_like(beta), torch.zeros_like(beta)
-    if layer.decay is not None:
+    alpha, lam = torch.ones_like(k), torch.zeros_like(beta)
+    if isinstance(layer.decay, KDADecay):
+        rate = F.linear(F.linear(x, layer.decay.down.weight), layer.decay.up.weight) + layer.decay.dt_bias
+        alpha = torch.exp(-layer.decay.A_log.exp()[:, None] * torch.log1p(rate.exp()).view(b, t, h, -1))
+    elif layer.decay is not None:
         rate = F.linear(x, layer.decay.rate.weight) + layer.decay.dt_bias
-        alpha = torch.exp(-layer.decay.A_log.exp() * torch.log1p(rate.exp()))
+        alpha = torch.exp(-layer.decay.A_log.exp() * torch.log1p(rate.exp()))[..., None].expand_as(k)
     if getattr(layer, "lam", None) is not None:
         lam = torch.sigmoid(F.linear(x, layer.lam.weight) - 0.9)
     elif getattr(layer.config, "lam", None) is not None:
         lam = torch.full_like(beta, layer.config.lam)
+    x_erase, read = k + lam[..., None] * (q if own is None else own), q
     S, outputs = x.new_zeros(b, h, v.shape[-1], k.shape[-1]), []
     for i in range(t):
-        at = q[:, i], k[:, i], v[:, i], beta[:, i, :, None, None], lam[:, i, :, None]
-        qi, ki, vi, bi, li = at
-        transition = torch.eye(k.shape[-1], dtype=x.dtype) - bi * (ki + li * qi)[..., :, None] * ki[..., None, :]
-        S = alpha[:, i, :, None, None] * (S @ transition) + bi * vi[..., :, None] * ki[..., None, :]
-        outputs.append((S @ qi[..., None])[..., 0] / math.sqrt(k.shape[-1]))
+        ki, vi, bi = k[:, i], v[:, i], beta[:, i, :, None, None]
+        S = S * alpha[:, i, :, None, :]
+        if isinstance(layer, EraseThenDelta):
+            assert own is not None
+            gamma, e = torch.sigmoid(F.linear(x, layer.gamma.weight))[:, i, :, None, None], own[:, i]
+            S = S @ (torch.eye(k.shape[-1], dtype=x.dtype) - gamma * e[..., :, None] * e[..., None, :])
+            x_erase = k
+        transition = torch.eye(k.shape[-1], dtype=x.dtype) - bi * x_erase[:, i, :, :, None] * ki[..., None, :]
+        S = S @ transition + bi * vi[..., :, None] * ki[..., None, :]
+        outputs.append((S @ read[:, i, :, :, None])[..., 0] / math.sqrt(k.shape[-1]))
     z = torch.stack(outputs, 1)
     z = layer.head_norm * z / (z.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     if layer.gate is not None:
@@ -86,6 +100,10 @@ def as_published(layer: Any, x: Tensor) -> Tensor:
     [
         *NAMES,
         "qdelta:lam=0.5,decay=False",
+        "qdelta:erase=own",
+        "qdelta+hamiltonian:erase=own,lam=1.0,conv=1",
+        "kda+affine:value_expansion=1",
+        "eda+euler:conv=2",
         "qdelta:conv=1,gate=False",
         "gated-deltanet:conv=3,value_expansion=1",
         "qdelta+hamiltonian:key_width=10",
@@ -124,11 +142,12 @@ def test_learned_lambda_differs_between_tokens() -> None:
 def test_inputs_are_those_of_the_delta_rule(name: str) -> None:
     layer, x = make(name), stream()
     inputs = layer.inputs(x)
-    assert (inputs.log_alpha is None, inputs.erase is None) == (name == "deltanet", name != "qdelta")
-    for unit in inputs[:2]:
+    assert (inputs.log_alpha is None, inputs.erase is None) == (name == "deltanet", name not in ("qdelta", "comba"))
+    last = slice(layer.steps - 1, None, layer.steps)  # the step that writes
+    for unit in (inputs.k, inputs.k[:, last]) if name == "comba" else (inputs.k, inputs.q[:, last]):
         assert 0.99 < float(unit.detach().norm(dim=-1).min()) <= float(unit.detach().norm(dim=-1).max()) < 1
-    close(layer.read(delta_rule(*inputs)[0], x), layer(x)[0])
-    close(layer.values(x), inputs.v, within=0)
+    close(layer.read(delta_rule(*inputs)[0][:, last], x), layer(x)[0])
+    close(layer.values(x), inputs.v[:, last], within=0)
 
 
 # Shapes and initialization.
@@ -164,6 +183,26 @@ def test_decay_and_convolutions_are_initialised_as_published() -> None:
     assert sum(p.numel() for p in layer.parameters()) == layer.cost(1).parameters
 
 
+def test_the_decay_of_each_channel_is_initialised_as_published() -> None:
+    torch.manual_seed(0)
+    layer = make("kda:key_width=64")
+    torch.manual_seed(0)
+    decay = KDADecay(64, 32, 16)
+    A, dt = decay.A_log.exp(), F.softplus(decay.dt_bias)
+    assert 1 <= float(A.min().detach()) < 4 < 12 < float(A.max().detach()) <= 16
+    assert 0.00099 < float(dt.min().detach()) < 0.002 < 0.08 < float(dt.max().detach()) < 0.101
+    assert (decay.down.out_features, decay.A_log.shape, decay.dt_bias.shape) == (16, (32,), (32 * 16,))
+    assert layer.inputs(stream()).log_alpha.shape == (2, 7, HEADS, 64)
+
+
+def test_erase_then_delta_without_erasing_is_gated_deltanet() -> None:
+    layer, other, x = make("eda"), make("gated-deltanet"), stream()
+    shared = {name: x for name, x in layer.state_dict().items() if name in other.state_dict()}
+    other.load_state_dict(shared)
+    layer.gates = lambda x: {**other.gates(x), "gamma": torch.zeros_like(other.gates(x)["beta"])}
+    close(layer(x)[0], other(x)[0])
+
+
 def test_extreme_decay_is_accurate() -> None:
     decay = Decay(1, 1).double()
     with torch.no_grad():
@@ -188,6 +227,8 @@ def test_extreme_decay_is_accurate() -> None:
         ("qdelta:lam=1.5", "lam must be from 0 to 1, or None to be learned, got 1.5"),
         ("qdelta:lam=0.5,lam_bias=0", "lam_bias applies to a learned lam only"),
         ("qdelta:lam_bias=1e999", "lam_bias must be a finite number"),
+        ("qdelta:erase=value", "'erase' 'value' of 'qdelta': Known: own, query"),
+        ("qdelta:erase=own,lam=0", "erase='own' has no effect with lam=0"),
         ("gated-deltanet:lam=0.5", "lam"),
         ("deltanet:decay=True", "decay"),
     ],
@@ -226,6 +267,7 @@ def test_state_size_is_constant(name: str, dtype: torch.dtype) -> None:
     [
         ("standard", "QDelta got a KVCache, expected a RecurrentState"),
         ("qdelta:heads=3,key_width=8", r"expected a state of shape \[2, 16, 8\] .* got \[3, 16, 8\]"),
+        ("qdelta:erase=own", "expected a state with 3 convolutions, got 4"),
         (
             "qdelta:conv=2",
             "convolutions of 4 tokens, got .* with 2",
@@ -309,17 +351,30 @@ def test_circuits_include_convolutions_but_not_gates() -> None:
     assert result.qk == ("query.weight", "key.weight", "query_conv", "key_conv", "coupling.dt")
     assert result.ov == ("value.weight", "value_conv", "output.weight")
     assert make("deltanet:conv=1").circuits().qk == ("query.weight", "key.weight")
+    own = make("qdelta:erase=own").circuits()
+    assert own.qk == ("query.weight", "key.weight", "own.weight", "query_conv", "key_conv", "own_conv")
 
 
-@pytest.mark.parametrize(("name", "count"), [("deltanet", 1), ("gated-deltanet", 2), ("qdelta", 3)])
-def test_diagnostics_contain_the_gates_of_each_head(name: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "series"),
+    [
+        ("deltanet", ["beta"]),
+        ("gated-deltanet", ["beta", "alpha"]),
+        ("kda", ["beta", "alpha"]),
+        ("qdelta", ["beta", "alpha", "lambda"]),
+        ("eda", ["beta", "alpha", "gamma"]),
+    ],
+)
+def test_diagnostics_contain_the_gates_of_each_head(name: str, series: list[str]) -> None:
     layer, x = make(name), stream()
     (gates,) = diagnostics(layer, x)
     assert gates.x == ("head 1", "head 2")
-    assert [series.partition(",")[0] for series in gates.series] == ["beta", "alpha", "lambda"][:count]
-    assert gates.values[0] == pytest.approx(layer.inputs(x).beta.mean((0, 1)).tolist())
-    if count > 1:
-        assert gates.values[1] == pytest.approx(layer.inputs(x).log_alpha.exp().mean((0, 1)).tolist())
+    assert [name.partition(",")[0] for name in gates.series] == series
+    own = layer.gates(x)
+    assert gates.values[0] == pytest.approx(own["beta"].mean((0, 1)).tolist())
+    if "alpha" in series:
+        alpha = own["log_alpha"].exp().view(2, 7, HEADS, -1)
+        assert gates.values[1] == pytest.approx(alpha.mean((0, 1, 3)).tolist())
 
 
 def test_coupling_diagnostics_use_convolved_pairs() -> None:
@@ -334,8 +389,7 @@ def test_coupling_diagnostics_use_convolved_pairs() -> None:
 
 
 def test_all_delta_rule_mechanisms_share_a_base_class() -> None:
-    for name, kind in zip(NAMES, (DeltaNet, GatedDeltaNet, QDelta), strict=True):
+    for name in NAMES:
         layer = make(name)
-        assert type(layer) is kind
         assert isinstance(layer, DeltaMechanism)
         assert isinstance(layer(stream())[1], RecurrentState)
