@@ -7,11 +7,13 @@ r"""The delta-rule mechanisms: how each chooses the erase direction x, the decay
 | `QDelta`, https://arxiv.org/abs/2606.08804           | k + \lambda q, (4) | per head    |
 | `KimiDeltaAttention`, https://arxiv.org/abs/2510.26692 | k                | per channel, (5) |
 | `EraseThenDelta`, https://arxiv.org/abs/2606.26560   | e, then k; (6)     | per head    |
+| `Comba`, https://arxiv.org/abs/2506.02475            | sigmoid(b) k, (7)  | per head    |
 
     \lambda_t = sigmoid(W_\lambda x_t - 0.9)                                                            (4)
     \log \alpha_t = -A softplus(W_u W_d x_t + b),   A per head, b per channel                            (5)
     S_t = \alpha_t S_{t-1} (I - \gamma_t e_t e_t^\top) (I - \beta_t k_t k_t^\top) + \beta_t v_t k_t^\top,
     \gamma_t = sigmoid(W_\gamma x_t)                                                                    (6)
+    o_t = S_t (q_t - d x_t) / \sqrt{k},   b and d per head                                               (7)
 
 (5) has the form and the initial values of flash-linear-attention's layer: A uniform in [1, 16], softplus(b) log-uniform
 in [0.001, 0.1], and an inner width of one head's keys. That layer also has a low-rank output gate with a sigmoid and
@@ -20,6 +22,9 @@ values as wide as its keys; ours has the gate and the widths of the other mechan
 Of (6) we know the abstract only: an erase step along a learned direction, then the delta rule. That e is a projection
 with a convolution and unit length like k, that gamma is a sigmoid of the token, and that the decay is that of Gated
 DeltaNet and comes first, are our choices.
+
+(7) starts with b = 1 and d = 1, as flash-linear-attention's layer does. In that layer (0.6.0) q is corrected before its
+L2 norm, and x is normalised as well, which undoes its factor sigmoid(b) in the erasure; ours normalises q and k first.
 """
 
 from __future__ import annotations
@@ -236,3 +241,43 @@ class EraseThenDelta(DeltaMechanism):
         first = (torch.zeros_like(q), own, torch.zeros_like(v), gates["gamma"], log_alpha)
         second = (q, k, v, gates["beta"], torch.zeros_like(log_alpha))
         return DeltaInputs(*(torch.stack(pair, 2).flatten(1, 2) for pair in zip(first, second, strict=True)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CombaConfig(DeltaConfig):
+    """Options of `Comba`."""
+
+    correction: float = 1.0
+    """The initial d; flash-linear-attention suggests to try 0.02 as well, for small models."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not math.isfinite(self.correction):
+            raise UsageError(f"correction must be a finite number, got {self.correction}")
+
+    def __call__(self, width: int, heads: int, layer: int, layers: int) -> Comba:
+        """Return the mechanism of one layer."""
+        return Comba(width, heads, layer, layers, config=self)
+
+
+class Comba(DeltaMechanism):
+    """Gated DeltaNet that corrects less than it writes, and reads with a corrected query (7).
+
+    >>> layer = Comba(width=32, heads=4)
+    >>> layer(torch.randn(1, 5, 32))[0].shape
+    torch.Size([1, 5, 32])
+    """
+
+    config_type = CombaConfig
+    config: CombaConfig
+
+    def __init__(self, width: int, *args: Any, **options: Any) -> None:
+        super().__init__(width, *args, **options)
+        self.feedback = nn.Parameter(torch.ones(self.heads))  # b
+        self.correction = nn.Parameter(torch.full((self.heads,), self.config.correction))  # d
+
+    def delta_inputs(self, q: Keys, k: Keys, v: Tensor, own: Keys | None, gates: dict[str, Tensor]) -> DeltaInputs:
+        """Erase along x = sigmoid(b) k and read with q - d x (7)."""
+        x = k * self.feedback.sigmoid().unsqueeze(-1)
+        read = torch.addcmul(q, self.correction.unsqueeze(-1), x, value=-1)
+        return super().delta_inputs(read, k, v, own, gates)._replace(erase=x)

@@ -25,7 +25,14 @@ from qkflow.errors import UsageError, unknown
 from qkflow.mechanisms.base import Factory
 from qkflow.mechanisms.coupled import CoupledConfig
 from qkflow.mechanisms.coupling import DYNAMICS, CouplingConfig
-from qkflow.mechanisms.delta_family import DeltaNetConfig, EDAConfig, GatedDeltaNetConfig, KDAConfig, QDeltaConfig
+from qkflow.mechanisms.delta_family import (
+    CombaConfig,
+    DeltaNetConfig,
+    EDAConfig,
+    GatedDeltaNetConfig,
+    KDAConfig,
+    QDeltaConfig,
+)
 from qkflow.mechanisms.differential import DifferentialConfig
 from qkflow.mechanisms.kuramoto import GroupConfig, KuramotoConfig
 from qkflow.mechanisms.nonlinear_query import NonlinearQueryConfig
@@ -41,6 +48,7 @@ _REGISTERED: dict[str, type[Any]] = {
     "qdelta": QDeltaConfig,
     "kda": KDAConfig,
     "eda": EDAConfig,
+    "comba": CombaConfig,
     "kuramoto": KuramotoConfig,
     "group": GroupConfig,
 }

@@ -14,13 +14,13 @@ from torch.testing import assert_close
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.mechanisms import DeltaMechanism, DeltaNet, GatedDeltaNet, QDelta, mechanism
-from qkflow.mechanisms.delta_family import EraseThenDelta, KDADecay
+from qkflow.mechanisms.delta_family import Comba, EraseThenDelta, KDADecay
 from qkflow.mechanisms.delta_rule import Decay
 from qkflow.ops.delta_rule import delta_rule
 from qkflow.probes import diagnostics
 from qkflow.state import RecurrentState
 
-NAMES = ["deltanet", "gated-deltanet", "qdelta", "kda", "eda"]
+NAMES = ["deltanet", "gated-deltanet", "qdelta", "kda", "eda", "comba"]
 WIDTH, HEADS = 24, 2
 
 
@@ -85,6 +85,9 @@ def as_published(layer: Any, x: Tensor) -> Tensor:
             gamma, e = torch.sigmoid(F.linear(x, layer.gamma.weight))[:, i, :, None, None], own[:, i]
             S = S @ (torch.eye(k.shape[-1], dtype=x.dtype) - gamma * e[..., :, None] * e[..., None, :])
             x_erase = k
+        if isinstance(layer, Comba):
+            x_erase = torch.sigmoid(layer.feedback)[:, None] * k
+            read = q - layer.correction[:, None] * x_erase
         transition = torch.eye(k.shape[-1], dtype=x.dtype) - bi * x_erase[:, i, :, :, None] * ki[..., None, :]
         S = S @ transition + bi * vi[..., :, None] * ki[..., None, :]
         outputs.append((S @ read[:, i, :, :, None])[..., 0] / math.sqrt(k.shape[-1]))
@@ -203,6 +206,13 @@ def test_erase_then_delta_without_erasing_is_gated_deltanet() -> None:
     close(layer(x)[0], other(x)[0])
 
 
+def test_comba_starts_with_the_published_constants() -> None:
+    layer = mechanism("comba:correction=0.02")(WIDTH, HEADS, layer=0, layers=1)
+    assert layer.feedback.tolist() == [1.0] * HEADS
+    assert layer.correction.tolist() == pytest.approx([0.02] * HEADS)
+    assert mechanism("comba")(WIDTH, HEADS, layer=0, layers=1).correction.tolist() == [1.0] * HEADS
+
+
 def test_extreme_decay_is_accurate() -> None:
     decay = Decay(1, 1).double()
     with torch.no_grad():
@@ -229,6 +239,7 @@ def test_extreme_decay_is_accurate() -> None:
         ("qdelta:lam_bias=1e999", "lam_bias must be a finite number"),
         ("qdelta:erase=value", "'erase' 'value' of 'qdelta': Known: own, query"),
         ("qdelta:erase=own,lam=0", "erase='own' has no effect with lam=0"),
+        ("comba:correction=1e999", "correction must be a finite number"),
         ("gated-deltanet:lam=0.5", "lam"),
         ("deltanet:decay=True", "decay"),
     ],
@@ -361,6 +372,7 @@ def test_circuits_include_convolutions_but_not_gates() -> None:
         ("deltanet", ["beta"]),
         ("gated-deltanet", ["beta", "alpha"]),
         ("kda", ["beta", "alpha"]),
+        ("comba", ["beta", "alpha"]),
         ("qdelta", ["beta", "alpha", "lambda"]),
         ("eda", ["beta", "alpha", "gamma"]),
     ],
