@@ -39,6 +39,7 @@ from qkflow.mechanisms.base import Circuits, Cost, Stream, conv_weight, is_plain
 from qkflow.mechanisms.coupling import CouplingConfig, QKMechanism
 from qkflow.mechanisms.masking import AttentionInputs, map_by_token, shift_right, validate_input, visible_keys
 from qkflow.ops.attention import attention, attention_map
+from qkflow.ops.csrc import build
 from qkflow.ops.norm import rms_norm
 from qkflow.ops.rotary import apply_rotary, rotary_factors
 from qkflow.ops.short_conv import MAX_TAPS, next_conv_state, short_conv
@@ -109,9 +110,14 @@ class SoftmaxMechanism(QKMechanism):
         if config.qk_norm:
             self.query_norm = nn.Parameter(torch.ones(shape.key_width))
             self.key_norm = nn.Parameter(torch.ones(shape.key_width))
-        self.query_conv, self.key_conv, self.value_conv = (
-            conv_weight(heads * head_width, config.conv) for heads, head_width in self._streams
-        )
+        channels = shape.queries * shape.key_width, self.key.out_features, self.value.out_features
+        if config.conv > 1:
+            build.load()  # build the kernel before torch.compile traces this module
+        self.query_conv, self.key_conv, self.value_conv = (conv_weight(c, config.conv) for c in channels)
+        self._conv_shapes = [(config.conv - 1, c) for c in channels] if config.conv > 1 else []
+        """Tokens and channels of each tensor of the convolution state."""
+        if config.key_shift:
+            self._conv_shapes.append((1, self.key.out_features // 2))
         self.coupling = None
         if config.coupling is not None:
             self.coupling = config.coupling(shape.queries, shape.keys, shape.key_width)
@@ -163,7 +169,7 @@ class SoftmaxMechanism(QKMechanism):
             linear_flops=t * (2 * projections + self._coupling_flops()),
             pair_flops=2 * self._products_per_pair(),
             pairs=t * window - window**2 / 2,
-            state_bytes=(window * cached + sum(map(math.prod, self._conv_shapes()))) * self.key.weight.element_size(),
+            state_bytes=(window * cached + sum(map(math.prod, self._conv_shapes))) * self.key.weight.element_size(),
         )
 
     def circuits(self) -> Circuits:
@@ -258,24 +264,12 @@ class SoftmaxMechanism(QKMechanism):
         pairs = zip(streams, tails, strict=True)
         return q, k, v, tuple(next_conv_state(stream, self.config.conv, tail, lengths) for stream, tail in pairs)
 
-    @property
-    def _streams(self) -> tuple[tuple[int, int], ...]:
-        """Heads and head width of queries, keys and values."""
-        shape = self.shape
-        return (shape.queries, shape.key_width), (shape.keys, shape.key_width), (shape.values, shape.value_width)
-
-    def _conv_shapes(self) -> list[tuple[int, int]]:
-        """Tokens and channels of each tensor of the convolution state."""
-        taps = self.config.conv
-        shapes = [(taps - 1, heads * width) for heads, width in self._streams] if taps > 1 else []
-        return [*shapes, (1, self.shape.keys * self.shape.key_width // 2)] if self.config.key_shift else shapes
-
     def _check_state(self, state: State | None, rows: int) -> KVCache | None:
         if state is None:
             return None
         if not isinstance(state, KVCache):
             raise wrong_state(self, state, KVCache)
-        expected, shapes = self._conv_shapes(), [tuple(tail.shape[1:]) for tail in state.conv_state]
+        expected, shapes = self._conv_shapes, [tuple(tail.shape[1:]) for tail in state.conv_state]
         if shapes != expected and (shapes or state.slots_used):  # nothing was convolved before the first token
             raise UsageError(
                 f"{type(self).__name__} expected a convolution state of shapes {expected}, got {shapes}: a state of"

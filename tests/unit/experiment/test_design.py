@@ -35,6 +35,7 @@ from qkflow.training.regime import default_regime
 
 Ask = Callable[..., ExperimentSpec]
 ARMS = ("standard", "differential", "standard:key_heads=1", "standard:window=16")
+CONTROLS = ("nonlinear-query", "standard:key_shift=True", "differential:conv=4", "coupled:conv=4,qk_norm=before")
 
 
 def designed(spec: ExperimentSpec, executor: Any) -> Design:
@@ -55,7 +56,7 @@ class LargerConfig(StandardConfig):
 
 @pytest.mark.parametrize("size", ["100k", "500k", "1m", "5m"])
 def test_arms_have_the_baselines_parameters(ask: Ask, size: str) -> None:
-    made = match_arms(ask(arms=ARMS, model=None, size=size), size, 257)
+    made = match_arms(ask(arms=(*ARMS, *CONTROLS), model=None, size=size), size, 257)
     for arm in made.arms:
         assert arm.parameters == parameters(arm.model)
         assert abs(arm.parameters / made.parameters - 1) <= 0.005

@@ -22,7 +22,7 @@ MakeModel = Callable[..., QKFlowForCausalLM]
 MECHANISMS: list[Any] = [
     *sorted(name for name in mechanisms() if name != "standard"),
     "standard+affine",
-    "standard:window=3,key_heads=1",
+    "standard:window=3,key_heads=1,conv=3,key_shift=True",
     "kuramoto:frustrated=True,window=4",
     "group:group=so3",
     ("qdelta+hamiltonian", "standard:window=3"),

@@ -21,7 +21,12 @@ TOKENS = torch.tensor([[104, 105, 7, 8, 9], [72, 101, 108, 108, 111]])
 
 @pytest.mark.parametrize(
     ("mechanism", "shard"),
-    [("standard+affine:sharing=layers", "5GB"), (("qdelta", "differential"), "3KB"), ("kuramoto", "5GB")],
+    [
+        ("standard+affine:sharing=layers", "5GB"),
+        (("qdelta", "differential"), "3KB"),
+        (("nonlinear-query", "coupled:conv=3,key_shift=True,qk_norm=before"), "5GB"),
+        ("kuramoto", "5GB"),
+    ],
     ids=str,
 )
 def test_export_transformers_and_back_change_no_bit(

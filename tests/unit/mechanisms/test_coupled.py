@@ -291,3 +291,25 @@ def test_identity_coupling_does_not_change_the_output(coupling: str) -> None:
     layer = mechanism(f"standard+{coupling}")(WIDTH, HEADS, layer=0, layers=1).double()
     layer.load_state_dict({**layer.state_dict(), **plain.state_dict()})
     assert torch.equal(layer(x)[0], plain(x)[0])
+
+
+def test_qk_norm_before_the_coupling_is_not_after_it() -> None:
+    """Before: the coupling moves queries and keys of unit size. After: the scored ones have it."""
+    layers = {
+        place: mechanism(f"coupled:qk_norm={place},rotary_base=None")(WIDTH, HEADS, layer=0, layers=1).double()
+        for place in ("before", "after", "True")
+    }
+    x = stream()
+    for layer in layers.values():
+        layer.load_state_dict(layers["before"].state_dict())
+        torch.nn.init.normal_(layer.coupling.force.outer_bias)
+    before, after, default = layers.values()
+    default.load_state_dict(after.state_dict())
+    assert torch.equal(after(x)[0], default(x)[0])
+    q, k = before.pairs(x)
+    assert_close(q.square().mean(-1), torch.ones_like(q[..., 0]), rtol=0, atol=1e-3)
+    expected_q, expected_k = before.coupling(q, k)
+    inputs = before._attention_inputs(x, None, None)
+    assert_close((inputs.q, inputs.k), (expected_q, expected_k), rtol=0, atol=1e-12)
+    inputs = after._attention_inputs(x, None, None)
+    assert_close(inputs.k.square().mean(-1), torch.ones_like(inputs.k[..., 0]), rtol=0, atol=1e-3)

@@ -38,7 +38,7 @@ def model(mechanism: str | tuple[str, ...] = "standard", *, dropout: float = 0.0
     return decoder
 
 
-HYBRID = ("standard", "differential", "standard:window=3")
+HYBRID = ("nonlinear-query", "differential", "standard:window=3,conv=3,key_shift=True")
 TOKENS = [72, 101, 108, 108, 111, 256, 10]
 
 

@@ -190,10 +190,12 @@ def layer(spec: str, heads: int = 8) -> SoftmaxMechanism:
     return decoder.double()
 
 
+@pytest.mark.parametrize("options", ["", ",conv=3,key_shift=True,qk_norm=before"])
 @pytest.mark.parametrize("spec", ["standard", "differential"])
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
-def test_pairs_are_the_inputs_of_the_coupling(spec: str, key_heads: int) -> None:
-    decoder, x = layer(f"{spec}+hamiltonian:key_heads={key_heads},steps=2"), torch.randn(2, 5, 32, dtype=torch.float64)
+def test_pairs_are_the_inputs_of_the_coupling(spec: str, key_heads: int, options: str) -> None:
+    decoder = layer(f"{spec}+hamiltonian:key_heads={key_heads},steps=2{options}")
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
     q, k = decoder.pairs(x)
     assert q.shape == k.shape == (2, 5, decoder.shape.keys, 4)
     assert decoder.coupling is not None
