@@ -1,4 +1,4 @@
-r"""Softmax attention, with and without the attention map.
+r"""Softmax attention: the definition, with the attention map in memory.
 
     A_{ts} = softmax_s(q_t \cdot k_s / \sqrt{k})  over the s visible to t            (1)
     o_t    = \sum_s A_{ts} v_s                                                       (2)
@@ -9,7 +9,9 @@ r"""Softmax attention, with and without the attention map.
 | k_s, v_s | `k`, `v` | `[b s g k]`, `[b s g v]`; g divides h, and head i uses group i // (h / g)  |
 | A        |          | `[b h t s]`                                                                |
 
-Visible keys are given by `causal` (s <= t, for q and k of the same length) or by a boolean `mask`, True where visible.
+Visible keys are given by `causal` or by a boolean `mask`, True where visible. With `causal`, the queries are the last
+tokens of the keys' sequence: query t has the position p = t + n_keys - n_queries and sees the keys s <= p, or with a
+`window` the last of them, p - window < s <= p.
 """
 
 from __future__ import annotations
@@ -17,18 +19,24 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from einops import einsum, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Queries = Float[Tensor, "b t h k"]
 Keys = Float[Tensor, "b s g k"]
+Values = Float[Tensor, "b s g v"]
 Mask = Bool[Tensor, "t s"] | Bool[Tensor, "b 1 t s"]
 
 
 def attention_map(
-    q: Queries, k: Keys, *, causal: bool = False, mask: Mask | None = None, scale: float | None = None
+    q: Queries,
+    k: Keys,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    mask: Mask | None = None,
+    scale: float | None = None,
 ) -> Float[Tensor, "b h t s"]:
     """Equation (1).
 
@@ -39,39 +47,32 @@ def attention_map(
     k = repeat(k, "b s g k -> b s (g r) k", r=q.shape[2] // k.shape[2])
     scores = einsum(q, k, "b t h k, b s h k -> b h t s") * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if causal:
-        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+        keys = torch.arange(k.shape[1], device=q.device)
+        mask = causal_mask(keys[k.shape[1] - q.shape[1] :], keys, window)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     return scores.softmax(-1)
 
 
-def attention(
+def attention_naive(
     q: Queries,
     k: Keys,
-    v: Float[Tensor, "b s g v"],
+    v: Values,
     *,
     causal: bool = False,
+    window: int | None = None,
     mask: Mask | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "b t h v"]:
-    """Equations (1) and (2) by PyTorch's fused kernel, without the t x s map in memory.
+    """Equations (1) and (2), with the map in memory: differentiable any number of times.
 
     >>> x = torch.eye(2, dtype=torch.float64).view(1, 2, 1, 2)
-    >>> attention(x, x, x, causal=True, scale=1.0)[0, :, 0].round(decimals=2).tolist()
+    >>> attention_naive(x, x, x, causal=True, scale=1.0)[0, :, 0].round(decimals=2).tolist()
     [[1.0, 0.0], [0.27, 0.73]]
     """
-    if q.shape[1] == 1:  # a branch, because `causal and t > 1` is symbolic when the compiler keeps lengths dynamic
-        causal = False
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=k.shape[2] != q.shape[2],
-    )
-    return out.transpose(1, 2)
+    weights = attention_map(q, k, causal=causal, window=window, mask=mask, scale=scale)
+    v = repeat(v, "b s g v -> b s (g r) v", r=q.shape[2] // v.shape[2])
+    return einsum(weights, v, "b h t s, b s h v -> b t h v")
 
 
 def causal_mask(

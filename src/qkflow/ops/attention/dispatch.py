@@ -1,0 +1,256 @@
+r"""`attention`: choose a backend and run it as one PyTorch operator.
+
+    o_t = \sum_s softmax_s(q_t \cdot k_s / \sqrt{k}) v_s
+
+| backend | runs on                                   | implementation                                       |
+|---------|-------------------------------------------|------------------------------------------------------|
+| `cpu`   | CPUs, with a C compiler; float32, float64 | `cpu.py` and `csrc/attention.c`; no `mask`           |
+| `torch` | any device                                | `torch.nn.functional.scaled_dot_product_attention`   |
+
+The first backend that can run is used. The `backend` argument, `use_backend(...)` and the environment variable
+QKFLOW_ATTENTION override this, in that order. Neither backend holds the t x s map in memory.
+
+`cpu` runs inside the operator `qkflow::attention`, which torch.compile keeps as one node for any length.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.flop_counter import register_flop_formula
+
+from qkflow.errors import UsageError, unknown
+from qkflow.ops.attention import cpu
+from qkflow.ops.attention.naive import Keys, Mask, Queries, Values, attention_naive, causal_mask
+from qkflow.ops.csrc import build
+
+BACKENDS = ("cpu", "torch")
+"""All backends, fastest first."""
+_requested: str | None = os.environ.get("QKFLOW_ATTENTION") or "torch"
+
+
+def attention(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Float[Tensor, "b t h v"]:
+    """The weighted values of each query. `causal`, `window` and `mask` select the visible keys (`naive.py`).
+
+    >>> x = torch.eye(2, dtype=torch.float64).view(1, 2, 1, 2)
+    >>> attention(x, x, x, causal=True, scale=1.0)[0, :, 0].round(decimals=2).tolist()
+    [[1.0, 0.0], [0.27, 0.73]]
+    """
+    _check(q, k, v, causal, window, mask)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    if choose_backend(q, k, v, mask, backend) == "torch":
+        return _torch_attention(q, k, v, causal, window, mask, scale)
+    reach = 0 if not causal else cpu.UNLIMITED if window is None else window
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attention.apply(q, k, v, reach, scale)  # pyright: ignore[reportReturnType]
+    return _forward(q, k, v, reach, scale, False)[0]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, mask: Tensor | None) -> None:
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        raise UsageError(f"expected [b, t, h, k], got {[*q.shape]}, {[*k.shape]} and {[*v.shape]}")
+    (b, t, h, width), (rows, s, g, key_width) = q.shape, k.shape
+    if rows != b or v.shape[0] != b or v.shape[1] != s or key_width != width:
+        raise UsageError(f"q {[*q.shape]}, k {[*k.shape]} and v {[*v.shape]} do not fit: expected bthk, bsgk and bsgv")
+    if v.shape[2] != g or h % max(g, 1):
+        raise UsageError(
+            f"{h} query heads, {g} key heads and {v.shape[2]} value heads: expected h, g and g, g divides h"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise UsageError(
+            f"q, k and v are {q.dtype} on {q.device}, {k.dtype} on {k.device} and {v.dtype} on {v.device}:"
+            " expected one dtype and one device"
+        )
+    if causal and (s < t or mask is not None):
+        raise UsageError(f"causal attention has no mask and at least as many keys as queries, got {s} and {t}")
+    if window is not None and (not causal or window < 1):
+        raise UsageError(f"a window of {window}: expected at least 1, and causal=True")
+
+
+# ---- choice of the backend
+
+
+@contextmanager
+def use_backend(backend: str | None) -> Iterator[None]:
+    """Use this backend inside the `with` block, wherever it can run; None restores the automatic choice.
+
+    >>> x = torch.zeros(1, 1, 1, 16)
+    >>> with use_backend("torch"):
+    ...     choose_backend(x, x, x)
+    'torch'
+    """
+    global _requested
+    if backend is not None and backend not in BACKENDS:
+        raise unknown("backend", backend, BACKENDS)
+    previous, _requested = _requested, backend
+    try:
+        yield
+    finally:
+        _requested = previous
+
+
+def choose_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, backend: str | None = None) -> str:
+    """The backend for these inputs; an explicit `backend` is checked and returned.
+
+    >>> x = torch.zeros(1, 1, 1, 16)
+    >>> choose_backend(x, x, x, backend="torch")
+    'torch'
+    """
+    requested = backend or _requested
+    if requested is not None and requested not in BACKENDS:
+        raise unknown("backend", requested, BACKENDS)
+    if requested == "torch":
+        return "torch"
+    if (reason := _why_not_cpu(q, k, v, mask)) is None:
+        return "cpu"
+    if backend is not None:
+        raise UsageError(f"backend 'cpu' of attention cannot run: {reason}; use backend 'torch'")
+    return "torch"
+
+
+def _why_not_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
+    """The reason why the C kernel cannot compute this; None if it can."""
+    if q.device.type != "cpu" or q.dtype not in (torch.float32, torch.float64):
+        return f"the tensors are {q.dtype} on {q.device.type}"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast asks for a lower precision"
+    if mask is not None:
+        return "it takes no mask"
+    if q.shape[3] > cpu.MAX_WIDTH or v.shape[3] > cpu.MAX_WIDTH:
+        return f"heads are wider than {cpu.MAX_WIDTH}"
+    if not build.supports(q):
+        return build.load_error()
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        return "it has no forward-mode derivative"
+    return None
+
+
+# ---- PyTorch
+
+
+def _torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, mask: Tensor | None, scale: float
+) -> Tensor:
+    t, s = q.shape[1], k.shape[1]
+    if window is not None and window >= s:
+        window = None
+    if causal and (window is not None or t != s):
+        keys = torch.arange(s, device=q.device)
+        causal, mask = False, causal_mask(keys[s - t :], keys, window)
+    if t == 1:  # a branch, because `causal and t > 1` is symbolic when the compiler keeps lengths dynamic
+        causal = False
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=k.shape[2] != q.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+# ---- the operator qkflow::attention and its backward
+
+_OPS = torch.library.Library("qkflow", "FRAGMENT")
+_OPS.define("attention(Tensor q, Tensor k, Tensor v, int window, float scale, bool save) -> (Tensor, Tensor)")
+_OPS.define(
+    "attention_backward(Tensor go, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, int window, float scale)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+        o, lse = _forward(q, k, v, window, scale, True)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.settings = (window, scale)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (go,), (q, k, v, o, lse), (window, scale) = grads, ctx.saved_tensors, ctx.settings
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: higher derivatives
+            inputs = [x.view_as(x) for x in (q, k, v)]
+            y = attention_naive(*inputs, causal=window > 0, window=window or None, scale=scale)
+            return (*torch.autograd.grad(y, inputs, go, create_graph=True), None, None)
+        return (*torch.ops.qkflow.attention_backward(go, q, k, v, o, lse, window, scale), None, None)
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return torch.ops.qkflow.attention(*args)
+    return cpu.forward(*args)  # bypasses the dispatcher, whose overhead matters in decoding
+
+
+def _checked_forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, save: bool) -> tuple[Tensor, Tensor]:
+    _check_operands(q, k, v, window)
+    return cpu.forward(q, k, v, window, scale, save)
+
+
+def _checked_backward(
+    go: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_operands(q, k, v, window)
+    n, t, h, _ = q.shape
+    expected = [(n, t, h, v.shape[3])] * 2 + [(n, h, t)]
+    if [x.shape for x in (go, o, lse)] != expected or any(x.dtype != q.dtype or not x.is_cpu for x in (go, o, lse)):
+        raise UsageError(f"go, o and lse must be {q.dtype} on the CPU with the shapes {expected}")
+    return cpu.backward(go, q, k, v, o, lse, window, scale)
+
+
+def _check_operands(q: Tensor, k: Tensor, v: Tensor, window: int) -> None:
+    _check(q, k, v, window != 0, window or None, None)
+    if (reason := _why_not_cpu(q, k, v, None)) is not None:
+        raise UsageError(f"the operator qkflow::attention cannot run: {reason}; use qkflow.ops.attention.attention")
+
+
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, save: bool) -> tuple[Tensor, Tensor]:
+    n, t, h, _ = q.shape
+    return q.new_empty(n, t, h, v.shape[3]), q.new_empty((n, h, t) if save else (0,))
+
+
+def _backward_shapes(go: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_OPS.impl("attention", _checked_forward, "CPU")
+_OPS.impl("attention_backward", _checked_backward, "CPU")
+_OPS.impl("attention", _forward_shapes, "Meta")
+_OPS.impl("attention_backward", _backward_shapes, "Meta")
+
+
+# ---- FLOPs: every pair counts, as in PyTorch's formula for its own kernels
+
+
+@register_flop_formula(torch.ops.qkflow.attention)
+def _forward_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:  # arguments are shapes
+    return 2 * q[0] * q[2] * q[1] * k[1] * (q[3] + v[3])
+
+
+@register_flop_formula(torch.ops.qkflow.attention_backward)
+def _backward_flops(go: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """The scores again, their gradients, and the gradients of queries, keys and values."""
+    return 2 * q[0] * q[2] * q[1] * k[1] * (3 * q[3] + 2 * v[3])
