@@ -28,7 +28,7 @@ _STYLES = {"passed": "green", "failed": "red", "skipped": "yellow"}
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Check a mechanism, ours or yours, against every law.
+    """Check a mechanism of qkflow, or your own, against every law.
 
     A failed law is reported with the smallest failing case.
 

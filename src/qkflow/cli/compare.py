@@ -104,7 +104,7 @@ class Compare:
     field: Annotated[str | None, flag("NAME", "text")] = None
     """Field of .jsonl lines that holds the text."""
     data_dir: Annotated[str | None, flag("DIR")] = None
-    """Folder with named corpora."""
+    """Folder with the files of named corpora."""
     out: Annotated[Path | None, flag("STUDY", "a new folder in runs/")] = None
     """Folder of the study. If it holds the same study, it is resumed."""
     resume: Annotated[Path | None, flag("STUDY")] = None

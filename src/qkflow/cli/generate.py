@@ -46,7 +46,7 @@ class Generate:
     seed: int = 0
     """Random seed of the sampling."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Device to run on."""
+    """Device."""
 
     def run(self) -> int:
         """Print the prompts and what the model writes after them."""

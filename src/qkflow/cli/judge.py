@@ -41,7 +41,8 @@ class Judge:
     higher_is_better: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """The numbers are scores, such as accuracies, and not losses."""
     look: Annotated[int | None, flag("K", "the table is judged once")] = None
-    """If a growing table is judged several times, the number of this time. Each spends half of the error rate left."""
+    """If a growing table is judged repeatedly, the number of this look, from 1. Each look spends half of the remaining
+    error rate."""
     error_rate: float = 0.05
     """The chance of a false better or worse over all arms and looks."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -47,7 +47,7 @@ class Probe:
     """Inspect a trained model: attention maps, and the diagnostics of its mechanism.
 
     Prints a table per layer: sharpness of attention, strength of a coupling, stability of a delta-rule memory, or
-    synchronisation of phases. Writes an HTML page with the maps of every head and an explanation of the columns.
+    synchronization of phases. Writes an HTML page with the maps of every head and an explanation of the columns.
 
     For example:
       qkflow probe runs/mine                        on held-out text of its corpus
@@ -58,21 +58,21 @@ class Probe:
     """
 
     run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directory of `qkflow train`; training may still be running."""
+    """Run folder, written by `qkflow train`; training may still be running."""
     text: Annotated[list[str], tyro.conf.Positional, flag("[TEXT ...]", "held-out text of the corpus")]
     """Text to read; several arguments are joined by spaces."""
     file: Annotated[Path | None, flag("FILE")] = None
     """Read the beginning of this file instead."""
     rationale: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
-    """Words of the text; reports how much of the attention is on them. May be repeated."""
+    """Words of the text; reports how much of the attention is on them."""
     tokens: int = 256
     """Maximum number of tokens; at most the context length in training."""
     out: Annotated[Path | None, flag("PAGE", "RUN/probe.html")] = None
     """Path of the HTML page."""
     data_dir: Annotated[str | None, flag("DIR")] = None
-    """Directory of the named corpora."""
+    """Folder with the files of named corpora."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Device to compute on."""
+    """Device."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print JSON instead of tables, and write a page only with --out."""
 

@@ -231,7 +231,7 @@ def _phase_verdict(layers: Sequence[PhaseStats | None], labels: Sequence[str]) -
         f"On this text the order parameter {change} from the first layer's input ({first:.2f}) to the last layer's"
         f" output ({last:.2f}), and attention lowers the energy by at least {_MIN_CHANGE} in {n_lower} of"
         f" {_plural(len(stats), 'layer')}.{largest}"
-        " Whether synchronisation helps is a different question: qkflow compare answers it."
+        " Whether synchronization helps is a different question: qkflow compare answers it."
     )
 
 

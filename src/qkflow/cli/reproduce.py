@@ -30,7 +30,7 @@ class Reproduce:
     """
 
     name: Annotated[str | None, tyro.conf.Positional, flag("NAME")] = None
-    """The recipe; default: list all."""
+    """Name of the recipe. Default: list all recipes."""
     corpus: Annotated[str | None, tyro.conf.Positional, flag("CORPUS", "the recipe's own")] = None
     """Another text: a file, a folder or a name, with the tokenizer of the recipe."""
     scale: Literal["laptop", "paper"] = "laptop"
@@ -40,7 +40,7 @@ class Reproduce:
     executor: Annotated[Literal["local", "ray"], flag("{local,ray}", "local")] = "local"
     """Run on this machine or on a Ray cluster."""
     data_dir: Annotated[str | None, flag("DIR")] = None
-    """Folder with named corpora."""
+    """Folder with the files of named corpora."""
     vocabulary_files: Annotated[str | None, flag("DIR")] = None
     """Folder with GPT-2's two vocabulary files, for --scale paper."""
     out: Annotated[Path | None, flag("STUDY", "a new one in runs/")] = None

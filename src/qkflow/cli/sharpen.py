@@ -45,7 +45,7 @@ class Sharpen:
     ratios: Annotated[str | None, flag("R,R,...", "those of the task")] = None
     """Learning-rate ratios of W_Q and W_K, one arm each. The first is the baseline."""
     growth: Annotated[str | None, flag("R,R,...")] = None
-    """Further arms, whose r grows linearly from 1 to this."""
+    """Additional arms, whose ratio grows linearly from 1 to this value."""
     published: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Add an arm with the published ratios, which speed up embeddings, too."""
     seeds: Annotated[int | None, flag("N", str(SEEDS))] = None

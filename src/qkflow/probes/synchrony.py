@@ -12,7 +12,7 @@ is rotated by the lag, and harmonics m add the terms a_m / m <g_t^m, ...>, so th
 
 A layer is measured at three stages: its input (`before`), after its attention (`attended`), and its output (`after`),
 because the feed-forward network moves tokens as well. Numbers are computed in float64 on the CPU, on the first sequence
-of a batch. They describe synchronisation, not whether it helps; `qkflow compare` measures that.
+of a batch. They describe synchronization, not whether it helps; `qkflow compare` measures that.
 """
 
 from __future__ import annotations
