@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,6 +96,6 @@ def compare(
         threads=threads,
         device=device,
     )
-    folder = new_folder(re.sub(r"[^\w.=-]+", "_", f"compare-{Path(config.source).name}")) if out is None else Path(out)
+    folder = new_folder(f"compare-{Path(config.source).name}") if out is None else Path(out)
     console = Console(quiet=not progress)
     return run_and_present(spec, folder, executor=executor or LocalExecutor(), console=console, quiet=True)

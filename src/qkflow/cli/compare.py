@@ -126,7 +126,8 @@ class Compare:
             more = parse_duration(self.budget)
             run_and_present(None, self.extend, executor=executor, console=console, more=more)
         else:
-            run_and_present(self._spec(), self._folder(), executor=executor, console=console, command=command_line())
+            folder = self.out or new_folder(f"compare-{Path(self.corpus or CorpusConfig().source).name}")
+            run_and_present(self._spec(), folder, executor=executor, console=console, command=command_line())
         return 0
 
     def _refuse(self, reason: str, allowed: tuple[str, ...]) -> None:
@@ -162,11 +163,6 @@ class Compare:
                 device=self.device,
             ),
         )
-
-    def _folder(self) -> Path:
-        if self.out is not None:
-            return self.out
-        return new_folder(re.sub(r"[^\w.=-]+", "_", f"compare-{Path(self.corpus or 'python-stdlib').name}"))
 
 
 def run_and_present(

@@ -48,7 +48,12 @@ def parse_numbers(text: str, flag: str, example: str) -> tuple[float, ...]:
 
 
 def new_folder(stem: str, parent: Path = Path("runs")) -> Path:
-    """A path in `parent` that does not exist yet: the stem, with a number if it is taken."""
+    """A path in `parent` that does not exist yet: the stem in safe characters, with a number if it is taken.
+
+    >>> new_folder("compare-mqar:pairs=4+8", parent=Path("no such folder")).name
+    'compare-mqar_pairs=4_8'
+    """
+    stem = re.sub(r"[^\w.=-]+", "_", stem)
     folder, number = parent / stem, 2
     while folder.exists():
         folder, number = parent / f"{stem}-{number}", number + 1

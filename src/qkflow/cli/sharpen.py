@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -91,7 +90,7 @@ class Sharpen:
             folder = self.resume
             run_and_present(None, folder, executor=executor, console=console, quiet=self.json)
         else:
-            folder = self.out or new_folder(re.sub(r"[^\w.=-]+", "_", f"sharpen-{self.task or 'agreement'}"))
+            folder = self.out or new_folder(f"sharpen-{self.task or 'agreement'}")
             with console.status("reading the task"):
                 spec = self._spec()
             run_and_present(spec, folder, executor=executor, console=console, command=command_line(), quiet=self.json)

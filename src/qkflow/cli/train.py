@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import tomllib
 from dataclasses import asdict, dataclass, replace
@@ -278,7 +277,7 @@ class Train:
         stem = "-".join(dict.fromkeys(cast(DecoderConfig, config.model).mechanisms))
         if not config.ratio.is_identity:
             stem += f"-r={config.qk_ratio:g}" + ("" if config.qk_growth is None else f"-growth={config.qk_growth:g}")
-        return new_folder(re.sub(r"[^\w.=-]+", "_", stem) + f"-seed{config.seed}")
+        return new_folder(f"{stem}-seed{config.seed}")
 
 
 def read_initial(folder: Path) -> ModelFolder:
