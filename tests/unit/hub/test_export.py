@@ -26,6 +26,8 @@ TOKENS = torch.tensor([[104, 105, 7, 8, 9], [72, 101, 108, 108, 111]])
         (("qdelta", "differential"), "3KB"),
         (("nonlinear-query", "coupled:conv=3,key_shift=True,qk_norm=before"), "5GB"),
         ("kuramoto", "5GB"),
+        (("kda", "eda"), "5GB"),
+        (("comba", "qdelta:erase=own"), "5GB"),
     ],
     ids=str,
 )

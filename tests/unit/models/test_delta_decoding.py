@@ -19,7 +19,10 @@ from qkflow.ops.delta_rule import use_backend
 from qkflow.training.config import TrainConfig
 from qkflow.training.optim import build_optimizer
 
-MECHANISMS: list[Any] = ["deltanet", "gated-deltanet", "qdelta", ("qdelta+hamiltonian", "standard:window=3")]
+MECHANISMS: list[Any] = [
+    *("deltanet", "gated-deltanet", "qdelta", "qdelta:erase=own", "kda", "eda", "comba"),
+    ("qdelta+hamiltonian", "standard:window=3"),
+]
 
 
 def config(mechanism: Any) -> DecoderConfig:

@@ -36,7 +36,13 @@ def test_parameters_equals_the_count_of_an_allocated_model() -> None:
     assert parameters(config) == sum(p.numel() for p in Decoder(config).parameters())
 
 
-@pytest.mark.parametrize("mechanism", ["standard", "differential", "standard:key_heads=1", "differential:qk_norm=True"])
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        *("standard", "differential", "standard:key_heads=1", "differential:qk_norm=True"),
+        *("kda", "eda", "comba", "qdelta:erase=own"),
+    ],
+)
 @pytest.mark.parametrize(("name", "factor"), [("100k", 1.0), ("60m", 1.0), ("1m", 0.9), ("5m", 1.3)])
 def test_matched_parameter_count_is_within_half_a_percent(name: str, factor: float, mechanism: str) -> None:
     target = round(factor * parameters(size(name)))

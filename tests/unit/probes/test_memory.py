@@ -205,11 +205,14 @@ HYBRID = ("standard", "deltanet", "gated-deltanet", "qdelta+hamiltonian:dt=0.2")
 TOKENS = [72, 101, 108, 108, 111, 256, 10, 72, 101, 108]
 
 
-def inputs(seed: int, *, t: int = 20, decays: bool = True, mixes: bool = True, width: int = 4) -> DeltaInputs:
+def inputs(
+    seed: int, *, t: int = 20, decays: bool = True, mixes: bool = True, width: int = 4, vector: bool = False
+) -> DeltaInputs:
     random = torch.Generator().manual_seed(seed)
     q, k = normalize(torch.randn(2, 2, t, 3, width, generator=random, dtype=torch.float64), dim=-1)
     v = torch.randn(2, t, 3, 5, generator=random, dtype=torch.float64)
     beta, decay, lam = torch.rand(3, 2, t, 3, generator=random, dtype=torch.float64)
+    decay = torch.rand(k.shape, generator=random, dtype=torch.float64) if vector else decay
     return DeltaInputs(q, k, v, beta, -decay if decays else None, k + lam[..., None] * q if mixes else None)
 
 
@@ -233,10 +236,10 @@ def verdict(layers: list[MemoryStats | None]) -> str:
     return memory_section(layers).verdict
 
 
-@given(seed=st.integers(0, 10_000), decays=st.booleans(), mixes=st.booleans())
+@given(seed=st.integers(0, 10_000), decays=st.booleans(), mixes=st.booleans(), vector=st.booleans())
 @settings(deadline=None, max_examples=25)
-def test_errors_contract_by_one_minus_beta_a(seed: int, decays: bool, mixes: bool) -> None:
-    delta = inputs(seed, decays=decays, mixes=mixes)
+def test_errors_contract_by_one_minus_beta_a(seed: int, decays: bool, mixes: bool, vector: bool) -> None:
+    delta = inputs(seed, decays=decays, mixes=mixes, vector=vector)
     run = trace_errors(delta)
     factor = 1 - step_sizes(delta)
     assert_close(run.after, factor[..., None] * run.before, rtol=0, atol=1e-12)
@@ -384,6 +387,30 @@ def test_hybrid_stacks_have_stats_per_layer() -> None:
     assert len(mixed.heads) == len(mixed.growth[0].heads) == 2
     assert len(mixed.error) == len(mixed.bound) == len(mixed.memory) == len(TOKENS)
     assert all(layer.deviation < 1e-12 for layer in (delta, gated, mixed))
+
+
+def test_transitions_with_a_decay_per_channel_match_the_matrices() -> None:
+    delta = inputs(4, t=9, vector=True)
+    assert delta.log_alpha is not None
+    assert delta.erase is not None
+    rank_one = delta.beta[..., None, None] * delta.erase[..., :, None] * delta.k[..., None, :]
+    T = torch.diag_embed(delta.log_alpha.exp()) @ (torch.eye(4, dtype=torch.float64) - rank_one)
+    assert_close(operator_norms(delta), torch.linalg.matrix_norm(T, ord=2), rtol=1e-12, atol=1e-12)
+    assert_close(spectral_radii(delta), torch.linalg.eigvals(T).abs().amax(-1), rtol=1e-12, atol=1e-12)
+    pair = torch.linalg.matrix_norm(T[:, :-1] @ T[:, 1:], ord=2)
+    assert_close(product_norms(delta, 2), pair, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mechanism", ["kda", "eda", "comba", "qdelta:erase=own"])
+def test_every_delta_rule_mechanism_has_stats(mechanism: str) -> None:
+    decoder = model(mechanism)
+    (stats,) = memory_stats(decoder, TOKENS)
+    assert stats is not None
+    assert stats.deviation < 1e-12
+    assert stats.norm >= stats.radius - 1e-12
+    assert len(stats.error) == len(TOKENS) * decoder.blocks[0].mechanism.steps
+    assert stats.growth[0].max <= stats.norm**2 * (1 + 1e-12)
+    assert verdict([stats]).count(".") >= 1
 
 
 def test_delta_layers_have_coupling_stats() -> None:

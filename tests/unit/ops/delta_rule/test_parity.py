@@ -90,20 +90,42 @@ def test_the_delta_rule_matches_fla(helpers: Any, backend: str) -> None:
     compare(helpers, backend, inputs, (o.transpose(1, 2), final))
 
 
+def fla_comba(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_alpha: Tensor, erase: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The recurrent form: the chunked reference leaves alpha out of the erasure."""
+    rule, initial = naive("comba").naive_recurrent_comba, None if state is None else state.mT
+    o, final = rule(q, k, v, p=erase, beta=beta, g=log_alpha, initial_state=initial, output_final_state=True)
+    return o, final.mT
+
+
+def fla_kda(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_alpha: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    rule, initial = naive("kda").naive_recurrent_kda, None if state is None else state.mT
+    o, final = rule(q, k, v, g=log_alpha, beta=beta, initial_state=initial, output_final_state=True)
+    return o, final.mT
+
+
 @pytest.mark.parametrize("rho", [0.0, 0.5])
 @pytest.mark.parametrize("without", [(), ("state",)])
 def test_any_erase_direction_matches_comba_of_fla(
     helpers: Any, backend: str, rho: float, without: tuple[str, ...]
 ) -> None:
     inputs = helpers.make_inputs(70, key=16, value=8, rho=rho, without=without, dtype=torch.float32)
-    theirs = naive("comba").naive_recurrent_comba(
-        inputs["q"],
-        inputs["k"],
-        inputs["v"],
-        p=inputs["erase"],
-        beta=inputs["beta"],
-        g=inputs["log_alpha"],
-        initial_state=memory(inputs),
-        output_final_state=True,
+    helpers.assert_agree(
+        helpers.results(inputs, backend=backend), helpers.results(inputs, fla_comba), tolerance=TOLERANCE
     )
-    compare(helpers, backend, inputs, theirs)
+
+
+@pytest.mark.parametrize("strength", [0.1, 10.0])
+@pytest.mark.parametrize("without", [("erase",), ("erase", "state")])
+def test_a_decay_per_channel_matches_kda_of_fla(
+    helpers: Any, backend: str, strength: float, without: tuple[str, ...]
+) -> None:
+    """With log decays from 0 to -0.1 and to -10 per token; the gradients of all inputs as well."""
+    inputs = helpers.make_inputs(70, key=16, value=8, vector=True, without=without, dtype=torch.float32)
+    inputs["log_alpha"] = strength * (10 * inputs["log_alpha"]).clamp(min=-1)
+    helpers.assert_agree(
+        helpers.results(inputs, backend=backend), helpers.results(inputs, fla_kda), tolerance=TOLERANCE
+    )
