@@ -155,10 +155,9 @@ class QDelta(DeltaMechanism):
 
     def delta_inputs(self, q: Keys, k: Keys, v: Tensor, own: Keys | None, gates: dict[str, Tensor]) -> DeltaInputs:
         """Erase along k + lambda q, or k + lambda e."""
-        inputs = super().delta_inputs(q, k, v, own, gates)
-        if "lam" not in gates:
-            return inputs
-        return inputs._replace(erase=torch.addcmul(k, gates["lam"].unsqueeze(-1), q if own is None else own))
+        lam = gates.get("lam")
+        erase = lam if lam is None or own is None else torch.addcmul(k, lam.unsqueeze(-1), own)
+        return super().delta_inputs(q, k, v, own, gates)._replace(erase=erase)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -188,7 +188,7 @@ def delta_rule_stats(inputs: DeltaInputs) -> MemoryStats:
     factor = 1 - steps
     error, bound = trace.after.norm(dim=-1), error_bound(trace, factor.abs())
     ratio = (bound / error).where(error > 0, math.inf)
-    lam = (erase_direction(inputs) - inputs.k).norm(dim=-1)
+    lam = (inputs.direction - inputs.k).norm(dim=-1)
     slowest = inputs.log_alpha
     if slowest is not None and slowest.ndim == 4:
         slowest = slowest.amax(-1)
@@ -219,7 +219,7 @@ def trace_errors(inputs: DeltaInputs) -> ErrorTrace:
     ([1.0, 0.5], [0.5, 0.25], [0.5, 0.75])
     """
     _, k, v, beta, _, _ = inputs
-    x, alpha = erase_direction(inputs), _channel_decays(inputs)
+    x, alpha = inputs.direction, _channel_decays(inputs)
     S = v.new_zeros(v.shape[0], v.shape[2], v.shape[3], k.shape[3])
     before, after, memory = [], [], []
     for i in range(k.shape[1]):
@@ -277,11 +277,6 @@ def _product_stats(inputs: DeltaInputs, window: int) -> ProductNorms:
 # Transitions
 
 
-def erase_direction(inputs: DeltaInputs) -> Queries:
-    """Return x, the direction in which a token corrects the memory."""
-    return inputs.k if inputs.erase is None else inputs.erase
-
-
 def _channel_decays(inputs: DeltaInputs) -> Float[Tensor, "b t h _"]:
     """Return alpha, [b t h k] or [b t h 1]."""
     if inputs.log_alpha is None:
@@ -291,14 +286,14 @@ def _channel_decays(inputs: DeltaInputs) -> Float[Tensor, "b t h _"]:
 
 def _transitions(inputs: DeltaInputs, i: int) -> Float[Tensor, "b h k k"]:
     """Return T of token i."""
-    rank_one = erase_direction(inputs)[:, i, :, :, None] * inputs.k[:, i, :, None, :]
+    rank_one = inputs.direction[:, i, :, :, None] * inputs.k[:, i, :, None, :]
     eye = torch.eye(inputs.k.shape[-1], dtype=inputs.k.dtype, device=inputs.k.device)
     return _channel_decays(inputs)[:, i, :, :, None] * (eye - inputs.beta[:, i, :, None, None] * rank_one)
 
 
 def step_sizes(inputs: DeltaInputs) -> Gates:
     r"""Return \beta a: the fraction of its error that each token corrects."""
-    return inputs.beta * (inputs.k * erase_direction(inputs)).sum(-1)
+    return inputs.beta * (inputs.k * inputs.direction).sum(-1)
 
 
 def spectral_radii(inputs: DeltaInputs) -> Gates:
@@ -315,7 +310,7 @@ def operator_norms(inputs: DeltaInputs) -> Gates:
 
     >>> q, k = torch.eye(2).view(2, 1, 1, 1, 2)
     >>> one = torch.ones(1, 1, 1)
-    >>> inputs = DeltaInputs(q, k, k, one, None, k + q)
+    >>> inputs = DeltaInputs(q, k, k, one, None, one)
     >>> round(operator_norms(inputs).item(), 4), spectral_radii(inputs).item()
     (1.4142, 1.0)
     """
@@ -324,7 +319,7 @@ def operator_norms(inputs: DeltaInputs) -> Gates:
     if inputs.has_vector_decay:
         steps = range(inputs.k.shape[1])
         return torch.stack([torch.linalg.matrix_norm(_transitions(inputs, i), ord=2) for i in steps], 1)
-    x, k = erase_direction(inputs), inputs.k
+    x, k = inputs.direction, inputs.k
     n = inputs.beta * x.norm(dim=-1) * k.norm(dim=-1)
     distance = (normalize(x, dim=-1) - normalize(k, dim=-1)).square().sum(-1)
     # n^2 + 4 (1 - beta a) without cancellation where it is close to zero
@@ -338,7 +333,7 @@ def product_norms(inputs: DeltaInputs, window: int) -> Float[Tensor, "b w h"]:
         return x.unfold(1, window, max(1, window // 2))  # [b t h ...] to [b w h ... i]
 
     beta = windows(inputs.beta)
-    vectors = (erase_direction(inputs), inputs.k, _channel_decays(inputs))
+    vectors = (inputs.direction, inputs.k, _channel_decays(inputs))
     x, k, alpha = (rearrange(windows(y), "b w h k i -> b w h i k") for y in vectors)
     if (
         2 * window < k.shape[-1] and not inputs.has_vector_decay

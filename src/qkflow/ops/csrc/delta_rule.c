@@ -16,16 +16,18 @@ static int out_of_range(const Rule *r) {
     const real *decays = r->channel_log_alpha ? r->channel_log_alpha : r->log_alpha;
     int invalid = 0;
     for (long i = 0; i < count; i++) invalid |= !(r->beta[i] >= 0 && r->beta[i] <= 2);
+    for (long i = 0; r->lam && i < count; i++) invalid |= !(r->lam[i] >= -MAX_FINITE && r->lam[i] <= MAX_FINITE);
     count *= r->channel_log_alpha ? r->key : 1;
     for (long i = 0; decays && i < count; i++) invalid |= !(decays[i] >= -MAX_FINITE && decays[i] <= 0);
     return invalid;
 }
 
+/* `log_alpha` and `erase` hold one number per token and head, or one per key channel as well */
 static void set_inputs(Rule *r, const real *q, const real *k, const real *v, const real *beta, const real *log_alpha,
-                       int decays, const real *x) {
-    r->q = q, r->k = k, r->v = v, r->beta = beta, r->x = x;
-    r->log_alpha = decays == 1 ? log_alpha : NULL;
-    r->channel_log_alpha = decays == 2 ? log_alpha : NULL;
+                       const real *erase, int decay_channels, int erase_channels) {
+    r->q = q, r->k = k, r->v = v, r->beta = beta;
+    r->log_alpha = decay_channels ? NULL : log_alpha, r->channel_log_alpha = decay_channels ? log_alpha : NULL;
+    r->lam = erase_channels ? NULL : erase, r->x = erase_channels ? erase : NULL;
 }
 
 /* all rows and heads, split among threads, each with a buffer of `room` numbers */
@@ -126,11 +128,11 @@ static void forward_heads(const Rule *r, long row, int first, int many, const vo
         transpose(&r->swaps, r->key, r->value, memory + i * matrix, r->V, to->final + at + i * size, r->key);
 }
 
-int NAME(delta_forward)(long rows, long tokens, int heads, int key, int value, int chunk, int decays, double scale,
+int NAME(delta_forward)(long rows, long tokens, int heads, int key, int value, int chunk, int decay_channels, int erase_channels, double scale,
                         int threads, const real *q, const real *k, const real *v, const real *beta, const real *log_alpha,
-                        const real *x, const real *state, real *o, real *final, real *errors, real *checkpoints) {
+                        const real *erase, const real *state, real *o, real *final, real *errors, real *checkpoints) {
     Rule r = rule(rows, tokens, heads, key, value, chunk, scale);
-    set_inputs(&r, q, k, v, beta, log_alpha, decays, x);
+    set_inputs(&r, q, k, v, beta, log_alpha, erase, decay_channels, erase_channels);
     Results to = {state, o, final, errors, checkpoints};
     if (out_of_range(&r)) return BAD_GATES;
     return for_each_head(&r, threads, forward_memory(&r), forward_heads, &to);
@@ -138,7 +140,7 @@ int NAME(delta_forward)(long rows, long tokens, int heads, int key, int value, i
 
 typedef struct {
     const real *go, *gfinal, *o, *errors, *checkpoints;
-    real *gq, *gk, *gv, *gbeta, *glog_alpha, *gx, *gstate;
+    real *gq, *gk, *gv, *gbeta, *glog_alpha, *gerase, *gstate;
 } Gradients;
 
 typedef struct { /* of one chunk; `transposed` is K^T, then o or v, then U^T; `gK` is first diag(e^(G_C - G)) K */
@@ -250,7 +252,7 @@ static void inputs_backward(const Rule *r, const Chunk *c, const Gradients *g, c
         scale(V, c->rest[i], t->U + (long)i * V);
         prefetch(r, c, c->head, c->first + i, g->gq, r->key, 1);
         prefetch(r, c, c->head, c->first + i, g->gk, r->key, 1);
-        prefetch(r, c, c->head, c->first + i, g->gx, r->key, 1);
+        prefetch(r, c, c->head, c->first + i, r->x ? g->gerase : NULL, r->key, 1);
     }
     product(all, K, r->value, t->U, V, 1, t->gHT, K, t->gK, K);
     if (r->channel_log_alpha) {
@@ -258,18 +260,25 @@ static void inputs_backward(const Rule *r, const Chunk *c, const Gradients *g, c
         multiply_rows(all * K, t->d.decay, gQ);
         channel_scores_backward(r, c, &t->d, t->keys, t->XQ, t->gMP, t->gXQ, t->gK);
         channel_decay_backward(r, c, t->keys, t->XQ, t->gXQ, t->gK, before + (long)K * V, gH, g->glog_alpha, t->d.scaled);
-        multiply_rows(all * K, t->d.decay, t->XQ);
-        multiply_rows(all * K, t->d.decay, Q);
     } else {
         add_upper(all, K, gM, T, t->XQ, K, t->gK, K);
         add_upper(all, K, gP, T, Q, K, t->gK, K);
     }
+    for (int i = 0; i < c->count; i++) {
+        long at = place(r, c->row, c->head, c->first + i);
+        if (!r->x) add_scaled(K, 1, gX + (long)i * K, t->gK + (long)i * K);
+        if (r->lam) {
+            g->gerase[at] = dot(K, gX + (long)i * K, Q + (long)i * K);
+            add_scaled(K, c->lam[i], gX + (long)i * K, gQ + (long)i * K);
+        }
+        g->gbeta[at] = dot(V, t->hat + (long)i * V, t->N + (long)i * V);
+    }
+    if (r->channel_log_alpha) {
+        multiply_rows(all * K, t->d.decay, t->XQ);
+        multiply_rows(all * K, t->d.decay, Q);
+    }
     decay_state(r, c, &t->d, gH, gH);
     add_product(deep, V, 2 * all, t->XQ, 1, K, t->W, V, gH, V);
-    for (int i = 0; i < c->count; i++) {
-        if (!r->x) add_scaled(K, 1, gX + (long)i * K, t->gK + (long)i * K);
-        g->gbeta[place(r, c->row, c->head, c->first + i)] = dot(V, t->hat + (long)i * V, t->N + (long)i * V);
-    }
 }
 
 /* CHECKPOINT_CHUNKS chunks, from the last to the first */
@@ -299,7 +308,7 @@ static void backward_group(const Rule *r, long row, int head, long group, const 
         inputs_backward(r, &c, g, &t, before, gH);
         store(r, &c, t.gXQ + (long)c.all * r->K, r->key, r->K, g->gq);
         store(r, &c, t.gK, r->key, r->K, g->gk);
-        if (r->x) store(r, &c, t.gXQ, r->key, r->K, g->gx);
+        if (r->x) store(r, &c, t.gXQ, r->key, r->K, g->gerase);
         store(r, &c, t.gNO, r->value, r->V, g->gv);
     }
 }
@@ -317,14 +326,14 @@ static void backward_heads(const Rule *r, long row, int first, int many, const v
         transpose(&r->swaps, r->key, r->value, memory + i * matrix, r->V, g->gstate + at + i * size, r->key);
 }
 
-int NAME(delta_backward)(long rows, long tokens, int heads, int key, int value, int chunk, int decays, double scale,
+int NAME(delta_backward)(long rows, long tokens, int heads, int key, int value, int chunk, int decay_channels, int erase_channels, double scale,
                          int threads, const real *q, const real *k, const real *v, const real *beta, const real *log_alpha,
-                         const real *x, const real *go, const real *gfinal, const real *o, const real *errors,
-                         const real *checkpoints, real *gq, real *gk, real *gv, real *gbeta, real *glog_alpha, real *gx,
+                         const real *erase, const real *go, const real *gfinal, const real *o, const real *errors,
+                         const real *checkpoints, real *gq, real *gk, real *gv, real *gbeta, real *glog_alpha, real *gerase,
                          real *gstate) {
     Rule r = rule(rows, tokens, heads, key, value, chunk, scale);
-    set_inputs(&r, q, k, v, beta, log_alpha, decays, x);
-    Gradients g = {go, gfinal, o, errors, checkpoints, gq, gk, gv, gbeta, glog_alpha, gx, gstate};
+    set_inputs(&r, q, k, v, beta, log_alpha, erase, decay_channels, erase_channels);
+    Gradients g = {go, gfinal, o, errors, checkpoints, gq, gk, gv, gbeta, glog_alpha, gerase, gstate};
     return for_each_head(&r, threads, backward_memory(&r), backward_heads, &g);
 }
 
@@ -361,12 +370,12 @@ static inline __attribute__((always_inline)) void one_token(const int channels, 
 }
 
 /* a few tokens, as in decoding: the recurrence, on one thread */
-int NAME(delta_recurrent)(long rows, long tokens, int heads, int key, int value, int decays, double scale, const real *q,
-                          const real *k, const real *v, const real *beta, const real *log_alpha, const real *x,
+int NAME(delta_recurrent)(long rows, long tokens, int heads, int key, int value, int decay_channels, int erase_channels, double scale, const real *q,
+                          const real *k, const real *v, const real *beta, const real *log_alpha, const real *erase,
                           const real *state, real *o, real *final) {
     Rule r = {.rows = rows, .tokens = tokens, .heads = heads, .key = key};
-    real by_channel[MAX_KEY_WIDTH], decayed[MAX_KEY_WIDTH];
-    set_inputs(&r, q, k, v, beta, log_alpha, decays, x);
+    real by_channel[MAX_KEY_WIDTH], x[MAX_KEY_WIDTH];
+    set_inputs(&r, q, k, v, beta, log_alpha, erase, decay_channels, erase_channels);
     if (out_of_range(&r)) return BAD_GATES;
     Mode mode = flush();
     for (long one = 0; one < rows * heads; one++) {
@@ -374,11 +383,15 @@ int NAME(delta_recurrent)(long rows, long tokens, int heads, int key, int value,
         real *S = final + one * key * value;
         for (long token = 0; token < tokens; token++, from = S) {
             long at = (one / heads * tokens + token) * heads + one % heads;
-            const real *qi = q + at * key, *ki = k + at * key, *xi = x ? x + at * key : ki, *vi = v + at * value;
+            const real *qi = q + at * key, *ki = k + at * key, *vi = v + at * value, *xi = r.x ? r.x + at * key : ki;
+            if (r.lam) {
+                for (int j = 0; j < key; j++) x[j] = ki[j] + r.lam[at] * qi[j];
+                xi = x;
+            }
             if (r.channel_log_alpha) {
                 for (int j = 0; j < key; j++) by_channel[j] = NAME(exponential)(log_alpha[at * key + j]);
-                for (int j = 0; j < key; j++) decayed[j] = by_channel[j] * xi[j];
-                one_token(1, key, value, 1, by_channel, beta[at], (real)scale, qi, ki, decayed, vi, from, S, o + at * value);
+                for (int j = 0; j < key; j++) x[j] = by_channel[j] * xi[j];
+                one_token(1, key, value, 1, by_channel, beta[at], (real)scale, qi, ki, x, vi, from, S, o + at * value);
             } else
                 one_token(0, key, value, log_alpha ? (real)exp(log_alpha[at]) : 1, NULL, beta[at], (real)scale, qi, ki, xi, vi,
                           from, S, o + at * value);

@@ -15,7 +15,7 @@ typedef struct {
     double scale;
     const real *q, *k, *v, *beta; /* [rows, tokens, heads, ...] */
     const real *log_alpha, *channel_log_alpha; /* a decay per head or per key channel; one of them or both are null */
-    const real *x; /* the erase direction; null if it is k */
+    const real *x, *lam; /* the erase direction, or lambda in x = k + lambda q; both null if x is k */
     Swaps swaps;
 } Rule;
 
@@ -23,7 +23,7 @@ typedef struct { /* one chunk of one head: its position and gates */
     long row, first; /* the first of its tokens */
     int head, count, all; /* tokens, and rows of its tiles */
     double G[MAX_CHUNK];
-    real beta[MAX_CHUNK], decay[MAX_CHUNK], rest[MAX_CHUNK], last; /* e^G, e^(G_C - G), e^G_C */
+    real beta[MAX_CHUNK], lam[MAX_CHUNK], decay[MAX_CHUNK], rest[MAX_CHUNK], last; /* e^G, e^(G_C - G), e^G_C */
 } Chunk;
 
 static Rule rule(long rows, long tokens, int heads, int key, int value, int chunk, double scale) {
@@ -54,6 +54,7 @@ static Chunk load_gates(const Rule *r, long row, int head, long number) {
         long at = place(r, row, head, c.first + i);
         int is_token = i < c.count;
         c.beta[i] = is_token ? r->beta[at] : 0;
+        c.lam[i] = is_token && r->lam ? r->lam[at] : 0;
         c.decay[i] = c.rest[i] = 1;
         double decay = is_token && r->log_alpha ? r->log_alpha[at] : 0;
         c.G[i] = sum += decay < MIN_LOG_DECAY ? MIN_LOG_DECAY : decay; /* larger sums would cancel later */
@@ -180,7 +181,8 @@ static void load_keys(const Rule *r, const Chunk *c, real *keys, real *XQ, real 
     if (r->x)
         load(r, c, r->x, r->key, K, XQ);
     else
-        memcpy(XQ, keys, sizeof(real) * c->all * K);
+        for (int i = 0; i < c->all; i++)
+            for (int j = 0; j < K; j++) XQ[(long)i * K + j] = keys[(long)i * K + j] + c->lam[i] * Q[(long)i * K + j];
     transpose(&r->swaps, c->all, r->key, keys, K, KT, r->T);
 }
 

@@ -22,8 +22,6 @@ _MAX_RECURRENT = 4
 """Number of tokens up to which the recurrence is faster than a chunk."""
 _BAD_GATES = 2
 """Status code of the kernel for gates out of range."""
-_NO_DECAY, _HEAD_DECAY, _CHANNEL_DECAY = 0, 1, 2
-"""Kinds of decay in the C code."""
 _HUGE_PAGES_FROM, _PAGE, _MADV_HUGEPAGE = 2**22, 2**12, 14
 
 
@@ -32,10 +30,9 @@ def checkpoint_interval(chunk: int) -> int:
     return _chunk_size(chunk) * _CHECKPOINT_CHUNKS
 
 
-def _decay_kind(inputs: DeltaInputs) -> int:
-    if inputs.log_alpha is None:
-        return _NO_DECAY
-    return _CHANNEL_DECAY if inputs.has_vector_decay else _HEAD_DECAY
+def _channels(inputs: DeltaInputs) -> tuple[bool, bool]:
+    """Whether the decay and the erase direction have one number per key channel."""
+    return inputs.has_vector_decay, inputs.erase is not None and inputs.erase.ndim == 4
 
 
 def _chunk_size(chunk: int) -> int:
@@ -48,17 +45,17 @@ def forward(inputs: DeltaInputs, state: Tensor | None, scale: float, chunk: int,
     (n, t, h, width), value_width = q.shape, v.shape[3]
     o, final = _empty(v, v.shape), _empty(q, (n, h, value_width, width))
     if t <= _MAX_RECURRENT and not save and width <= MAX_KEY_WIDTH:
-        settings = (_decay_kind(inputs), scale)
-        _call("delta_recurrent", "id", (n, t, h, width, value_width), settings, (*inputs, state, o, final))
+        settings = (*_channels(inputs), scale)
+        _call("delta_recurrent", "iid", (n, t, h, width, value_width), settings, (*inputs, state, o, final))
         return Forward(o, final, q.new_empty(0), q.new_empty(0))
     errors = checkpoints = None
     if save:
         interval = checkpoint_interval(chunk)
         errors = _empty(v, v.shape)
         checkpoints = _empty(q, (n, h, (t + interval - 1) // interval, width, value_width))
-    settings = (_chunk_size(chunk), _decay_kind(inputs), scale, torch.get_num_threads())
+    settings = (_chunk_size(chunk), *_channels(inputs), scale, torch.get_num_threads())
     tensors = (*inputs, state, o, final, errors, checkpoints)
-    _call("delta_forward", "iidi", (n, t, h, width, value_width), settings, tensors)
+    _call("delta_forward", "iiidi", (n, t, h, width, value_width), settings, tensors)
     return Forward(o, final, *(q.new_empty(0) if x is None else x for x in (errors, checkpoints)))
 
 
@@ -69,9 +66,9 @@ def backward(
     (n, t, h, width), value_width = inputs.q.shape, inputs.v.shape[3]
     grads = [None if x is None else _empty(x, x.shape) for x in inputs]
     gstate = _empty(inputs.q, (n, h, value_width, width))
-    settings = (_chunk_size(chunk), _decay_kind(inputs), scale, torch.get_num_threads())
+    settings = (_chunk_size(chunk), *_channels(inputs), scale, torch.get_num_threads())
     tensors = (*inputs, go, gfinal, *saved, *grads, gstate)
-    _call("delta_backward", "iidi", (n, t, h, width, value_width), settings, tensors)
+    _call("delta_backward", "iiidi", (n, t, h, width, value_width), settings, tensors)
     return *(gstate.new_empty(0) if x is None else x for x in grads), gstate
 
 
@@ -82,7 +79,7 @@ def _call(
         return
     status = build.call(name, "lliii" + signature, (*shape, *settings), tensors)
     if status == _BAD_GATES:
-        check_gates(*tensors[3:5])  # pyright: ignore[reportArgumentType]
+        check_gates(*tensors[3:6])  # pyright: ignore[reportArgumentType]
     if status:
         raise MemoryError("the C kernel of the delta rule could not allocate its buffers")
 

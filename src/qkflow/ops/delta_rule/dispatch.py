@@ -65,7 +65,7 @@ def delta_rule(
     v: Float[Tensor, "b t h v"],
     beta: Float[Tensor, "b t h"],
     log_alpha: Float[Tensor, "b t h"] | Float[Tensor, "b t h k"] | None = None,
-    erase: Float[Tensor, "b t h k"] | None = None,
+    erase: Float[Tensor, "b t h k"] | Float[Tensor, "b t h"] | None = None,
     state: Float[Tensor, "n h v k"] | None = None,
     layout: Layout | None = None,
     scale: float | None = None,
@@ -75,9 +75,10 @@ def delta_rule(
 ) -> tuple[Float[Tensor, "b t h v"], Float[Tensor, "n h v k"]]:
     """Outputs, and the state after the last token of each sequence.
 
-    `erase` is the direction x, by default k. `log_alpha` holds one decay per head or one per key channel; without it
-    nothing decays. The state has at least float32 precision whatever the dtype of the inputs. On a GPU, queries, keys
-    and `erase` are cast to the dtype of the values. The scale defaults to 1 / sqrt(k). `chunk` affects speed only.
+    `erase` is the direction x, by default k. One number lambda per head stands for x = k + lambda q, which is faster
+    than passing this x. `log_alpha` holds one decay per head or one per key channel; without it nothing decays. The
+    state has at least float32 precision whatever the dtype of the inputs. On a GPU, queries, keys and `erase` are cast
+    to the dtype of the values. The scale defaults to 1 / sqrt(k). `chunk` affects speed only.
 
     >>> q, k, v, beta = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 3), torch.rand(1, 5, 2)
     >>> o, state = delta_rule(q[:, :4], k[:, :4], v[:, :4], beta[:, :4])
@@ -93,7 +94,9 @@ def delta_rule(
         layout.check(q)
         inputs = inputs.map(lambda x: layout.to_rows(layout.zero_padding(x)))
     if backend != "cpu" and not torch.compiler.is_compiling():  # the C kernel checks the gates itself
-        check_gates(inputs.beta, inputs.log_alpha)
+        check_gates(inputs.beta, inputs.log_alpha, inputs.erase)
+    if erase is not None and backend != "cpu":
+        inputs = inputs._replace(erase=inputs.direction)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if backend == "naive":

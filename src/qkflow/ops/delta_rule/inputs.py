@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
@@ -36,8 +37,15 @@ class DeltaInputs(NamedTuple):
     """Write strength."""
     log_alpha: Decays | None
     """Log of the decay from one token to the next, per head or per key channel; None means no decay."""
-    erase: Keys | None
-    """The direction x that is read and corrected; None means k."""
+    erase: Keys | Gates | None
+    """The direction x that is read and corrected, or lambda in x = k + lambda q; None means k."""
+
+    @property
+    def direction(self) -> Keys:
+        """The direction x."""
+        if self.erase is None or self.erase.ndim == 4:
+            return self.k if self.erase is None else self.erase
+        return torch.addcmul(self.k, self.erase.unsqueeze(-1), self.q)
 
     @property
     def has_vector_decay(self) -> bool:
@@ -65,9 +73,10 @@ def check_shapes(inputs: DeltaInputs, state: Tensor | None, rows: int, chunk: in
             f"log_alpha must be [b, t, heads] = {[b, t, h]}, or {[b, t, h, width]} for a decay per key channel, got"
             f" {list(inputs.log_alpha.shape)}"
         )
-    if inputs.erase is not None and inputs.erase.shape != q.shape:
+    if inputs.erase is not None and inputs.erase.shape not in ((b, t, h), (b, t, h, width)):
         raise UsageError(
-            f"erase must have the shape of the keys, [b, t, heads, k] = {list(q.shape)}, got {list(inputs.erase.shape)}"
+            f"erase must have the shape of the keys, [b, t, heads, k] = {list(q.shape)}, or be the weight of the query,"
+            f" {[b, t, h]}, got {list(inputs.erase.shape)}"
         )
     if t < 1:
         raise UsageError("expected at least one token, got none")
@@ -86,13 +95,14 @@ def check_shapes(inputs: DeltaInputs, state: Tensor | None, rows: int, chunk: in
             raise UsageError(f"{name} is on {x.device} and the queries are on {q.device}: move them to one device")
 
 
-def check_gates(beta: Tensor, log_alpha: Tensor | None) -> None:
+def check_gates(beta: Tensor, log_alpha: Tensor | None, erase: Tensor | None) -> None:
     """Raise if a gate is out of range. Skipped for fake tensors, and on GPUs, where it would synchronize."""
     if beta.device.type != "cpu" or is_fake(beta):
         return
     for name, gate, low, high, bounds in (
         ("beta", beta, 0.0, MAX_BETA, f"from 0 to {MAX_BETA:g}"),
         ("log_alpha", log_alpha, -math.inf, 0.0, "finite and at most 0"),
+        ("erase", erase if erase is not None and erase.ndim == 3 else None, -math.inf, math.inf, "finite"),
     ):
         if gate is None or not gate.numel():
             continue

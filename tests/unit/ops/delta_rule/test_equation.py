@@ -228,3 +228,18 @@ def test_equal_decays_of_all_channels_equal_a_decay_per_head(helpers: Any, backe
     actual = helpers.results(by_channel, backend=backend)
     actual["log_alpha"] = actual["log_alpha"].sum(-1)
     helpers.assert_agree(actual, helpers.results(inputs, backend=backend), tolerance=1e-12)
+
+
+@pytest.mark.parametrize(("t", "vector"), [(2, False), (70, False), (70, True)])
+def test_a_weight_of_the_query_equals_its_direction(helpers: Any, backend: str, t: int, vector: bool) -> None:
+    """The direction is k + lambda q, in values and in the gradients of q, k and lambda."""
+    inputs = helpers.make_inputs(t, rho=0.95, vector=vector)
+    inputs["erase"] = torch.linspace(0, 1, inputs["beta"].numel(), dtype=torch.float64).view_as(inputs["beta"])
+
+    def explicit(q: Tensor, k: Tensor, erase: Tensor, **rest: Tensor) -> tuple[Tensor, Tensor]:
+        return helpers.published(q, k, erase=k + erase[..., None] * q, **rest)
+
+    helpers.assert_agree(helpers.results(inputs, backend=backend), helpers.results(inputs, explicit))
+    with torch.no_grad():  # a few tokens without gradients run another kernel
+        o, final = delta_rule(**inputs, backend=backend)
+    helpers.assert_agree({"o": o, "final": final}, dict(zip(("o", "final"), explicit(**inputs), strict=True)))

@@ -36,7 +36,7 @@ unchecked: Any = inspect.unwrap(delta_rule)
         ("log_alpha", (2, 5, 2), r"log_alpha must .* got \[2, 5, 2\]"),
         ("log_alpha", (2, 6, 2, 3), r"\[2, 6, 2, 4\] for a decay per key channel, got \[2, 6, 2, 3\]"),
         ("log_alpha", (2, 6, 2, 1), r"log_alpha must .* got \[2, 6, 2, 1\]"),
-        ("erase", (2, 6, 2), r"erase must have the shape of the keys, .* = \[2, 6, 2, 4\], got \[2, 6, 2\]"),
+        ("erase", (2, 6, 1), r"erase must .* = \[2, 6, 2, 4\], or .*\[2, 6, 2\], got \[2, 6, 1\]"),
         ("erase", (2, 6, 2, 3), r"erase must .* got \[2, 6, 2, 3\]"),
         ("erase", (1, 6, 2, 4), r"erase must .* got \[1, 6, 2, 4\]"),
         ("state", (2, 2, 4, 3), r"\[rows, heads, v, k\] = \[2, 2, 3, 4\], got \[2, 2, 4, 3\]"),
@@ -83,6 +83,16 @@ def test_a_gate_out_of_range_raises(
     with pytest.raises(UsageError, match=words if dtype == torch.float64 else f"{name} must be") as caught:
         delta_rule(**inputs, backend=backend)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("t", [1, 70])
+def test_a_weight_of_the_query_that_is_not_finite_raises(helpers: Any, backend: str, value: float, t: int) -> None:
+    inputs = helpers.make_inputs(t)
+    inputs["erase"] = inputs["erase"][..., 0].clone()
+    inputs["erase"][1, t - 1, 1] = value
+    with pytest.raises(UsageError, match=r"erase must be finite, got .*(nan|inf)"):
+        delta_rule(**inputs, backend=backend)
 
 
 def test_gates_are_checked_outside_padding_only(helpers: Any, backend: str) -> None:
