@@ -1,13 +1,13 @@
 """Record the losses that calibrate the statistics of studies: small runs that differ only in their seeds.
 
-    python benchmarks/calibration.py --corpus python-stdlib --size 100k
-    python benchmarks/calibration.py --corpus enwik8 --data-dir ~/data --size 500k --tokens 2.4M --batch 4
+    python benchmarks/calibration.py --corpus python-stdlib --tokens 800k
+    python benchmarks/calibration.py --corpus enwik8 --data-dir ~/data --tokens 500k --final-tokens 262144
     python benchmarks/calibration.py --quick                4 short runs; writes no file
 
 Every data seed is trained with several initializations. Runs with the same data seed and different initializations act
 as equal arms of a study: four of them make a family of three arms and a baseline. The output file has the loss of each
-held-out document of each run (at most --documents of them, evenly spaced) and the processor seconds of a run. Finished
-runs are kept in --work, so an interrupted calibration continues with the same command.
+held-out document of each run (neighbours are summed to at most --documents groups) and the processor seconds of a run.
+Finished runs are kept in --work, so an interrupted calibration continues with the same command.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ def main() -> None:
     parser.add_argument("--mechanism", default="standard")
     parser.add_argument("--steps", type=int, help="instead of --tokens")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon", "sgd"))
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--optimizer", default="muon", choices=("adamw", "muon", "sgd"))
+    parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--beta2", default="200k", help="beta2, or its half-life in tokens")
-    parser.add_argument("--decay", type=float, default=0.4, help="fraction of the steps with a decaying rate")
+    parser.add_argument("--decay", type=float, default=0.6, help="fraction of the steps with a decaying rate")
     parser.add_argument("--floor", type=float, default=0.0, help="final rate, as a fraction of the peak")
     parser.add_argument("--warmup", type=int, default=None, help="steps of warm-up; by default that of `train`")
     parser.add_argument("--split", default="test", choices=("test", "validation"), help="documents that are scored")
-    parser.add_argument("--data-seeds", type=int, default=16)
+    parser.add_argument("--final-tokens", type=int, help="the most tokens that are scored; by default all")
+    parser.add_argument("--data-seeds", type=int, default=12)
     parser.add_argument("--initializations", type=int, default=4, help="initializations per data seed")
-    parser.add_argument("--documents", type=int, default=100, help="the most documents in the file")
+    parser.add_argument("--documents", type=int, default=100, help="the most documents or groups of them in the file")
     parser.add_argument("--work", type=Path, default=Path("runs/calibration"), help="where finished runs are kept")
     parser.add_argument("--out", type=Path, help="by default CORPUS-SIZE.npz with the tests")
     parser.add_argument("--quick", action="store_true", help="4 short runs; writes no file")
@@ -103,7 +104,8 @@ def record(args: argparse.Namespace, work: Path) -> tuple[np.ndarray, np.ndarray
         "config": {**regime, **seeds},
         "cpu_seconds": seconds,
     }
-    description["config"]["data"]["data_dir"] = None  # a path of this machine
+    data = description["config"]["data"]
+    data["source"], data["data_dir"] = Path(data["source"]).name, None  # no paths of this machine
     return nats, sizes, description
 
 
@@ -131,6 +133,7 @@ def run_config(args: argparse.Namespace, data_seed: int, initialization: int) ->
         data_seed=data_seed,
         evaluate_tokens=4096,
         final_split=args.split,
+        final_tokens=args.final_tokens,
     )
 
 
@@ -152,12 +155,13 @@ def run(config: TrainConfig, path: Path) -> float:
 
 
 def write(path: Path, nats: np.ndarray, sizes: np.ndarray, description: dict[str, Any], most: int) -> None:
-    """Write the record, with at most so many documents."""
-    keep = np.unique(np.linspace(0, len(sizes) - 1, min(most, len(sizes))).round().astype(int))
+    """Write the record, with the documents summed in at most so many groups of neighbours."""
+    starts = np.unique(np.linspace(0, len(sizes), min(most, len(sizes)), endpoint=False).astype(int))
+    groups, group_sizes = (np.add.reduceat(x, starts, axis=-1) for x in (nats, sizes))
     path.parent.mkdir(parents=True, exist_ok=True)
     text = np.array(json.dumps(description))
-    np.savez_compressed(path, nats=nats[..., keep].astype(np.float32), bytes=sizes[keep], record=text)
-    print(f"{path}: {path.stat().st_size:,} bytes, {len(keep)} of {len(sizes)} documents")
+    np.savez_compressed(path, nats=groups.astype(np.float32), bytes=group_sizes, record=text)
+    print(f"{path}: {path.stat().st_size:,} bytes, {len(sizes)} documents in {len(starts)} groups")
 
 
 if __name__ == "__main__":
