@@ -239,7 +239,9 @@ class EraseThenDelta(DeltaMechanism):
         log_alpha = gates["log_alpha"]
         first = (torch.zeros_like(q), own, torch.zeros_like(v), gates["gamma"], log_alpha)
         second = (q, k, v, gates["beta"], torch.zeros_like(log_alpha))
-        return DeltaInputs(*(torch.stack(pair, 2).flatten(1, 2) for pair in zip(first, second, strict=True)), None)
+        pairs = zip(first, second, strict=True)
+        q, k, v, beta, log_alpha = (torch.stack(pair, 2).flatten(1, 2) for pair in pairs)
+        return DeltaInputs(q, k, v, beta, log_alpha, None)
 
 
 @dataclass(frozen=True, kw_only=True)

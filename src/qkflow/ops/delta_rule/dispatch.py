@@ -113,8 +113,11 @@ def _cast(inputs: DeltaInputs, state_dtype: torch.dtype, backend: str) -> DeltaI
     if backend != "triton":
         return inputs.map(lambda x: x.to(state_dtype))
     dtype = inputs.v.dtype if inputs.v.dtype in (torch.bfloat16, torch.float16) else state_dtype
-    dtypes = dict.fromkeys(("q", "k", "v", "erase"), dtype)
-    tensors = {name: x if x is None else x.to(dtypes.get(name, state_dtype)) for name, x in inputs._asdict().items()}
+    vectors = ("q", "k", "v", "erase")
+    tensors = {
+        name: x if x is None else x.to(dtype if name in vectors else state_dtype)
+        for name, x in inputs._asdict().items()
+    }
     return DeltaInputs(**tensors)  # pyright: ignore[reportArgumentType]
 
 
