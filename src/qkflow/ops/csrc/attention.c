@@ -18,7 +18,8 @@
 #include <immintrin.h>
 #endif
 
-enum { QUERIES = 64, KEYS = 64, STRIP = 16, NO_MEMORY = 1 }; /* a partly visible tile is computed in strips of keys */
+enum { QUERIES = 64, KEYS = 64, STRIP = 16 }; /* a partly visible tile is computed in strips of keys */
+enum { FEW = 4, SPLIT = 1024, NO_MEMORY = 1 }; /* queries of a decoding step; keys of a unit of its work */
 #define LOWEST ((real)(sizeof(real) == 4 ? -1e38 : -1e307)) /* a hidden score: finite, since inf - inf is NaN */
 #define LOG2_E 1.4426950408889634
 
@@ -295,9 +296,94 @@ static void forward_unit(const Attention *a, long unit, const void *what, real *
     for (; first < end; first += QUERIES) forward_block(a, row, head, first, from, keys, values, to, rest);
 }
 
+/* ---- forward for a few queries: one lane per coordinate, since most lanes of a tile would be empty */
+
+typedef struct {
+    real *partial; /* per unit and query: the sum of weighted values, then the largest score and the sum of weights */
+    long splits; /* of the keys: each is a unit of work, and their results are added in order */
+} Splits;
+
+/* SPLIT keys of one head */
+static void decode_unit(const Attention *a, long unit, const void *what, real *memory) {
+    const Splits *to = what;
+    const Shape *s = &a->s;
+    long split = unit % to->splits, head = unit / to->splits % s->heads, row = unit / to->splits / s->heads;
+    long group = head / (s->heads / s->groups), from, until, begin = split * SPLIT;
+    real *q = memory, *keys = q + a->K, *values = keys + (long)KEYS * a->K, *p = values + (long)KEYS * a->V;
+    for (long i = 0; i < s->queries; i++) {
+        real *o = to->partial + (unit * s->queries + i) * (a->V + LANES), largest = LOWEST, sum = 0;
+        memset(o, 0, sizeof(real) * a->V);
+        load(at(a->q, s->q, row, i, head), 0, 1, 1, (int)s->key, a->K, q);
+        scale(a->K, a->scale * (real)LOG2_E, q);
+        visible_keys(a, i, 1, &from, &until);
+        from = from < begin ? begin : from, until = until < begin + SPLIT ? until : begin + SPLIT;
+        for (; from < until; from += KEYS) {
+            int many = (int)clamp(until - from, 0, KEYS);
+            const real *k = at(a->k, s->k, row, from, group), *v = at(a->v, s->v, row, from, group);
+            long k_stride = s->k.token, v_stride = s->v.token;
+            if (a->K != s->key) load(k, k_stride, many, many, (int)s->key, a->K, keys), k = keys, k_stride = a->K;
+            if (a->V != s->value) load(v, v_stride, many, many, (int)s->value, a->V, values), v = values, v_stride = a->V;
+            vector m = fill(largest), l = {0};
+            for (int j = 0; j < many; j++) {
+                vector dots = {0};
+                EACH(c, a->K) dots += OF(q + c) * *(const loose *)(k + j * k_stride + c);
+                p[j] = total(dots);
+            }
+            for (int j = many; j < padded(many); j++) p[j] = LOWEST;
+            EACH(j, many) m = larger(AT(p + j), m);
+            real before = largest;
+            for (int c = 0; c < LANES; c++) largest = m[c] > largest ? m[c] : largest;
+            EACH(j, many) {
+                AT(p + j) = exp2_vector(AT(p + j) - largest);
+                if (j + LANES > many) AT(p + j) = (vector)((Lanes)AT(p + j) & (a->lanes < many - j));
+                l += AT(p + j);
+            }
+            real by = exp2_vector(fill(before - largest))[0];
+            sum = sum * by + total(l);
+            EACH(c, a->V) {
+                vector even = AT(o + c) * by, odd = {0};
+                int j = 0;
+                for (; j + 2 <= many; j += 2) {
+                    even += p[j] * *(const loose *)(v + j * v_stride + c);
+                    odd += p[j + 1] * *(const loose *)(v + (j + 1) * v_stride + c);
+                }
+                if (j < many) even += p[j] * *(const loose *)(v + j * v_stride + c);
+                AT(o + c) = even + odd;
+            }
+        }
+        o[a->V] = largest, o[a->V + 1] = sum;
+    }
+}
+
+static int decode(const Attention *a, int threads, real *o) {
+    const Shape *s = &a->s;
+    Splits to = {.splits = (s->keys + SPLIT - 1) / SPLIT};
+    long units = s->rows * s->heads * to.splits, width = a->V + LANES;
+    to.partial = aligned(units * s->queries * width);
+    if (!to.partial) return NO_MEMORY;
+    int status = for_each_unit(a, units, threads, a->K + (size_t)KEYS * (a->K + a->V + 1), decode_unit, &to);
+    for (long head = 0; head < s->rows * s->heads && !status; head++)
+        for (long i = 0; i < s->queries; i++) {
+            real *first = to.partial + (head * to.splits * s->queries + i) * width, *next = first;
+            for (long split = 1; split < to.splits; split++) { /* add the next one to the first */
+                next += s->queries * width;
+                real m = next[a->V] > first[a->V] ? next[a->V] : first[a->V];
+                real by = exp2_vector(fill(first[a->V] - m))[0], next_by = exp2_vector(fill(next[a->V] - m))[0];
+                first[a->V] = m, first[a->V + 1] = by * first[a->V + 1] + next_by * next[a->V + 1];
+                EACH(c, a->V) AT(first + c) = by * AT(first + c) + next_by * AT(next + c);
+            }
+            long row = head / s->heads;
+            scale(a->V, 1 / first[a->V + 1], first);
+            copy((int)s->value, first, o + ((row * s->queries + i) * s->heads + head % s->heads) * s->value);
+        }
+    free(to.partial);
+    return status;
+}
+
 int NAME(attention_forward)(const long *shape, double scale, int threads, const real *q, const real *k, const real *v,
                             real *o, real *lse) {
     Attention a = attention(shape, scale, q, k, v);
+    if (a.s.queries <= FEW && !lse) return decode(&a, threads, o);
     long blocks = (a.s.queries + QUERIES - 1) / QUERIES, heads = a.s.rows * a.s.heads;
     long unit = clamp(blocks * heads / (4 * threads), 1, 16) * QUERIES, units = (a.s.queries + unit - 1) / unit;
     Results to = {o, lse, unit};
