@@ -20,6 +20,7 @@ from qkflow.errors import UsageError, unknown
 from qkflow.laws import LAWS, check
 from qkflow.laws.kernels import KERNEL_TOLERANCES, KernelCheck, default_device, run_kernel_checks
 from qkflow.mechanisms import Factory, mechanism
+from qkflow.ops import attention
 from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import choose_backend, triton_error
 
@@ -117,10 +118,14 @@ def check_kernels(console: Console) -> int:
 
 
 def backend_facts() -> dict[str, str]:
-    """Which backend of the delta rule runs on the CPU and the GPU, and how the C library was built."""
+    """Which backends run on the CPU and the GPU, and how the C library was built."""
     backend, info = choose_backend(torch.device("cpu")), build.build_info()
     is_fastest = backend == "cpu" or (backend == "chunked" and info is None)
     facts = {"delta rule": f"{backend}, {'the fastest available' if is_fastest else 'set by QKFLOW_DELTA'}"}
+    x = torch.zeros(1, 1, 1, 32)
+    backend = attention.choose_backend(x, x, x)
+    is_fastest = backend == "cpu" or info is None
+    facts["attention"] = f"{backend}, {'the fastest available' if is_fastest else 'set by QKFLOW_ATTENTION'}"
     if (device := default_device()).type == "cuda":
         error = triton_error(device)
         gpu_backend = "triton, the fastest available" if error is None else f"chunked; Triton cannot run: {error}"

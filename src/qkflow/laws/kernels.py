@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qkflow.ops import kuramoto
+from qkflow.ops.attention import attention, attention_naive
 from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import delta_rule, triton_error
 from qkflow.ops.delta_rule.dispatch import INTERPRETED
@@ -82,7 +83,7 @@ def run_kernel_checks(device: torch.device | None = None) -> list[KernelCheck]:
     device = default_device() if device is None else device
     is_available = {"C": build.load_error() is None, "Triton": triton_error(device) is None, None: True}
     checks = []
-    for case in (*_delta_cases(), _conv_case(), _phase_case(), *_coupling_cases()):
+    for case in (*_attention_cases(), *_delta_cases(), _conv_case(), _phase_case(), *_coupling_cases()):
         precisions: tuple[Precision, ...] = ("float32", "bfloat16" if case.language == "Triton" else "float64")
         if is_available[case.language]:
             case_device = torch.device("cpu") if case.language == "C" else device
@@ -145,6 +146,24 @@ def _queries_keys(g: torch.Generator, *shape: int) -> tuple[Tensor, Tensor]:
 
 
 # ---- the kernels
+
+
+def _attention_cases() -> list[_Case]:
+    g, (b, t, h, k), window = _generator(), (2, 150, 4, 32), 100  # several tiles, some of them partly visible
+    q, key = _queries_keys(g, b, t, h, k)
+    inputs = 20 * q, key[:, :, ::2], _noise(g, b, t, h // 2, 2 * k)  # grouped queries, wide values
+
+    def kernel(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return (attention(*inputs, causal=True, window=window, backend="cpu"),)
+
+    def reference(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return (attention_naive(*inputs, causal=True, window=window),)
+
+    few = q[:, -3:], *inputs[1:]  # a few queries use another kernel
+    return [
+        _Case("attention, C", "C", kernel, reference, inputs),
+        _Case("attention, C, decoding", "C", kernel, reference, few, has_backward=False),
+    ]
 
 
 def _delta_cases() -> list[_Case]:

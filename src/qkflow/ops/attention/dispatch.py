@@ -157,7 +157,14 @@ def _torch_attention(
     if causal and (window is not None or t != s):
         keys = torch.arange(s, device=q.device)
         causal, mask = False, causal_mask(keys[s - t :], keys, window)
-    if t == 1:  # a branch, because `causal and t > 1` is symbolic when the compiler keeps lengths dynamic
+    if v.shape[3] != q.shape[3] and v.shape[3] % q.shape[3] == 0 and torch.backends.cuda.flash_sdp_enabled():
+        parts = [_fused(q, k, part, causal, mask, scale) for part in v.split(q.shape[3], 3)]
+        return torch.cat(parts, 3)  # the fused kernel requires values as wide as keys
+    return _fused(q, k, v, causal, mask, scale)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
+    if q.shape[1] == 1:  # a branch, because `causal and t > 1` is symbolic when the compiler keeps lengths dynamic
         causal = False
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -228,11 +235,16 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, window: int) -> None:
 
 
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, save: bool) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, window != 0, window or None, None)
     n, t, h, _ = q.shape
     return q.new_empty(n, t, h, v.shape[3]), q.new_empty((n, h, t) if save else (0,))
 
 
-def _backward_shapes(go: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_shapes(
+    go: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    if any(x.device != q.device for x in (k, v, go, o, lse)):
+        raise UsageError("the operands of qkflow::attention_backward are on several devices: expected one")
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
