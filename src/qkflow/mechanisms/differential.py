@@ -76,12 +76,16 @@ class DifferentialAttention(SoftmaxMechanism):
         return differential_lambda(self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2, self.lambda_init)
 
     def attend(self, inputs: AttentionInputs) -> Float[Tensor, "n t h v"]:
-        """Equation (1) times the values, in PyTorch's fused kernel."""
-        return differential_attention(inputs.q, inputs.k, inputs.v, self.lam, causal=inputs.causal, mask=inputs.mask)
+        """Equation (1) times the values, without the maps in memory."""
+        return differential_attention(
+            inputs.q, inputs.k, inputs.v, self.lam, causal=inputs.causal, window=inputs.window, mask=inputs.mask
+        )
 
     def map(self, inputs: AttentionInputs) -> Float[Tensor, "n h t s"]:
         """Equation (1)."""
-        return differential_map(inputs.q, inputs.k, self.lam, causal=inputs.causal, mask=inputs.mask)
+        return differential_map(
+            inputs.q, inputs.k, self.lam, causal=inputs.causal, window=inputs.window, mask=inputs.mask
+        )
 
     def couple(self, q: Queries, k: Keys, *, skip_first_drift: bool = False) -> tuple[Queries, Keys]:
         """Pair the queries of each map with the keys of the same map."""
@@ -101,4 +105,5 @@ class DifferentialAttention(SoftmaxMechanism):
         return Circuits(qk=(*base.qk, *lambdas), ov=(*base.ov, "head_norm"))
 
     def _products_per_pair(self) -> int:
-        return 2 * super()._products_per_pair()  # the kernel computes each score twice, once per half of the values
+        shape = self.shape  # both maps of an output weigh its values
+        return shape.queries * shape.key_width + 2 * shape.outputs * shape.value_width

@@ -186,7 +186,9 @@ class SynchronyMechanism(Mechanism):
         if isinstance(state, ShiftedKVCache):
             state = replace(state, cache=replace(state.cache, window=None))  # keep every slot: each has a column
         inputs = self._project(x, state, layout).inputs
-        scores = attention_map(inputs.q, inputs.k, causal=inputs.causal, mask=inputs.mask, scale=1.0)
+        scores = attention_map(
+            inputs.q, inputs.k, causal=inputs.causal, window=inputs.window, mask=inputs.mask, scale=1.0
+        )
         scores = F.pad(scores, (inputs.first_slot, 0))
         if self.config.strict and not self.config.frustrated:
             scores = shift_left(scores, inputs.cache)
@@ -201,7 +203,7 @@ class SynchronyMechanism(Mechanism):
         return self._update(z, self.points(x), x)
 
     def cost(self, t: int) -> Cost:
-        """Linear maps of the points, and two products per pair and harmonic."""
+        """Linear maps of the points, and a product per pair for the score and one for each harmonic."""
         window, points = min(t, self.config.window or t), self.elements * self.group.ambient
         maps = [linear.weight.numel() for linear in (self.query, self.gate_map, self.value) if linear is not None]
         cached = self.heads * points * (1 + self.config.harmonics)
@@ -209,7 +211,7 @@ class SynchronyMechanism(Mechanism):
         return Cost(
             parameters=sum(p.numel() for p in self.parameters()),
             linear_flops=2 * t * sum(maps),
-            pair_flops=4 * self.heads * points * self.config.harmonics,
+            pair_flops=2 * self.heads * points * (1 + self.config.harmonics),
             pairs=t * window - window**2 / 2,
             state_bytes=(window * cached + shifted) * self.temperature.element_size(),
         )
@@ -331,12 +333,10 @@ class SynchronyMechanism(Mechanism):
         return state
 
     def _attend(self, inputs: AttentionInputs) -> Points:
-        """Return the mean of the attended values; per harmonic, because fused attention wants v as wide as k."""
-        means = [
-            attention(inputs.q, inputs.k, v, causal=inputs.causal, mask=inputs.mask, scale=1.0)
-            for v in _split(inputs.v, self.config.harmonics)
-        ]
-        return means[0] if len(means) == 1 else torch.cat(means, -1)
+        """Return the mean of the attended values."""
+        return attention(
+            inputs.q, inputs.k, inputs.v, causal=inputs.causal, window=inputs.window, mask=inputs.mask, scale=1.0
+        )
 
     def _update(self, z: Float[Tensor, "b t h v"], points: Points, x: Stream) -> Stream:
         """Equations (2) and (3), given the means `z`."""

@@ -27,6 +27,7 @@ class AttentionInputs(NamedTuple):
     k: Float[Tensor, "n s g k"]
     v: Float[Tensor, "n s u v"]
     causal: bool
+    window: int | None
     mask: Mask | None
     cache: KVCache
     first_slot: int
@@ -44,23 +45,23 @@ def validate_input(x: Stream, layout: Layout | None) -> Stream:
 
 
 def visible_keys(q: Tensor, k: Tensor, v: Tensor, past: KVCache, cache: KVCache, window: int | None) -> AttentionInputs:
-    """Select the keys and values inside the window, and build a mask if causality alone is not enough.
+    """Select the keys and values inside the window, and build a mask if the rows of the cache differ in length.
 
     `cache` is `past` extended by the new `k` and `v`.
     """
     t = q.shape[1]
-    if past.slots_used == 0 and (window is None or t <= window):
-        return AttentionInputs(q, k, v, True, None, cache, 0)
+    if past.slots_used == 0:
+        return AttentionInputs(q, k, v, True, window, None, cache, 0)
     first = 0
     if cache.slot_positions is None and window is not None:
         first = max(0, cache.slots_used - (window + t - 1))
     keys, values = (x[:, first:] for x in cache.tensors)
-    if cache.slot_positions is None and t == 1:
-        return AttentionInputs(q, keys, values, False, None, cache, first)
+    if cache.slot_positions is None:
+        return AttentionInputs(q, keys, values, t > 1, window if t > 1 else None, None, cache, first)
     offset = past.offset
     queries = torch.arange(t, device=q.device) + (offset if isinstance(offset, int) else offset[:, None])
     mask = causal_mask(queries, cache.positions[..., first:], window)
-    return AttentionInputs(q, keys, values, False, mask, cache, first)
+    return AttentionInputs(q, keys, values, False, None, mask, cache, first)
 
 
 def map_by_token(

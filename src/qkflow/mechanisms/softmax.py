@@ -330,9 +330,9 @@ class StandardAttention(SoftmaxMechanism):
         super().__init__(width, HeadShape(heads, keys, width // heads, keys, width // heads, heads), config)
 
     def attend(self, inputs: AttentionInputs) -> Float[Tensor, "n t h v"]:
-        """Equations (1) and (2), in PyTorch's fused kernel."""
-        return attention(inputs.q, inputs.k, inputs.v, causal=inputs.causal, mask=inputs.mask)
+        """Equations (1) and (2), without the map in memory."""
+        return attention(inputs.q, inputs.k, inputs.v, causal=inputs.causal, window=inputs.window, mask=inputs.mask)
 
     def map(self, inputs: AttentionInputs) -> Float[Tensor, "n h t s"]:
         """Equation (1)."""
-        return attention_map(inputs.q, inputs.k, causal=inputs.causal, mask=inputs.mask)
+        return attention_map(inputs.q, inputs.k, causal=inputs.causal, window=inputs.window, mask=inputs.mask)

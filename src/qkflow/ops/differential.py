@@ -47,19 +47,13 @@ def differential_attention(
     lam: Float[Tensor, ""],
     *,
     causal: bool = False,
+    window: int | None = None,
     mask: Mask | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "b t h v"]:
-    """Equations (1) and (2) by the fused kernel. It requires values as wide as keys, so each half is separate."""
+    """Equations (1) and (2), without the maps in memory."""
     first, second = (
-        torch.cat(
-            [
-                attention(q[:, :, i::2], k[:, :, i::2], half, causal=causal, mask=mask, scale=scale)
-                for half in v.chunk(2, -1)
-            ],
-            -1,
-        )
-        for i in (0, 1)
+        attention(q[:, :, i::2], k[:, :, i::2], v, causal=causal, window=window, mask=mask, scale=scale) for i in (0, 1)
     )
     return first - lam * second
 
@@ -70,9 +64,11 @@ def differential_map(
     lam: Float[Tensor, ""],
     *,
     causal: bool = False,
+    window: int | None = None,
     mask: Mask | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "b h t s"]:
     """Equation (1): rows sum to 1 - lambda, and entries may be negative."""
-    first, second = (attention_map(q[:, :, i::2], k[:, :, i::2], causal=causal, mask=mask, scale=scale) for i in (0, 1))
+    pairs = ((q[:, :, i::2], k[:, :, i::2]) for i in (0, 1))
+    first, second = (attention_map(*pair, causal=causal, window=window, mask=mask, scale=scale) for pair in pairs)
     return first - lam * second

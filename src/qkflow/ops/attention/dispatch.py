@@ -36,7 +36,7 @@ from qkflow.ops.csrc import build
 
 BACKENDS = ("cpu", "torch")
 """All backends, fastest first."""
-_requested: str | None = os.environ.get("QKFLOW_ATTENTION") or "torch"
+_requested: str | None = os.environ.get("QKFLOW_ATTENTION") or None
 
 
 def attention(
