@@ -34,7 +34,7 @@ class LossTable(NamedTuple):
     notices: tuple[str, ...] = ()
 
 
-class Row(NamedTuple):
+class LossRow(NamedTuple):
     """One row of the table, with its position for error messages."""
 
     where: str
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     weight: Any = None
 
 
-def arrange(rows: Iterable[Row]) -> LossTable:
+def arrange(rows: Iterable[LossRow]) -> LossTable:
     """Check the rows, and arrange their losses by arm, seed and block."""
     cells: dict[str, dict[str, dict[str, float]]] = {}
     origins: dict[tuple[str, str, str], str] = {}
@@ -88,7 +88,7 @@ def arrange(rows: Iterable[Row]) -> LossTable:
     return LossTable(runs, total, last_digit * float(np.sqrt(np.square(total).sum()) / total.sum()))
 
 
-def _name(row: Row, column: str) -> str:
+def _name(row: LossRow, column: str) -> str:
     value = getattr(row, column)
     text = "" if value is None else str(value).strip()
     if not text or (isinstance(value, float) and math.isnan(value)):
@@ -96,7 +96,7 @@ def _name(row: Row, column: str) -> str:
     return text
 
 
-def _number(row: Row, column: str) -> float:
+def _number(row: LossRow, column: str) -> float:
     value = getattr(row, column)
     try:
         number = float(value)
@@ -137,7 +137,7 @@ def _columns(header: Sequence[str], where: str) -> dict[str, int]:
     return {name: names.index(name) for name in COLUMNS if name in names}
 
 
-def read_csv(path: Path) -> Iterable[Row]:
+def read_csv(path: Path) -> Iterable[LossRow]:
     """The rows of a CSV file with a header."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -160,10 +160,10 @@ def read_csv(path: Path) -> Iterable[Row]:
         where = f"{path}, line {number}"
         if len(fields) != len(header):
             raise UsageError(f"{where}: got {len(fields)} fields, expected {len(header)} as in the header")
-        yield Row(where, **{name: fields[index] for name, index in columns.items()})
+        yield LossRow(where, **{name: fields[index] for name, index in columns.items()})
 
 
-def read_records(table: Any) -> Iterable[Row]:
+def read_records(table: Any) -> Iterable[LossRow]:
     """The rows of a data frame, a dictionary of columns, or a sequence of dictionaries or tuples."""
     if hasattr(table, "to_dicts"):  # polars
         table = table.to_dicts()
@@ -183,8 +183,8 @@ def read_records(table: Any) -> Iterable[Row]:
         if isinstance(row, Mapping):
             columns = _columns(list(row), where)
             values = list(row.values())
-            yield Row(where, **{name: values[index] for name, index in columns.items()})
+            yield LossRow(where, **{name: values[index] for name, index in columns.items()})
         elif isinstance(row, Sequence) and not isinstance(row, str) and len(row) in (3, 4, 5):
-            yield Row(where, **dict(zip(COLUMNS, row, strict=False)))
+            yield LossRow(where, **dict(zip(COLUMNS, row, strict=False)))
         else:
             raise UsageError(f"{where}: expected a dictionary, or (arm, seed, loss), got {row!r}")

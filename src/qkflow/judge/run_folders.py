@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from qkflow.errors import UsageError
-from qkflow.judge.loss_table import LossTable, Row, arrange
+from qkflow.judge.loss_table import LossTable, LossRow, arrange
 
 _METRICS = ("bits_per_byte", "eval_loss", "val_loss", "loss")
 _SEED_NAME = re.compile(r"(?P<arm>.*?)[-_.]?(?:seed[-_=]?|s)?(?P<seed>\d+)$", re.IGNORECASE)
@@ -51,7 +51,7 @@ def read_folder(folder: Path) -> LossTable:
 
 
 class _RunFolder(NamedTuple):
-    row: Row
+    row: LossRow
     step: float
     documents: np.ndarray | None
 
@@ -73,7 +73,7 @@ def _read_run(root: Path, path: Path) -> _RunFolder:
         raise UsageError(f"{path} cannot be read as JSON lines ({error})") from None
     if loss is None:
         raise UsageError(f"{path} has no evaluation: expected a line with one of {', '.join(_METRICS)}")
-    return _RunFolder(Row(str(path), arm, match["seed"], loss), float(step or 0), _read_documents(run))
+    return _RunFolder(LossRow(str(path), arm, match["seed"], loss), float(step or 0), _read_documents(run))
 
 
 def _read_documents(run: Path) -> np.ndarray | None:
