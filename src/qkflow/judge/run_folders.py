@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from qkflow.errors import UsageError
-from qkflow.judge.loss_table import LossTable, LossRow, arrange
+from qkflow.judge.loss_table import LossRow, LossTable, arrange
 
 _METRICS = ("bits_per_byte", "eval_loss", "val_loss", "loss")
 _SEED_NAME = re.compile(r"(?P<arm>.*?)[-_.]?(?:seed[-_=]?|s)?(?P<seed>\d+)$", re.IGNORECASE)
