@@ -35,6 +35,7 @@ from qkflow import cli, probes
 from qkflow.data import MQAR, Needle
 from qkflow.experiment.spec import parse_arm
 from qkflow.mechanisms import mechanism, mechanisms
+from qkflow.mechanisms.delta_family import CombaConfig
 from qkflow.probes.diagnostics import Diagnostic
 from qkflow.recipes import RECIPES
 from qkflow.report import build_report
@@ -146,7 +147,7 @@ def check_name(code: str, where: str) -> None:
 CONFIGS: dict[str, tuple[type[Any], ...]] = {
     "coupled.md": (qkflow.CouplingConfig,),
     "kuramoto.md": (qkflow.KuramotoConfig,),
-    "qdelta.md": (qkflow.QDeltaConfig,),
+    "qdelta.md": (qkflow.QDeltaConfig, CombaConfig),
     "recall.md": (MQAR, Needle),
     "standard.md": (qkflow.StandardConfig, qkflow.DifferentialConfig),
 }
