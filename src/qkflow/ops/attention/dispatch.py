@@ -69,12 +69,12 @@ def attention(
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, mask: Tensor | None) -> None:
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise UsageError(f"expected [b, t, h, k], got {[*q.shape]}, {[*k.shape]} and {[*v.shape]}")
-    (b, t, h, width), (rows, s, g, key_width) = q.shape, k.shape
-    if rows != b or v.shape[0] != b or v.shape[1] != s or key_width != width:
+    (b, t, h, width), (rows, s, g, key_width), (value_rows, n_values, value_heads, _) = q.shape, k.shape, v.shape
+    if rows != b or value_rows != b or n_values != s or key_width != width:
         raise UsageError(f"q {[*q.shape]}, k {[*k.shape]} and v {[*v.shape]} do not fit: expected bthk, bsgk and bsgv")
-    if v.shape[2] != g or h % max(g, 1):
+    if value_heads != g or h % max(g, 1):
         raise UsageError(
-            f"{h} query heads, {g} key heads and {v.shape[2]} value heads: expected h, g and g, g divides h"
+            f"{h} query heads, {g} key heads and {value_heads} value heads: expected h, g and g, g divides h"
         )
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise UsageError(
