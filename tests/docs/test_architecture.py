@@ -28,7 +28,7 @@ def test_every_file_exists() -> None:
         ("The path of `qkflow compare`", 12),
         ("Standard and differential attention", 6),
         ("Coupled attention", 6),
-        ("DeltaNet, Gated DeltaNet and Q-Delta", 6),
+        ("Delta-rule mechanisms", 6),
         ("Kuramoto and group attention", 6),
     ],
 )
