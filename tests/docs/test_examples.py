@@ -17,6 +17,11 @@ EXPECTED_OUTPUT = {
     "retrofit_and_tune": r"by 0\.0\nstep 0: loss 5\.[^$]*step 60: loss [0-2]\.[^$]*same outputs: True\n$",
 }
 
+COMPILED = (
+    pytest.mark.compiled,
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # from torch.compile
+)
+
 
 def test_every_example_is_tested() -> None:
     assert [path.stem for path in EXAMPLES] == sorted(EXPECTED_OUTPUT)
@@ -24,7 +29,7 @@ def test_every_example_is_tested() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=pytest.mark.compiled if path.stem == "own_mechanism" else ()) for path in EXAMPLES],
+    [pytest.param(path, marks=COMPILED if path.stem == "own_mechanism" else ()) for path in EXAMPLES],
     ids=lambda path: path.stem,
 )
 def test_example(

@@ -95,6 +95,7 @@ class SoftmaxMechanism(QKMechanism):
 
     def __init__(self, width: int, shape: HeadShape, config: SoftmaxConfig) -> None:
         super().__init__()
+        build.load()  # build the kernels before torch.compile traces this module
         if shape.key_width % 2 and config.rotary_base is not None:
             raise UsageError(f"rotary positions need an even head width, got {shape.key_width}: change width or heads")
         if shape.key_width % 4 and config.key_shift:
@@ -111,8 +112,6 @@ class SoftmaxMechanism(QKMechanism):
             self.query_norm = nn.Parameter(torch.ones(shape.key_width))
             self.key_norm = nn.Parameter(torch.ones(shape.key_width))
         channels = shape.queries * shape.key_width, self.key.out_features, self.value.out_features
-        if config.conv > 1:
-            build.load()  # build the kernel before torch.compile traces this module
         self.query_conv, self.key_conv, self.value_conv = (conv_weight(c, config.conv) for c in channels)
         self._conv_shapes = [(config.conv - 1, c) for c in channels] if config.conv > 1 else []
         """Tokens and channels of each tensor of the convolution state."""

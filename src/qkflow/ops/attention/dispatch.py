@@ -139,7 +139,7 @@ def _why_not_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | 
     if q.shape[3] > cpu.MAX_WIDTH or v.shape[3] > cpu.MAX_WIDTH:
         return f"heads are wider than {cpu.MAX_WIDTH}"
     if not build.supports(q):
-        return build.load_error()
+        return "the C kernels were not loaded before the trace" if torch.compiler.is_compiling() else build.load_error()
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         return "it has no forward-mode derivative"
     return None
@@ -157,7 +157,8 @@ def _torch_attention(
     if causal and (window is not None or t != s):
         keys = torch.arange(s, device=q.device)
         causal, mask = False, causal_mask(keys[s - t :], keys, window)
-    if v.shape[3] != q.shape[3] and v.shape[3] % q.shape[3] == 0 and torch.backends.cuda.flash_sdp_enabled():
+    is_fused = torch.compiler.is_compiling() or torch.backends.cuda.flash_sdp_enabled()
+    if v.shape[3] != q.shape[3] and v.shape[3] % q.shape[3] == 0 and is_fused:
         parts = [_fused(q, k, part, causal, mask, scale) for part in v.split(q.shape[3], 3)]
         return torch.cat(parts, 3)  # the fused kernel requires values as wide as keys
     return _fused(q, k, v, causal, mask, scale)
