@@ -46,20 +46,21 @@ def test_every_available_kernel_is_accurate() -> None:
 
 
 @pytest.mark.usefixtures("no_kernels")
-def test_without_c_kernels_only_the_chunked_form_is_checked() -> None:
+def test_without_c_kernels_only_the_chunked_forms_are_checked() -> None:
     assert [(row.kernel, row.precision) for row in run_kernel_checks()] == [
         ("delta rule, chunked", "float32"),
         ("delta rule, chunked", "float64"),
+        ("channel decay, chunked", "float32"),
+        ("channel decay, chunked", "float64"),
     ]
 
 
 @pytest.mark.usefixtures("no_kernels")
 def test_wrong_values_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     changed(monkeypatch, "chunked", lambda o, q: o * (1 + 1e-6))
-    single_thread, many_threads = run_kernel_checks()
-    assert single_thread.ok
-    assert not many_threads.ok
-    assert many_threads.values == pytest.approx(1e-6, rel=1e-3)
+    for row in run_kernel_checks():
+        assert row.ok == (row.precision == "float32")
+        assert row.precision == "float32" or row.values == pytest.approx(1e-6, rel=1e-3)
 
 
 @pytest.mark.usefixtures("no_kernels")
