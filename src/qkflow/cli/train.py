@@ -49,7 +49,7 @@ class Train:
     """Train a language model on text or on a recall task, or resume a run.
 
     For example:
-      qkflow train                               two minutes on the Python standard library
+      qkflow train                               two minutes on python-stdlib
       qkflow train my.txt --size 5m --budget 1h  as many steps as an hour allows
       qkflow train enwik8 --mechanism differential --steps 2000 --out runs/diff
       qkflow train my.txt --qk-ratio 20          queries and keys learn faster
