@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -235,9 +235,8 @@ class EraseThenDelta(DeltaMechanism):
 
     def delta_inputs(self, q: Keys, k: Keys, v: Tensor, own: Keys | None, gates: dict[str, Tensor]) -> DeltaInputs:
         """Decay and erase along e (a write of zero), then write along k (6)."""
-        assert own is not None
         log_alpha = gates["log_alpha"]
-        first = (torch.zeros_like(q), own, torch.zeros_like(v), gates["gamma"], log_alpha)
+        first = (torch.zeros_like(q), cast(Tensor, own), torch.zeros_like(v), gates["gamma"], log_alpha)
         second = (q, k, v, gates["beta"], torch.zeros_like(log_alpha))
         pairs = zip(first, second, strict=True)
         q, k, v, beta, log_alpha = (torch.stack(pair, 2).flatten(1, 2) for pair in pairs)
