@@ -4,10 +4,16 @@ from qkflow.mechanisms.base import Circuits, Cost, Factory, Mechanism, ParamOpti
 from qkflow.mechanisms.coupled import CoupledAttention, CoupledConfig
 from qkflow.mechanisms.coupling import Coupling, CouplingConfig
 from qkflow.mechanisms.delta_family import (
+    Comba,
+    CombaConfig,
     DeltaNet,
     DeltaNetConfig,
+    EDAConfig,
+    EraseThenDelta,
     GatedDeltaNet,
     GatedDeltaNetConfig,
+    KDAConfig,
+    KimiDeltaAttention,
     QDelta,
     QDeltaConfig,
 )
@@ -20,6 +26,8 @@ from qkflow.mechanisms.softmax import StandardAttention, StandardConfig
 
 __all__ = [
     "Circuits",
+    "Comba",
+    "CombaConfig",
     "Cost",
     "CoupledAttention",
     "CoupledConfig",
@@ -31,11 +39,15 @@ __all__ = [
     "DeltaNetConfig",
     "DifferentialAttention",
     "DifferentialConfig",
+    "EDAConfig",
+    "EraseThenDelta",
     "Factory",
     "GatedDeltaNet",
     "GatedDeltaNetConfig",
     "GroupAttention",
     "GroupConfig",
+    "KDAConfig",
+    "KimiDeltaAttention",
     "KuramotoAttention",
     "KuramotoConfig",
     "Mechanism",

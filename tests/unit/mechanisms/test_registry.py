@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import qkflow
 from qkflow.errors import UsageError
 from qkflow.laws import check
 from qkflow.mechanisms import (
@@ -239,3 +240,9 @@ def test_mechanisms_of_other_packages_accept_a_coupling_if_they_have_the_field()
     actual = mechanism("theirs+affine:window=3,alternations=2")
     assert actual == ThirdPartyWithCoupling(window=3, coupling=CouplingConfig(dynamics="affine", alternations=2))
     assert mechanism("theirs") == ThirdPartyWithCoupling()
+
+
+def test_the_config_and_the_class_of_every_mechanism_are_public_names() -> None:
+    for name, config in registry._REGISTERED.items():
+        built = {config.__name__, type(config()(width=32, heads=2, layer=0, layers=1)).__name__}
+        assert built <= {*qkflow.__all__}, name
