@@ -34,10 +34,10 @@ LAPTOP_SECONDS = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
+class PublishedFigure:
     """What a paper reports for one arm.
 
-    >>> Claim.perplexity(22.55, 22.62).text
+    >>> PublishedFigure.perplexity(22.55, 22.62).text
     'perplexity 22.55 to 22.62'
     """
 
@@ -51,35 +51,35 @@ class Claim:
     """The direction, if the paper reports no losses; otherwise it follows from them."""
 
     @classmethod
-    def perplexity(cls, low: float, high: float | None = None, *, note: str = "") -> Claim:
+    def perplexity(cls, low: float, high: float | None = None, *, note: str = "") -> PublishedFigure:
         """A perplexity per token, or a range."""
         text = f"perplexity {low:.2f}" + (f" to {high:.2f}" if high else "") + note
         return cls(text=text, loss=(math.log(low), math.log(high or low)))
 
     @classmethod
-    def perplexity_change(cls, change: float) -> Claim:
+    def perplexity_change(cls, change: float) -> PublishedFigure:
         """A relative change of the perplexity: -0.067 is 6.7 % less.
 
-        >>> Claim.perplexity_change(-0.067).text
+        >>> PublishedFigure.perplexity_change(-0.067).text
         'perplexity -6.7 %'
         """
         return cls(text=f"perplexity {100 * change:+.1f} %", change=(math.log1p(change), math.log1p(change)))
 
     @classmethod
-    def bits_per_character(cls, bits: str, spread: str | None = None) -> Claim:
+    def bits_per_character(cls, bits: str, spread: str | None = None) -> PublishedFigure:
         """A loss in bits, with the digits of the paper.
 
-        >>> Claim.bits_per_character("1.637", spread="0.010").text
+        >>> PublishedFigure.bits_per_character("1.637", spread="0.010").text
         '1.637 +- 0.010 bits per character'
         """
         loss = float(bits) * math.log(2)
         return cls(text=f"{bits}{f' +- {spread}' if spread else ''} bits per character", loss=(loss, loss))
 
     @classmethod
-    def bits_change(cls, low: float, high: float) -> Claim:
+    def bits_change(cls, low: float, high: float) -> PublishedFigure:
         """A range of changes of the loss, in bits per byte.
 
-        >>> Claim.bits_change(-0.012, -0.010).text
+        >>> PublishedFigure.bits_change(-0.012, -0.010).text
         '-0.012 to -0.010 bits per byte'
         """
         text = f"{low:+.3f} to {high:+.3f} bits per byte"
@@ -117,8 +117,8 @@ class Recipe:
     """Where it was published, with an address."""
     text: str
     """The text of the published figures, as the paper calls it."""
-    table: Mapping[str, Claim | None]
-    """The claim for each arm; the first is the baseline, for which there may be none."""
+    table: Mapping[str, PublishedFigure | None]
+    """The figure for each arm; the first is the baseline, for which there may be none."""
     derived: str | None = None
     """How a figure was derived that the paper does not print."""
     unclear: str | None = None
@@ -195,19 +195,19 @@ class Recipe:
 
     def finding(self, arm: str) -> Finding:
         """Return the published direction of an arm against the baseline."""
-        if (claim := self._claim(arm)).finding is not None:
-            return claim.finding
+        if (figure := self._figure(arm)).finding is not None:
+            return figure.finding
         low, high = self.loss_change(arm) or (0.0, 0.0)
         if low <= 0 <= high:
-            raise ValueError(f"{claim.text} ({arm}) has no direction against {self.baseline}: set `finding`")
+            raise ValueError(f"{figure.text} ({arm}) has no direction against {self.baseline}: set `finding`")
         return "better" if high < 0 else "worse"
 
     def loss_change(self, arm: str) -> Bounds | None:
         """Return the published change of the loss in nats per token; None if there are no figures."""
-        claim, baseline = self._claim(arm), self.table[self.baseline]
-        if claim.loss is None or baseline is None or baseline.loss is None:
-            return claim.change
-        return claim.loss[0] - baseline.loss[1], claim.loss[1] - baseline.loss[0]
+        figure, baseline = self._figure(arm), self.table[self.baseline]
+        if figure.loss is None or baseline is None or baseline.loss is None:
+            return figure.change
+        return figure.loss[0] - baseline.loss[1], figure.loss[1] - baseline.loss[0]
 
     def relative_change(self, arm: str) -> Bounds | None:
         """Return the published change of the loss relative to the baseline's loss: -0.01 is one percent less.
@@ -220,11 +220,11 @@ class Recipe:
             return None
         return change[0] / baseline.loss[0], change[1] / baseline.loss[0]
 
-    def _claim(self, arm: str) -> Claim:
-        if (claim := self.table.get(arm)) is None:
-            arms = ", ".join(name for name, claim in self.table.items() if claim is not None)
+    def _figure(self, arm: str) -> PublishedFigure:
+        if (figure := self.table.get(arm)) is None:
+            arms = ", ".join(name for name, figure in self.table.items() if figure is not None)
             raise UsageError(f"{self.title!r} has no published figure for {arm!r}: choose one of {arms}")
-        return claim
+        return figure
 
 
 def direction(claimed: Finding, verdict: Verdict) -> str:

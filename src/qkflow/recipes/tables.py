@@ -7,20 +7,20 @@ from functools import partial
 from qkflow.data import CorpusConfig
 from qkflow.errors import unknown
 from qkflow.mechanisms.coupling import MAX_STEPS
-from qkflow.recipes.base import Claim, PublishedRatio, Recipe
+from qkflow.recipes.base import PublishedFigure, PublishedRatio, Recipe
 
 # "Coupled query-key dynamics" (Gahtan & Bronstein)
 
 _ADDRESS = "https://arxiv.org/abs/2604.01683"
 _CHOICES = "shape and details of the arms, GPT-2 tokens, context (512)"
-_COUPLED, _UNCOUPLED = Claim.perplexity(22.55, 22.62), Claim.perplexity(23.81)
-_STANDARD_350M = Claim.perplexity(19.55, note=" (derived)")
+_COUPLED, _UNCOUPLED = PublishedFigure.perplexity(22.55, 22.62), PublishedFigure.perplexity(23.81)
+_STANDARD_350M = PublishedFigure.perplexity(19.55, note=" (derived)")
 _DERIVED_350M = "standard's 19.55: coupled attention's 19.35 is printed as 1.0 % below it"
 _WHICH = "22.55 and 22.62 are Hamiltonian's and Euler's; we do not know which is which, so both show the range"
 _VARIANCES = PublishedRatio(quantity="variance over seeds", arm="standard+uncoupled", against="coupled", published=8.0)
 _TIMES = PublishedRatio(quantity="seconds per token", arm="coupled", against="standard", published=2.4)
 _ONE_STEP, *_MORE_STEPS = (f"standard+hamiltonian:steps={steps}" for steps in range(1, MAX_STEPS + 1))
-_SAME_STEPS = Claim(text="1 to 7 steps perform the same", finding="equivalent")
+_SAME_STEPS = PublishedFigure(text="1 to 7 steps perform the same", finding="equivalent")
 
 _coupled = partial(
     Recipe,
@@ -42,7 +42,7 @@ COUPLED_RECIPES = {
     "coupled-60m": _coupled(
         title="Coupled against standard attention, 60M parameters, WikiText-103",
         table={
-            "standard": Claim.perplexity(24.22),
+            "standard": PublishedFigure.perplexity(24.22),
             "coupled": _COUPLED,
             "standard+euler": _COUPLED,
             "standard+uncoupled": _UNCOUPLED,
@@ -53,15 +53,15 @@ COUPLED_RECIPES = {
     ),
     "coupled-150m": _coupled(
         title="Coupled against standard attention, 150M parameters, WikiText-103",
-        table={"standard": None, "coupled": Claim.perplexity_change(-0.067)},
+        table={"standard": None, "coupled": PublishedFigure.perplexity_change(-0.067)},
         size="150m",
     ),
     "coupled-350m": _coupled(
         title="Coupled and differential against standard attention, 350M parameters, WikiText-103",
         table={
             "standard": _STANDARD_350M,
-            "coupled": Claim.perplexity(19.35),
-            "differential": Claim.perplexity(18.93),
+            "coupled": PublishedFigure.perplexity(19.35),
+            "differential": PublishedFigure.perplexity(18.93),
         },
         derived=_DERIVED_350M,
         size="350m",
@@ -77,7 +77,7 @@ COUPLED_RECIPES = {
         title="Euler against Hamiltonian coupling",
         table={
             "coupled": None,
-            "standard+euler": Claim(text="performs the same as Hamiltonian", finding="equivalent"),
+            "standard+euler": PublishedFigure(text="performs the same as Hamiltonian", finding="equivalent"),
         },
         unclear="at 60M one has perplexity 22.55 and the other 22.62; we do not know which",
         our_choices=f"margin of equivalence, {_CHOICES}",
@@ -93,19 +93,19 @@ COUPLED_RECIPES = {
     "coupled-corpora-pubmed": _coupled_on_own_text(
         title="Coupled against standard attention, PubMed",
         text="PubMed",
-        table={"standard": None, "coupled": Claim.perplexity_change(-0.045)},
+        table={"standard": None, "coupled": PublishedFigure.perplexity_change(-0.045)},
     ),
     "coupled-corpora-web": _coupled_on_own_text(
         title="Coupled against standard attention, heterogeneous web text",
         text="heterogeneous web text",
-        table={"standard": None, "coupled": Claim.perplexity_change(0.103)},
+        table={"standard": None, "coupled": PublishedFigure.perplexity_change(0.103)},
     ),
     "coupled-affine": _coupled(
         title="Affine coupling on differential attention, 455M parameters, WikiText-103",
         source=f"Gahtan & Bronstein 2026, second version, {_ADDRESS}v2",
         table={
             "differential": None,
-            "differential+affine": Claim(text="p = 0.003 over six seeds, at length 512", finding="better"),
+            "differential+affine": PublishedFigure(text="p = 0.003 over six seeds, at length 512", finding="better"),
         },
         unclear="we do not know by how much; that the p value is of a gain over differential alone is our reading",
         our_choices="shape and details of the arms, GPT-2 tokens",
@@ -115,7 +115,7 @@ COUPLED_RECIPES = {
     ),
     "differential": _coupled(
         title="Differential against standard attention, 350M parameters, WikiText-103",
-        table={"standard": _STANDARD_350M, "differential": Claim.perplexity(18.93)},
+        table={"standard": _STANDARD_350M, "differential": PublishedFigure.perplexity(18.93)},
         derived=_DERIVED_350M,
         size="350m",
     ),
@@ -144,12 +144,12 @@ _qdelta_on_tasks = partial(
 )
 
 
-def _accuracies(gated: float, deltanet: float, qdelta: float) -> dict[str, Claim | None]:
+def _accuracies(gated: float, deltanet: float, qdelta: float) -> dict[str, PublishedFigure | None]:
     text = f"average accuracy {{:.2f}} against {gated:.2f}"
     return {
         "gated-deltanet": None,
-        "deltanet": Claim(text=text.format(deltanet), finding="worse"),
-        "qdelta": Claim(text=text.format(qdelta), finding="better"),
+        "deltanet": PublishedFigure(text=text.format(deltanet), finding="worse"),
+        "qdelta": PublishedFigure(text=text.format(qdelta), finding="better"),
     }
 
 
@@ -157,12 +157,12 @@ QDELTA_RECIPES = {
     "qdelta-ablation-340m": _qdelta(
         title="Q-Delta with a fixed lambda, or without decay, against learned, 340M parameters",
         table={
-            "qdelta": Claim.perplexity(26.89),
-            "qdelta:lam=0.2": Claim.perplexity(26.96),
-            "qdelta:lam=0.5": Claim.perplexity(26.86),
-            "qdelta:lam=0.8": Claim.perplexity(26.61),
-            "qdelta:lam=1.0": Claim.perplexity(26.55),
-            "qdelta:decay=False": Claim.perplexity(26.52),
+            "qdelta": PublishedFigure.perplexity(26.89),
+            "qdelta:lam=0.2": PublishedFigure.perplexity(26.96),
+            "qdelta:lam=0.5": PublishedFigure.perplexity(26.86),
+            "qdelta:lam=0.8": PublishedFigure.perplexity(26.61),
+            "qdelta:lam=1.0": PublishedFigure.perplexity(26.55),
+            "qdelta:decay=False": PublishedFigure.perplexity(26.52),
         },
         text="an unknown wiki text",
         unclear="lower perplexity comes with lower accuracy in this table: in its order, the accuracies on tasks"
@@ -232,8 +232,8 @@ KURAMOTO_RECIPES = {
     "kuramoto-1m": _kuramoto(
         title="Kuramoto against standard attention, 1M parameters, enwik8",
         table={
-            "standard": Claim.bits_per_character("1.616", spread="0.004"),
-            "kuramoto": Claim.bits_per_character("1.637", spread="0.010"),
+            "standard": PublishedFigure.bits_per_character("1.616", spread="0.004"),
+            "kuramoto": PublishedFigure.bits_per_character("1.637", spread="0.010"),
         },
         unclear=_PLUS_MINUS,
         size="1m",
@@ -242,7 +242,7 @@ KURAMOTO_RECIPES = {
         title="Kuramoto against standard attention, 5M parameters, enwik8",
         table={
             "standard": None,
-            "kuramoto": Claim(
+            "kuramoto": PublishedFigure(
                 text="median 1.448 against 1.452, mean 1.468 against 1.456 bits per character, five seeds",
                 finding="unclear",
             ),
@@ -253,13 +253,13 @@ KURAMOTO_RECIPES = {
     ),
     "kuramoto-code-1m": _kuramoto_on_code(
         title="Kuramoto against standard attention, 1M parameters, CodeParrot",
-        table={"standard": None, "kuramoto": Claim.bits_change(0.013, 0.015)},
+        table={"standard": None, "kuramoto": PublishedFigure.bits_change(0.013, 0.015)},
         unclear=_UNKNOWN_LOSSES,
         size="1m",
     ),
     "kuramoto-code-5m": _kuramoto_on_code(
         title="Kuramoto against standard attention, 5M parameters, CodeParrot",
-        table={"standard": None, "kuramoto": Claim.bits_change(-0.012, -0.010)},
+        table={"standard": None, "kuramoto": PublishedFigure.bits_change(-0.012, -0.010)},
         unclear=f"-0.012 is on validation text, -0.010 on test text; {_UNKNOWN_LOSSES}",
         size="5m",
     ),
@@ -267,8 +267,8 @@ KURAMOTO_RECIPES = {
         title="Frustrated Kuramoto against standard attention, 1M parameters, enwik8",
         source="Nunley 2026, frustrated synchronisation, https://arxiv.org/abs/2606.18694",
         table={
-            "standard": Claim.bits_per_character("1.611"),
-            "kuramoto:frustrated=True": Claim.bits_per_character("1.5953", spread="0.0014"),
+            "standard": PublishedFigure.bits_per_character("1.611"),
+            "kuramoto:frustrated=True": PublishedFigure.bits_per_character("1.5953", spread="0.0014"),
         },
         unclear=f"we do not know the number of harmonics and of seeds; {_PLUS_MINUS}",
         our_choices=f"harmonics (1), {_KURAMOTO_CHOICES}",

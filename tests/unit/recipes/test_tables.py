@@ -14,7 +14,7 @@ from qkflow.errors import UsageError
 from qkflow.experiment.budget import match_arms
 from qkflow.experiment.stats.verdict import Verdict
 from qkflow.models import SIZES, Decoder, parameters
-from qkflow.recipes import RECIPES, Claim, direction, recipe
+from qkflow.recipes import RECIPES, PublishedFigure, direction, recipe
 from qkflow.recipes.base import Finding
 
 KURAMOTO = ("kuramoto-1m", "kuramoto-5m", "kuramoto-code-1m", "kuramoto-code-5m", "frustrated-1m")
@@ -205,8 +205,8 @@ def test_kuramoto_attention_is_trained_to_convergence_with_five_seeds(name: str)
 
 def test_a_claim_without_a_direction_is_refused() -> None:
     chosen = recipe("coupled-60m")
-    overlapping = {"a": Claim.perplexity(3.0), "b": Claim.perplexity(2.9, 3.1)}
-    for table in (overlapping, {"a": None, "b": Claim.perplexity(3.0)}):
+    overlapping = {"a": PublishedFigure.perplexity(3.0), "b": PublishedFigure.perplexity(2.9, 3.1)}
+    for table in (overlapping, {"a": None, "b": PublishedFigure.perplexity(3.0)}):
         with pytest.raises(ValueError, match="no direction"):
             replace(chosen, table=table)
     with pytest.raises(ValueError, match="no published figure for 'b'"):
