@@ -32,7 +32,7 @@ from qkflow.laws import LAWS
 from qkflow.mechanisms import mechanism, registry
 from qkflow.models import size
 from qkflow.ops.csrc import build
-from qkflow.recipes import recipe
+from qkflow.recipes import claim, is_claim, recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,7 +169,7 @@ VALUE_PARSERS: dict[str, Callable[[Any], object]] = {
     "factory": _factory,
     "law": lambda names: [LAWS[name] for name in names],
     "mechanism": lambda text: mechanism(parse_arm(text)[0]),
-    "name": recipe,
+    "name": lambda name: claim(name) if is_claim(name) else recipe(name),
     "rates": lambda text: parse_numbers(text, "--rates", "1e-3,3e-3"),
     "ratios": lambda text: parse_numbers(text, "", ""),
     "size": size,

@@ -37,7 +37,7 @@ from qkflow.experiment.spec import parse_arm
 from qkflow.mechanisms import mechanism, mechanisms
 from qkflow.mechanisms.delta_family import CombaConfig
 from qkflow.probes.diagnostics import Diagnostic
-from qkflow.recipes import RECIPES
+from qkflow.recipes import CLAIMS, RECIPES
 from qkflow.report import build_report
 from qkflow.report.attention_maps import AttentionMaps
 
@@ -192,6 +192,13 @@ def format_default(value: Any) -> str:
 def test_every_recipe_is_listed() -> None:
     listed = re.findall(r"^\| `([\w.-]+)` \|", (ROOT / "docs/reproduce.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(RECIPES)
+
+
+def test_every_claim_is_listed_with_its_number_and_kind() -> None:
+    page = (ROOT / "docs/reproduce.md").read_text()
+    for claim in CLAIMS:
+        (row,) = re.findall(rf"^\| {claim.number} \| `{claim.name}`.*$", page, re.MULTILINE)
+        assert claim.kind.split(",")[0] in row
 
 
 def test_report_sections_are_explained_in_order(synthetic: ModuleType) -> None:

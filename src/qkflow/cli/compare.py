@@ -174,11 +174,15 @@ def run_and_present(
     command: Sequence[str] = (),
     quiet: bool = False,
     more: float | None = None,
+    reuse: Sequence[Path] = (),
 ) -> ExperimentResult:
-    """Run, resume or extend (by `more` seconds) an experiment with its progress shown, then present the result."""
+    """Run, resume or extend (by `more` seconds) an experiment with its progress shown, then present the result.
+
+    Runs that the studies in `reuse` have finished with the same config are copied.
+    """
     display = ExperimentDisplay(console)
     try:
-        result = run_experiment(spec, out, executor=executor, observer=display, command=command, more=more)
+        result = run_experiment(spec, out, executor=executor, observer=display, command=command, more=more, reuse=reuse)
     finally:
         display.close()
     return present(result, out, console, quiet=quiet)

@@ -10,33 +10,50 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from qkflow.cli.claims import claims_table, run_all, run_claim
 from qkflow.cli.compare import run_and_present
-from qkflow.cli.options import command_line, flag, new_folder, parse_duration, with_absolute_paths, without_none
-from qkflow.errors import UsageError
+from qkflow.cli.options import (
+    command_line,
+    flag,
+    flags_given,
+    new_folder,
+    parse_duration,
+    with_absolute_paths,
+    without_none,
+)
+from qkflow.errors import UsageError, unknown
 from qkflow.experiment.executors.base import make_executor
 from qkflow.experiment.result import ExperimentResult
-from qkflow.recipes import RECIPES, Recipe, direction, measure_ratio, recipe
+from qkflow.recipes import CLAIMS, RECIPES, Claim, Recipe, claim, direction, is_claim, measure_ratio, recipe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduce:
-    """Run the study behind a published table, and print what was published beside what was measured.
+    """Test a published claim, or run the study behind a published table.
 
     For example:
-      qkflow reproduce                                  list the recipes
+      qkflow reproduce --list                           the claims and the tables
+      qkflow reproduce coupled-better --budget 15m      is the claim true here?
+      qkflow reproduce --all --data-dir data            every claim; hours
       qkflow reproduce differential                     ten minutes, on built-in text
       qkflow reproduce coupled-60m enwik8 --budget 1h
       qkflow reproduce coupled-60m --scale paper --vocabulary-files gpt2 --executor ray
     """
 
     name: Annotated[str | None, tyro.conf.Positional, flag("NAME")] = None
-    """Name of the recipe. Default: list all recipes."""
-    corpus: Annotated[str | None, tyro.conf.Positional, flag("CORPUS", "the recipe's own")] = None
-    """Another text: a file, a folder or a name, with the tokenizer of the recipe."""
+    """Name of a claim or of a table. Default: list them."""
+    corpus: Annotated[str | None, tyro.conf.Positional, flag("CORPUS", "its own")] = None
+    """Another text: a file, a folder or a name, with the same tokenizer."""
+    list: bool = False
+    """List the claims and the tables."""
+    all: bool = False
+    """Test all claims, in one folder that can be resumed."""
+    controls: bool = False
+    """Also run the control studies of a claim, and those at larger sizes."""
     scale: Literal["laptop", "paper"] = "laptop"
     """The size of the paper, or what a laptop can do in minutes."""
     budget: Annotated[str | None, flag("TIME")] = None
-    """Total time at --scale laptop; default: 5 minutes per arm."""
+    """Total time, with shorter runs. Default: the full studies of a claim; 5 minutes per arm of a table."""
     executor: Annotated[Literal["local", "ray"], flag("{local,ray}", "local")] = "local"
     """Run on this machine or on a Ray cluster."""
     data_dir: Annotated[str | None, flag("DIR")] = None
@@ -49,13 +66,46 @@ class Reproduce:
     def run(self) -> int:
         """Run the recipe, or list all recipes."""
         console = Console()
-        if self.name is None:
+        if self.all:
+            self._refuse("--all tests every claim on its own text", ("all", "data_dir", "out"))
+            out = self.out or Path("runs/claims")
+            run_all(out, executor=make_executor(self.executor), console=console, data_dir=self.data_dir)
+            return 0
+        if self.name is None or self.list:
+            console.print(claims_table())
             table = _table(None, ("recipe", "published table"))
             for name, listed in RECIPES.items():
                 table.add_row(name, listed.title)
-            console.print(table)
+            console.print("", table)
             return 0
-        chosen = recipe(self.name)
+        if is_claim(self.name):
+            return self._run_claim(claim(self.name), console)
+        if self.name not in RECIPES:
+            raise unknown("claim or table", self.name, [*(listed.name for listed in CLAIMS), *RECIPES])
+        if self.controls:
+            raise UsageError(f"--controls is for claims, but {self.name} is a table: leave it out")
+        return self._run_recipe(recipe(self.name), console)
+
+    def _refuse(self, reason: str, allowed: tuple[str, ...]) -> None:
+        if flags := flags_given(self, exclude=(*allowed, "executor", "scale")):
+            raise UsageError(f"{reason}: leave out {flags.replace('--name', 'NAME')}")
+
+    def _run_claim(self, chosen: Claim, console: Console) -> int:
+        if self.scale != "laptop" or self.vocabulary_files is not None:
+            raise UsageError("claims are tested at laptop scale with bytes: leave out --scale and --vocabulary-files")
+        run_claim(
+            chosen,
+            self.out or new_folder(f"reproduce-{chosen.name}"),
+            executor=make_executor(self.executor),
+            console=console,
+            corpus=self.corpus,
+            data_dir=self.data_dir,
+            budget=None if self.budget is None else parse_duration(self.budget),
+            controls=self.controls,
+        )
+        return 0
+
+    def _run_recipe(self, chosen: Recipe, console: Console) -> int:
         corpus = chosen.corpus(self.scale, self.corpus)
         if self.vocabulary_files is not None and corpus.tokens != "gpt2":
             raise UsageError(
@@ -118,9 +168,9 @@ def ratio_table(chosen: Recipe, result: ExperimentResult) -> Table:
 def notes(chosen: Recipe, corpus: str) -> tuple[str, ...]:
     """The notes below the tables: the figures of the paper, and what is derived, unclear or ours."""
     arms: dict[str, list[str]] = {}
-    for arm, claim in chosen.table.items():
-        if claim is not None:
-            arms.setdefault(claim.text, []).append(arm)
+    for arm, figure in chosen.table.items():
+        if figure is not None:
+            arms.setdefault(figure.text, []).append(arm)
     lines = [f"published: {chosen.source}", *(f"  {', '.join(names)}: {text}" for text, names in arms.items())]
     remarks = {"derived": chosen.derived, "unclear": chosen.unclear, "ours": chosen.ours}
     lines += [f"{name}: {text}" for name, text in remarks.items() if text is not None]

@@ -31,7 +31,8 @@ from qkflow.experiment.design import ArmDesign, Design
 from qkflow.experiment.executors.base import Executor
 from qkflow.experiment.planned_runs import run_config
 from qkflow.experiment.spec import Device, ExperimentSpec, parse_arm, refuse_duplicate_arms
-from qkflow.experiment.stats.rounds import PRIOR, Rule, plan_rounds
+from qkflow.experiment.stats.prior import PRIOR, Prior
+from qkflow.experiment.stats.rounds import Rule, plan_rounds
 from qkflow.training import TrainConfig
 from qkflow.training.budget import Speed
 from qkflow.training.config import ModelConfig
@@ -78,19 +79,23 @@ def make_design(
         digest=corpus.digest,
         size=choice.arms.size,
         arms=_arm_designs(spec, choice, is_text=corpus.task is None),
-        rule=plan_rounds(
-            choice.seeds,
-            is_limited=spec.seeds is not None,
-            error_rate=spec.error_rate,
-            margin=spec.margin,
-            prior=PRIOR if corpus.task is None else None,  # the spread was calibrated on text
-        ),
+        rule=_rule(spec, choice.seeds, prior=PRIOR if corpus.task is None else None),  # calibrated on text
         first_seed=spec.first_seed,
         base=base,
         jobs=jobs,
         budget=spec.budget or (DEFAULT_BUDGET if spec.tokens is None else None),
         expected_seconds=choice.seconds,
         unit=corpus.unit,
+    )
+
+
+def _rule(spec: ExperimentSpec, seeds: int, *, prior: Prior | None) -> Rule:
+    if not spec.adaptive:
+        return Rule(
+            error_rate=spec.error_rate, margin=spec.margin, prior=prior, seeds_by_round=(seeds,), spending=(1.0,)
+        )
+    return plan_rounds(
+        seeds, is_limited=spec.seeds is not None, error_rate=spec.error_rate, margin=spec.margin, prior=prior
     )
 
 

@@ -1,6 +1,7 @@
 """Trains the planned runs of a study: those that are not finished are given to the executor.
 
-A run that crashes is retried, then recorded as failed. A finished run whose files have changed is trained again.
+A run that crashes is retried, then recorded as failed. A finished run whose files have changed is trained again. A run
+that another study has finished with the same config is copied from there, if that study is named.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from qkflow.experiment.executors.base import Executor, Resources
 from qkflow.experiment.metrics.measurement import RationaleMeasurement
 from qkflow.experiment.planned_runs import PlannedRun
 from qkflow.experiment.progress import Observer, ProgressMeter
+from qkflow.experiment.reuse import FinishedRuns
 from qkflow.experiment.run_status import read_status, update_status
 from qkflow.experiment.study_dir import resume_study_command
 from qkflow.experiment.summary import NO_RATE
@@ -42,9 +44,10 @@ class RunQueue:
         stop: StopRequest,
         command: Sequence[str],
         elapsed: Callable[[], float],
+        finished_runs: FinishedRuns,
     ) -> None:
         self.study, self.design, self.decisions, self.executor = study, design, decisions, executor
-        self.observer, self.stop, self.elapsed = observer, stop, elapsed
+        self.observer, self.stop, self.elapsed, self.finished_runs = observer, stop, elapsed, finished_runs
         self.command = tuple(command) or design.command
         self.disk_error: RunOutcome | None = None
         self.meter = ProgressMeter(study, design)
@@ -52,7 +55,7 @@ class RunQueue:
     def finish(self, runs: Sequence[PlannedRun]) -> None:
         """Train these runs to their end, or to a failure; those that crash are retried after the others."""
         self.meter.add(runs)
-        pending = [run for run in runs if not self._is_settled(run)]
+        pending = [run for run in runs if not self._is_settled(run) and not self._is_copied(run)]
         for run in [run for run in pending if run.config is None]:
             pending.remove(run)
             self._fail(run, NO_RATE, for_good=True)
@@ -96,6 +99,17 @@ class RunQueue:
             self.meter.fail(run)
             self.observer.on_failure(run, status.failed or "unknown")
         return status.failed_for_good
+
+    def _is_copied(self, run: PlannedRun) -> bool:
+        """Copy the run from another study, if one has finished it and nothing but the loss is measured here."""
+        if run.config is None or self.design.spec.rationale is not None:
+            return False
+        source = self.finished_runs.copy(run.config, self.design.digest, self.study / run.folder)
+        if source is None:
+            return False
+        self._record(run)
+        self.meter.count_as_old(run)
+        return True
 
     def _record(self, run: PlannedRun) -> None:
         """Write the checksums of a finished run."""

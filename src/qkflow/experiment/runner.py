@@ -27,6 +27,7 @@ from qkflow.experiment.planned_runs import best_rates, round_runs, tuning_losses
 from qkflow.experiment.planner import make_design
 from qkflow.experiment.progress import Observer
 from qkflow.experiment.result import ExperimentResult
+from qkflow.experiment.reuse import FinishedRuns
 from qkflow.experiment.run_queue import RunQueue
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.stats.verdict import Verdict, judge_round
@@ -55,10 +56,12 @@ def run_experiment(
     observer: Observer | None = None,
     command: Sequence[str] = (),
     more: float | None = None,
+    reuse: Sequence[Path] = (),
 ) -> ExperimentResult:
     """Run an experiment in the folder `out`, or resume the one it holds (no spec, or the same one).
 
-    `more` seconds are added to the budget of a study that has ended with open arms.
+    `more` seconds are added to the budget of a study that has ended with open arms. Runs that the studies in `reuse`
+    have finished with the same config are copied instead of trained.
     Failed runs are reported to the observer and recorded. On Ctrl-C and SIGTERM every run writes a checkpoint, and
     `Interrupted` is raised.
     """
@@ -76,7 +79,7 @@ def run_experiment(
             Decisions(study).append_design(time.monotonic() - started)
         observer.on_design(design)
         with stop_on_signals() as stop:
-            _Session(study, design, entered, observer, stop, command, more=more).run()
+            _Session(study, design, entered, observer, stop, command, more=more, reuse=reuse).run()
     return read_result(study)
 
 
@@ -93,11 +96,14 @@ class _Session:
         command: Sequence[str],
         *,
         more: float | None = None,
+        reuse: Sequence[Path] = (),
     ) -> None:
         self.study, self.design, self.observer = study, design, observer
         self.decisions = Decisions(study)
         self.earlier, self.start = self.decisions.state(None).elapsed, time.monotonic()
-        self.queue = RunQueue(study, design, self.decisions, executor, observer, stop, command, self._elapsed)
+        self.queue = RunQueue(
+            study, design, self.decisions, executor, observer, stop, command, self._elapsed, FinishedRuns(reuse)
+        )
         if more is not None:
             self._add_budget(more)
 

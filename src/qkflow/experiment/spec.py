@@ -121,6 +121,9 @@ class ExperimentSpec:
     """The most runs per arm; None: what the budget allows."""
     first_seed: int = 0
     """The first seed; the others follow it."""
+    adaptive: bool = True
+    """Whether arms are judged in rounds and get no further seeds once they are decided. If not, every arm has `seeds`
+    runs and is judged once."""
     learning_rates: tuple[float, ...] | None = None
     """If more than one, each arm tries all of them in tuning runs and uses its best. None: the default of each
     mechanism, tuned if the budget is at least 30 minutes."""
@@ -173,6 +176,8 @@ class ExperimentSpec:
             raise UsageError(f"first_seed must be at least 0, got {self.first_seed}")
         if self.seeds is not None and self.seeds > MOST_SEEDS:
             raise UsageError(f"seeds must be at most {MOST_SEEDS}, got {self.seeds}")
+        if not self.adaptive and self.seeds is None:
+            raise UsageError("a study that is not adaptive needs a number of seeds: give seeds")
         rates = self.learning_rates
         if rates is not None and (not rates or len(set(rates)) < len(rates)):
             raise UsageError(f"learning rates must be given, each once, got {rates}")
