@@ -20,6 +20,7 @@ SUITE_CACHE = Path(
     os.environ.setdefault("QKFLOW_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "qkflow"))
 ).absolute()
 """Not the user's cache."""
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(SUITE_CACHE / "inductor"))
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,12 @@ def new_cache(kernels: Path) -> Callable[[Path], str]:
         return str(folder)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def session_cache(tmp_path_factory: pytest.TempPathFactory, new_cache: Callable[[Path], str]) -> str:
+    """A cache of prepared corpora for this session."""
+    return new_cache(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")

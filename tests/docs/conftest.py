@@ -36,9 +36,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def workdir(tmp_path: Path, new_cache: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, an empty cache with the compiled kernels, and a registry that is restored."""
-    monkeypatch.setenv("QKFLOW_CACHE", new_cache(tmp_path / "cache"))
+def workdir(tmp_path: Path, session_cache: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, a cache that all pages share, and a registry that is restored."""
+    monkeypatch.setenv("QKFLOW_CACHE", session_cache)
     monkeypatch.delenv("QKFLOW_DATA", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))

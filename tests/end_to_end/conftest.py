@@ -37,12 +37,6 @@ TINY = {
 TEXT = "".join(f"line {i}: the quick brown fox number {i * i}\n" for i in range(400))
 
 
-@pytest.fixture(scope="session")
-def session_cache(tmp_path_factory: pytest.TempPathFactory, new_cache: Callable[[Path], str]) -> str:
-    """A cache of prepared corpora for this session."""
-    return new_cache(tmp_path_factory.mktemp("cache"))
-
-
 @pytest.fixture
 def workspace(tmp_path: Path, session_cache: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory of a command, with `text.txt` and `tiny.json`, in a terminal of 80 columns."""
