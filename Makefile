@@ -8,7 +8,8 @@
 python := .venv/bin/python
 # One torch thread per worker: more would compete for the cores, and results depend on the number in the last bits.
 # CI=true: torch then raises where it otherwise warns (a custom operator that returns the same tensor twice).
-pytest := CI=true OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(python) -m pytest -n auto --dist worksteal
+# Bytecode is cached even where the environment says otherwise: the tests start many processes.
+pytest := PYTHONDONTWRITEBYTECODE= CI=true OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(python) -m pytest -n auto --dist worksteal
 
 demo:
 	@tools/setup.sh run
@@ -36,9 +37,9 @@ laws: .setup
 tests: .setup
 	$(pytest) -m "not compiled and not interpreted" --jaxtyping-packages=qkflow,beartype.beartype
 
-# Without shape checks, which would break the graphs.
+# Without shape checks, which would break the graphs. Only files with such tests are imported.
 compiled: .setup
-	$(pytest) -m compiled tests
+	$(pytest) -m compiled $$(grep -rl --include='*.py' 'mark\.compiled' tests)
 
 # Triton kernels in the interpreter, on a CPU.
 interpreted: .setup

@@ -16,9 +16,11 @@ import torch
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # background jobs ignore it, and some tests send Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
-os.environ.setdefault(
-    "QKFLOW_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "qkflow")
-)  # not the user's cache
+SUITE_CACHE = Path(
+    os.environ.setdefault("QKFLOW_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "qkflow"))
+).absolute()
+"""Not the user's cache."""
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(SUITE_CACHE / "inductor"))
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +29,34 @@ def same_start() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels() -> Path:
+    """The folder of the compiled kernels, which are loaded before any test sets another cache."""
+    from qkflow.ops.csrc import build
+
+    build.load()
+    return SUITE_CACHE / "native"
+
+
+@pytest.fixture(scope="session")
+def new_cache(kernels: Path) -> Callable[[Path], str]:
+    """Creates a cache with nothing but a link to the compiled kernels: other processes need not build them again."""
+
+    def make(folder: Path) -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        if kernels.is_dir() and not (folder / "native").exists():
+            (folder / "native").symlink_to(kernels)
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def session_cache(tmp_path_factory: pytest.TempPathFactory, new_cache: Callable[[Path], str]) -> str:
+    """A cache of prepared corpora for this session."""
+    return new_cache(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")

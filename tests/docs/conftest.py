@@ -8,7 +8,6 @@ Each command is checked by the parser that would read it: `qkflow` (with its mec
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import runpy
 import shlex
@@ -31,20 +30,15 @@ from qkflow.experiment.spec import parse_arm
 from qkflow.laws import LAWS
 from qkflow.mechanisms import mechanism, registry
 from qkflow.models import size
-from qkflow.ops.csrc import build
 from qkflow.recipes import claim, is_claim, recipe
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, an empty cache with the compiled kernels, and a registry that is restored."""
-    build.load()
-    kernels = Path(os.environ["QKFLOW_CACHE"]) / "native"
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache/native").symlink_to(kernels.absolute())
-    monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
+def workdir(tmp_path: Path, session_cache: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, a cache that all pages share, and a registry that is restored."""
+    monkeypatch.setenv("QKFLOW_CACHE", session_cache)
     monkeypatch.delenv("QKFLOW_DATA", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))

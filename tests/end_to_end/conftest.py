@@ -23,9 +23,7 @@ from qkflow.experiment.planner import make_design
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.study_dir import read_design, write_design
-from qkflow.io import cache_folder
 from qkflow.models import DecoderConfig
-from qkflow.ops.csrc import build
 
 TINY = {
     "steps": 6,
@@ -39,22 +37,11 @@ TINY = {
 TEXT = "".join(f"line {i}: the quick brown fox number {i * i}\n" for i in range(400))
 
 
-@pytest.fixture(scope="session")
-def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of prepared corpora for this session. It links to the compiled kernels of the whole suite."""
-    build.load()
-    cache = tmp_path_factory.mktemp("cache")
-    kernels = cache_folder() / "native"
-    if kernels.exists():
-        (cache / "native").symlink_to(kernels)
-    return cache
-
-
 @pytest.fixture
-def workspace(tmp_path: Path, session_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(tmp_path: Path, session_cache: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory of a command, with `text.txt` and `tiny.json`, in a terminal of 80 columns."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QKFLOW_CACHE", str(session_cache))
+    monkeypatch.setenv("QKFLOW_CACHE", session_cache)
     monkeypatch.delenv("QKFLOW_DATA", raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     Path("tiny.json").write_text(json.dumps(TINY))
@@ -63,7 +50,7 @@ def workspace(tmp_path: Path, session_cache: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture(scope="session")
-def trained_run(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Path:
+def trained_run(tmp_path_factory: pytest.TempPathFactory, session_cache: str) -> Path:
     """A finished run of `tiny.json` on `text.txt`; `output.txt` beside it holds what `qkflow train` printed.
 
     Do not write to it. `run_copy` gives a test its own copy.
@@ -77,7 +64,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -
         contextlib.redirect_stdout(output),
     ):
         patch.chdir(root)
-        patch.setenv("QKFLOW_CACHE", str(session_cache))
+        patch.setenv("QKFLOW_CACHE", session_cache)
         patch.setenv("COLUMNS", "80")
         assert main(["train", "text.txt", "--config", "tiny.json", "--out", "run"]) == 0
     return root / "run"
@@ -195,8 +182,8 @@ class Studies:
 
 
 @pytest.fixture(scope="module")
-def studies(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Iterator[Studies]:
+def studies(tmp_path_factory: pytest.TempPathFactory, session_cache: str) -> Iterator[Studies]:
     """Builds and runs tiny studies in a temporary directory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QKFLOW_CACHE", str(session_cache))
+        patch.setenv("QKFLOW_CACHE", session_cache)
         yield Studies(tmp_path_factory.mktemp("studies"))

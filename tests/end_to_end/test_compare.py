@@ -15,9 +15,9 @@ TINY = ("--size", "100k", "--train-tokens", "4k", "--context", "16", "--batch", 
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(tmp_path: Path, session_cache: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("QKFLOW_CACHE", session_cache)
     monkeypatch.delenv("QKFLOW_DATA", raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     Path("text.txt").write_text("".join(f"line {i}: the quick brown fox number {i * i}\n" for i in range(2000)))

@@ -18,9 +18,9 @@ TINY = {
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def workplace(tmp_path: Path, session_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("QKFLOW_CACHE", session_cache)
     Path("tiny.json").write_text(json.dumps(TINY))
     Path("text.txt").write_text("".join(f"line {i}: the quick brown fox number {i * i}\n" for i in range(200)))
 

@@ -8,7 +8,6 @@ from rich.console import Console
 
 from qkflow.cli import main
 from qkflow.cli.evaluate import recall_tables
-from qkflow.ops.csrc import build
 from qkflow.training import CellResult
 
 TINY = {"steps": 4, "batch": 4, "evaluate_every": 2, "model": {"width": 16, "layers": 1, "heads": 2, "hidden": 16}}
@@ -17,10 +16,9 @@ NEEDLE = "s-niah-1:length=64,lengths=64+96,depths=0+100,digits=1,train=40,valida
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build.load()  # from the cache of the test suite
+def workplace(tmp_path: Path, session_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("QKFLOW_CACHE", session_cache)
     monkeypatch.setenv("COLUMNS", "80")
     Path("tiny.json").write_text(json.dumps(TINY))
 

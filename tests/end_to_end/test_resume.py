@@ -34,8 +34,8 @@ TASK = {
 class Server:
     """Runs training sessions on request, each in its own process."""
 
-    def __init__(self, folder: Path) -> None:
-        environment = {**os.environ, "QKFLOW_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    def __init__(self, cache: str) -> None:
+        environment = {**os.environ, "QKFLOW_CACHE": cache, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -69,8 +69,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(workspace: Path) -> Iterator[Server]:
-    server = Server(workspace)
+def server(session_cache: str) -> Iterator[Server]:
+    server = Server(session_cache)
     yield server
     server.close()
 

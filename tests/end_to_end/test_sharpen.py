@@ -20,9 +20,9 @@ SENTINEL = "xyzzyword"
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def workplace(tmp_path: Path, session_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("QKFLOW_CACHE", session_cache)
     monkeypatch.setenv("COLUMNS", "80")
 
 
@@ -135,7 +135,7 @@ def test_usage_errors_are_one_line_and_leave_no_files(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-    assert [path.name for path in Path().iterdir() if path.name != "cache"] == ["empty.jsonl"]
+    assert [path.name for path in Path().iterdir()] == ["empty.jsonl"]
 
 
 @pytest.mark.parametrize(("flags", "message"), [(["--task", "agrement"], "agreement"), (["--form", "FAF"], "FAFO")])

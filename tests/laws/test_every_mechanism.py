@@ -72,11 +72,10 @@ COMBINATIONS = (
 COMBINATION_LAWS = ("splitting", "packing", "cost", "precision", "attention_map", "circuits")
 """The laws on which a wrong combination shows: state, layout, declared costs, dtypes, map and circuits."""
 COMPILED = (
-    "standard:window=3,key_heads=1,qk_norm=True",
     "coupled",
     "coupled:integrator=leapfrog,force=potential,steps=3",
     "coupled:conv=3,key_shift=True,window=3,key_heads=2,qk_norm=before",
-    "standard+euler:steps=2",
+    "standard+euler:steps=2,window=3,key_heads=1,qk_norm=True",
     "differential+affine",
     "qdelta",
     "kuramoto",

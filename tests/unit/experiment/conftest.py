@@ -136,8 +136,10 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+def _alone(
+    tmp_path_factory: pytest.TempPathFactory, new_cache: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    monkeypatch.setenv("QKFLOW_CACHE", new_cache(tmp_path_factory.getbasetemp() / "cache"))
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ from qkflow.training import read_metrics
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory, new_cache: Callable[[Path], str]) -> Path:
     """A finished study of two arms, two seeds and two learning rates."""
     place = tmp_path_factory.mktemp("study")
     text = place / "text.txt"
     text.write_text("".join(f"line {i}: the quick brown fox number {i * i}\n" for i in range(2000)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QKFLOW_CACHE", str(place / "cache"))
+        patch.setenv("QKFLOW_CACHE", new_cache(place / "cache"))
         run_experiment(
             ExperimentSpec(
                 data=CorpusConfig(source=str(text)),

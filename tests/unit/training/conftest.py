@@ -19,7 +19,6 @@ from qkflow.data import Corpus, CorpusConfig, open_corpus
 from qkflow.data.tasks import Instance, Task, TaskConfig
 from qkflow.errors import Interrupted
 from qkflow.models import ClassifierConfig, DecoderConfig
-from qkflow.ops.csrc import build
 from qkflow.training import Callback, Result, Run, TrainConfig, task_defaults, train
 
 Configure = Callable[..., TrainConfig]
@@ -72,7 +71,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _isolate(texts: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    build.load()  # from the cache of the test suite
     monkeypatch.setenv("QKFLOW_CACHE", str(texts.parent / "cache"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -12,16 +12,10 @@ import torch
 
 from qkflow.errors import UsageError
 from qkflow.models import Decoder
-from qkflow.ops.csrc import build
 from qkflow.training import open_objective, read_metrics, train
 from qkflow.training.optim import build_optimizer
 from qkflow.training.run_dir import read_config
 from qkflow.training.step import Learner
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> None:
-    build.load()  # from the cache of the test suite
 
 
 def learner(config: Any, corpus: Any) -> Learner:

@@ -24,7 +24,6 @@ compiles = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    build.load()  # from the cache of the test suite
     monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("QKFLOW_NATIVE", raising=False)
     monkeypatch.delenv("CC", raising=False)
