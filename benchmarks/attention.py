@@ -93,8 +93,8 @@ def growth(rounds: int) -> list[Row]:
     work, against = "time of causal attention, forward and backward", "4,096 and 1,024 tokens"
     table = [compare("growth", work, against, "time", times, "4096", "1024", at_most=17)]
     if memory.IS_SUPPORTED:
-        short, long = memory.peak_megabytes(both_passes, 64, (16_384, 65_536))
-        work, against = "memory of causal attention, forward and backward", "65,536 and 16,384 tokens"
+        short, long = memory.peak_megabytes(both_passes, 64, (8_192, 32_768))
+        work, against = "memory of causal attention, forward and backward", "32,768 and 8,192 tokens"
         table.append(compare_memory("growth", work, against, long, short, at_most=4.4))
     return table
 

@@ -96,7 +96,7 @@ def peak_memory() -> list[Row]:
 
 
 def measure(quick: bool) -> list[Row]:
-    rounds = 4 if quick else 21
+    rounds = 3 if quick else 21
     return [*training(rounds, compiled=False), *training(rounds, compiled=True), *peak_memory()]
 
 

@@ -73,13 +73,19 @@ def machine() -> dict[str, Any]:
         processor = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         processor = platform.processor() or platform.machine()
-    packages = ("torch", "transformers", "x-transformers")
     return {
         "processor": processor,
         "cores": os.cpu_count(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "versions": {name: version(name) for name in ("torch", "transformers", "x-transformers")},
     }
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def commit() -> str:

@@ -165,7 +165,7 @@ def missed_table(rows: Sequence[Row]) -> str:
 
 def runs_table(results: Mapping[str, Any]) -> str:
     """The machines, and the settings of each benchmark."""
-    header = ["benchmark", "threads", "rounds", "control", "load", "date", "commit"]
+    header = ["benchmark", "threads", "rounds", "control", "load", "duration", "date", "commit"]
     lines, machines = [], {}
     for name, run in results["benchmarks"].items():
         rows, machine = run["rows"], run["machine"]
@@ -177,6 +177,7 @@ def runs_table(results: Mapping[str, Any]) -> str:
                 _range([row["rounds"] for row in rows], "d"),
                 _range(controls, ".0%") if controls else "",
                 f"{machine['load']:.1f}",
+                f"{run['seconds']:,} s",
                 run["date"],
                 run["commit"],
             ]
