@@ -186,9 +186,12 @@ def runs_table(results: Mapping[str, Any]) -> str:
         text = f"{machine['processor']}, {machine['cores']} cores, {machine['instructions']}; {versions}"
         machines.setdefault(text, []).append(f"`{name}`")
     if len(machines) == 1:
-        return f"{next(iter(machines))}.\n\n{_markdown([header, *lines])}"
-    places = [f"- {', '.join(names)}: {text}" for text, names in machines.items()]
-    return "\n".join([*places, "", _markdown([header, *lines])])
+        places = [f"{next(iter(machines))}.", ""]
+    else:
+        places = [*(f"- {', '.join(names)}: {text}" for text, names in machines.items()), ""]
+    if any(run["quick"] for run in results["benchmarks"].values()):
+        places += ["Rows from `--quick` have few rounds: they show that a benchmark works, not how fast qkflow is.", ""]
+    return "\n".join([*places, _markdown([header, *lines])])
 
 
 def ratio(row: Row) -> str:
