@@ -2,7 +2,8 @@
 # make check  set up, then style, types, import layers and the core laws in eager mode: for the inner loop
 # make test   set up, then everything make check does and every test
 # make docs   set up, then build the documentation into site/
-.PHONY: demo check test docs style types layers laws tests compiled interpreted clean
+# make bench  set up, then run the speed benchmarks and fill in the tables of docs/speed.md and README.md (BENCH=--quick)
+.PHONY: demo check test docs bench style types layers laws tests compiled interpreted clean
 .DEFAULT_GOAL := demo
 
 python := .venv/bin/python
@@ -47,6 +48,11 @@ interpreted: .setup
 
 docs: .setup
 	$(python) -m zensical build --clean --strict
+
+# Other processes on the machine distort the results: see the column "control" of the tables.
+bench:
+	@tools/setup.sh bench
+	$(python) benchmarks/run_all.py $(BENCH)
 
 .PHONY: .setup
 .setup:

@@ -1,10 +1,11 @@
 """Time the Triton kernels of the delta rule against those of flash-linear-attention, on a GPU.
 
-`delta_rule.py --device cuda` runs this. bfloat16, heads of the widths of Q-Delta (128 and 256), forward alone and with
-backward. `chunk_gated_delta_rule` erases along the key, so ours does in that comparison. `chunk_comba` takes the erase
-direction as a tensor p, here p = k + lambda q. (The official kernel of Q-Delta, which is Comba's with rows and columns
-exchanged, differs from the published equation: see `tests/unit/ops/delta_rule/test_equation.py`.) Outputs and gradients
-are compared before timing.
+    python benchmarks/delta_rule_gpu.py [--quick] [--json FILE]
+
+bfloat16, heads of the widths of Q-Delta (128 and 256), forward alone and with backward. `chunk_gated_delta_rule` erases
+along the key, so ours does in that comparison. `chunk_comba` takes the erase direction as a tensor p, here p = k +
+lambda q. (The official kernel of Q-Delta, which is Comba's with rows and columns exchanged, differs from the published
+equation: see `tests/unit/ops/delta_rule/test_equation.py`.) Outputs and gradients are compared before timing.
 """
 
 from __future__ import annotations
@@ -115,12 +116,11 @@ def compare(shape: tuple[int, ...], rounds: int) -> list[dict[str, object]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda"], required=True)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("no CUDA device found; omit --device cuda to run the CPU benchmark")
+        print("no CUDA device found; delta_rule.py is the benchmark for CPUs")
         return 1
     if error := triton_error(torch.device("cuda")):
         print(f"the Triton kernels cannot run: {error}")
@@ -135,3 +135,7 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

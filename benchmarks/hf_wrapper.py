@@ -1,6 +1,6 @@
 """Measure the overhead of the transformers wrapper over the bare decoder: training step, cached step and `generate`.
 
-python benchmarks/hf_wrapper.py [--quick] [--json FILE]
+    python benchmarks/hf_wrapper.py [--quick] [--json FILE]
 
 Both models have the same weights and take turns in one process. Each ratio is the wrapper's time divided by the bare
 model's. `generate` of transformers does additional work per token, so it has no target.
@@ -9,17 +9,17 @@ model's. `generate` of transformers does additional work per token, so it has no
 from __future__ import annotations
 
 import copy
-import statistics
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from qkflow import Decoder, DecoderConfig, Sampling, generate, size
+from qkflow import Decoder, Sampling, generate, size
 from qkflow.hf import QKFlowCache, QKFlowForCausalLM
 
-from timing import Measurement, parse_arguments, print_measurements, quartiles, relative_spread, time_alternately
+from steps import Function, training_step
+from tables import Row
+from timing import compare, main, time_alternately
 
 BATCH, CONTEXT = 16, 256
 PROMPT, NEW = 256, 64
@@ -27,32 +27,19 @@ STEPS = 32
 TARGET = 1.03
 
 
-def training_step(model: nn.Module, loss: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[], None]:
-    """Return a training step: loss, gradients, clipping, AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss(tokens).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-    return step
-
-
-def training_steps(bare: Decoder, wrapped: QKFlowForCausalLM) -> dict[str, Callable[[], None]]:
+def training_steps(bare: Decoder, wrapped: QKFlowForCausalLM) -> dict[str, Function]:
     tokens = torch.randint(0, 256, (BATCH, CONTEXT))
 
-    def loss(t: Tensor) -> Tensor:
-        return F.cross_entropy(bare(t)[0][:, :-1].flatten(0, 1), t[:, 1:].flatten())
+    def loss() -> Tensor:
+        return F.cross_entropy(bare(tokens)[0][:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
     return {
-        "wrapper": training_step(wrapped, lambda t: wrapped(input_ids=t, labels=t).loss, tokens),
-        "bare": training_step(bare, loss, tokens),
+        "wrapper": training_step(wrapped, lambda: wrapped(input_ids=tokens, labels=tokens).loss),
+        "bare": training_step(bare, loss),
     }
 
 
-def cached_steps(bare: Decoder, wrapped: QKFlowForCausalLM) -> dict[str, Callable[[], None]]:
+def cached_steps(bare: Decoder, wrapped: QKFlowForCausalLM) -> dict[str, Function]:
     """Single-token steps after the same prompt."""
     token = torch.zeros(1, 1, dtype=torch.long)
     with torch.inference_mode():
@@ -74,7 +61,7 @@ def cached_steps(bare: Decoder, wrapped: QKFlowForCausalLM) -> dict[str, Callabl
     return {"wrapper": run_wrapper, "bare": run_bare}
 
 
-def generation(bare: Decoder, wrapped: QKFlowForCausalLM, batch: int) -> dict[str, Callable[[], None]]:
+def generation(bare: Decoder, wrapped: QKFlowForCausalLM, batch: int) -> dict[str, Function]:
     prompt = torch.randint(0, 256, (batch, PROMPT))
     mask = torch.ones_like(prompt)
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 256, "eos_token_id": None}
@@ -84,48 +71,27 @@ def generation(bare: Decoder, wrapped: QKFlowForCausalLM, batch: int) -> dict[st
     }
 
 
-def measure(
-    setting: str,
-    quantity: str,
-    functions: dict[str, Callable[[], None]],
-    rounds: int,
-    *,
-    target: float | None,
-    calls: int,
-) -> Measurement:
-    times = time_alternately(functions, rounds=rounds, warmup=2)
-    low, ratio, high = quartiles([a / b for a, b in zip(times["wrapper"], times["bare"], strict=True)])
-    return Measurement(
-        setting,
-        quantity,
-        ratio,
-        quartiles=(low, high),
-        target=target,
-        lower_is_better=True,
-        ours=1e3 * statistics.median(times["wrapper"]) / calls,
-        peer=1e3 * statistics.median(times["bare"]) / calls,
-        control=relative_spread(times["control"]),
-    )
-
-
-def compare(name: str, config: DecoderConfig, rounds: int) -> list[Measurement]:
-    setting = f"{name} ({config.mechanism}), {torch.get_num_threads()} threads"
-    bare = Decoder(config)
+def overhead(name: str, spec: str, rounds: int) -> list[Row]:
+    bare = Decoder(size(name, mechanism=spec))
     wrapped = QKFlowForCausalLM.from_decoder(copy.deepcopy(bare), end=256)
-    table = [measure(setting, "training step", training_steps(bare, wrapped), rounds, target=TARGET, calls=1)]
+    column = f"`{name}`, `{spec}`"
+
+    def row(work: str, functions: dict[str, Function], rounds: int, calls: int, target: float | None) -> Row:
+        times = time_alternately(functions, rounds=rounds)
+        return compare("hf-wrapper", work, column, "time", times, "wrapper", "bare", calls=calls, at_most=target)
+
+    table = [row(f"training step, {BATCH} x {CONTEXT} tokens", training_steps(bare, wrapped), rounds, 1, TARGET)]
     bare.eval(), wrapped.eval()
-    cached = cached_steps(bare, wrapped)
-    table.append(measure(setting, "cached step, 1 row", cached, 6 * rounds, target=TARGET, calls=STEPS))
-    for batch in (1, 8):
-        functions = generation(bare, wrapped, batch)
-        table.append(measure(setting, f"generate, per token, {batch} rows", functions, rounds, target=None, calls=NEW))
+    table.append(row("cached step, one row", cached_steps(bare, wrapped), 4 * rounds, STEPS, TARGET))
+    for batch, rows in ((1, "one row"), (8, "eight rows")):
+        table.append(row(f"`generate`, per token, {rows}", generation(bare, wrapped, batch), rounds, NEW, None))
     return table
 
 
+def measure(quick: bool) -> list[Row]:
+    rounds = 4 if quick else 15
+    return overhead("1m", "standard", rounds) + overhead("1m", "qdelta", rounds)
+
+
 if __name__ == "__main__":
-    args = parse_arguments(__doc__)
-    table = compare("1m", size("1m"), 4 if args.quick else 15)
-    if not args.quick:
-        table += compare("1m", size("1m", mechanism="qdelta"), 15)
-        table += compare("5m", size("5m"), 9)
-    print_measurements(table, args.json)
+    main(__doc__, measure)

@@ -1,6 +1,8 @@
-"""Measure the time that `import qkflow` adds to `import torch`, measured in alternating fresh processes.
+"""Measure the processor time that `import qkflow` adds to `import torch`, in fresh processes.
 
-python benchmarks/import_time.py [--quick] [--json FILE]
+    python benchmarks/import_time.py [--quick] [--json FILE]
+
+torch's FLOP counter is imported first: qkflow needs it, and it imports triton if that is installed.
 """
 
 from __future__ import annotations
@@ -8,41 +10,46 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from timing import (
-    Comparison,
-    compare_first,
-    parse_arguments,
-    print_comparisons,
-    quartiles,
-    relative_spread,
-    time_alternately,
-)
+from tables import Row
+from timing import main, quartiles, relative_spread, time_alternately
 
 MAX_SECONDS = 0.3
-PROGRAM = "import time; import torch; start = time.perf_counter(); import qkflow; print(time.perf_counter() - start)"
+PROGRAM = """
+import time, torch, torch.utils.flop_counter
+start = time.process_time()
+import qkflow
+print(time.process_time() - start)
+"""
 
-if __name__ == "__main__":
-    args = parse_arguments(__doc__)
-    added: list[float] = []
+
+def measure(quick: bool) -> list[Row]:
+    seconds: list[float] = []
 
     def torch_and_qkflow() -> None:
         out = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-        added.append(float(out.stdout))
+        seconds.append(float(out.stdout))
 
-    def torch_only() -> None:
-        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    rounds, warmup = 4 if quick else 15, 1
+    times = time_alternately({"import": torch_and_qkflow}, rounds=rounds, warmup=warmup)
+    low, median, high = quartiles([value / MAX_SECONDS for value in seconds[warmup:]])
+    return [
+        Row(
+            table="import",
+            work="`import qkflow` after `import torch`",
+            against=f"a limit of {MAX_SECONDS} s",
+            kind="time",
+            ratio=median,
+            quartiles=(low, high),
+            ours=median * MAX_SECONDS,
+            peer=MAX_SECONDS,
+            unit="s",
+            at_most=1.0,
+            control=relative_spread(times["control"]),
+            rounds=rounds,
+            threads=1,
+        )
+    ]
 
-    times = time_alternately(
-        {"torch and qkflow": torch_and_qkflow, "torch": torch_only}, rounds=4 if args.quick else 10
-    )
-    low, median, high = quartiles(added)
-    limit = Comparison(
-        name="import qkflow after torch, against the limit of 0.3 s",
-        ratio=MAX_SECONDS / median,
-        quartiles=(MAX_SECONDS / high, MAX_SECONDS / low),
-        control=relative_spread(times["control"]),
-        ours=median,
-        peer=MAX_SECONDS,
-        unit="s",
-    )
-    print_comparisons([*compare_first("import", times, amount=1.0, unit="imports/s"), limit], args.json)
+
+if __name__ == "__main__":
+    main(__doc__, measure)

@@ -28,7 +28,8 @@ from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.study_dir import write_design
 from qkflow.training import TrainConfig, read_metrics, train
 
-from timing import compare_first, parse_arguments, print_comparisons, time_alternately
+from tables import Row
+from timing import compare, main, time_alternately
 
 Outside = dict[str, list[float]]
 """Seconds outside of steps and evaluations, for each call of each function."""
@@ -72,14 +73,13 @@ def measure(name: str, run: Callable[[Design, Path], None], design: Design, pare
     outside.setdefault(name, []).append(seconds - training - evaluating)
 
 
-if __name__ == "__main__":
-    args = parse_arguments(__doc__)
+def measure_overhead(quick: bool) -> list[Row]:
     spec = ExperimentSpec(
         data=CorpusConfig(),
         arms=("standard", "differential"),
         size="100k",
-        tokens=160_000 if args.quick else 300_000,
-        seeds=1 if args.quick else 2,
+        tokens=160_000 if quick else 300_000,
+        seeds=1 if quick else 2,
         jobs=1,
         threads=1,
     )
@@ -94,15 +94,16 @@ if __name__ == "__main__":
             name: lambda name=name, run=run: measure(name, run, design, Path(parent), outside)
             for name, run in runners.items()
         }
-        times = time_alternately(functions, rounds=2 if args.quick else 6, warmup=0)
-    tokens = sum(run.steps for run in planned_runs(design)) * design.base.batch * design.base.context
-    print_comparisons(
-        compare_first(f"{len(planned_runs(design))} runs", times, amount=tokens, unit="tokens/s"), args.json
-    )
+        times = time_alternately(functions, rounds=2 if quick else 6, warmup=0)
     experiment, training = (statistics.median(outside[name]) for name in runners)
     seconds = statistics.median(times["train"])
-    print(
-        f"\noutside of steps and evaluations: {experiment:.2f} s with run_experiment, {training:.2f} s with train;",
-        end=" ",
-    )
+    print(f"outside of steps and evaluations: {experiment:.2f} s with run_experiment, {training:.2f} s with train;")
     print(f"overhead {(experiment - training) / seconds:.1%} of {seconds:.0f} s")
+    runs = planned_runs(design)
+    tokens = sum(run.steps for run in runs) * design.base.batch * design.base.context
+    work, ours = f"{len(runs)} runs with `run_experiment`", "run_experiment"
+    return [compare("study", work, "`train` alone", "time", times, ours, "train", tokens=tokens)]
+
+
+if __name__ == "__main__":
+    main(__doc__, measure_overhead)

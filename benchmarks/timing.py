@@ -1,4 +1,4 @@
-"""Time several functions alternately in one process, and print ratios with quartiles.
+"""Time several functions alternately in one process, and report ratios with quartiles.
 
 Times on a shared machine drift by tens of percent within seconds. Alternating spreads the drift evenly. A ratio is
 computed within each round; its median and quartiles over the rounds are reported. A matrix product is timed as a
@@ -9,79 +9,46 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import torch
 
+from tables import Row, amount, ratio
 
-@dataclass(frozen=True)
-class Comparison:
-    """qkflow against a peer; a ratio above 1 means that qkflow is faster."""
-
-    name: str
-    ratio: float
-    quartiles: tuple[float, float]
-    """First and third quartile of the ratio."""
-    control: float
-    """Interquartile range of the control's time divided by its median: 0.05 on an idle machine, 0.5 on a busy one."""
-    ours: float
-    """Median, in `unit`."""
-    peer: float
-    unit: str
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A value and its target."""
-
-    setting: str
-    quantity: str
-    value: float
-    quartiles: tuple[float, float] | None = None
-    target: float | None = None
-    """The minimum, or with `lower_is_better` the maximum."""
-    lower_is_better: bool = False
-    ours: float = math.nan
-    peer: float = math.nan
-    unit: str = "ms"
-    control: float | None = None
-    """As in `Comparison`; None if no time was measured."""
-
-    @property
-    def is_reached(self) -> bool | None:
-        if self.target is None:
-            return None
-        return self.value <= self.target if self.lower_is_better else self.value >= self.target
+Function = Callable[[], object]
+Times = Mapping[str, list[float]]
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few rounds and small sizes: less than a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: torch's)")
-    args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    return args
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: those of the benchmark)")
+    return parser.parse_args()
 
 
-def time_alternately(
-    functions: Mapping[str, Callable[[], object]],
-    *,
-    rounds: int,
-    warmup: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
+def main(description: str, measure: Callable[[bool], list[Row]], *, threads: int = 2) -> None:
+    """Parse the command line, set the threads, measure (the argument says whether it has to be quick), and print."""
+    args = parse_arguments(description)
+    torch.set_num_threads(args.threads or threads)
+    rows = measure(args.quick)
+    print_rows(rows)
+    if args.json is not None:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def time_alternately(functions: Mapping[str, Function], *, rounds: int, warmup: int = 2) -> dict[str, list[float]]:
     """Return the seconds of every function in every round; "control" is a matrix product.
 
-    Each round starts with another function.
+    Each round starts with another function. With one thread, the clock is the processor time of the process, so that
+    other processes on the machine matter less.
     """
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     a = torch.randn(1024, 1024)
     items = [*functions.items(), ("control", lambda: a @ a)]
     times: dict[str, list[float]] = {name: [] for name, _ in items}
@@ -94,25 +61,91 @@ def time_alternately(
     return times
 
 
-def compare_first(title: str, times: Mapping[str, list[float]], *, amount: float, unit: str) -> list[Comparison]:
-    """Compare the first function with each of the others; a call does `amount` of work, so that rates are in `unit`."""
-    names = [name for name in times if name != "control"]
-    ours = times[names[0]]
-    table = []
-    for name in names[1:]:
-        low, ratio, high = quartiles([peer / own for own, peer in zip(ours, times[name], strict=True)])
-        table.append(
-            Comparison(
-                name=f"{title}: {names[0]} against {name}",
-                ratio=ratio,
-                quartiles=(low, high),
-                control=relative_spread(times["control"]),
-                ours=amount / statistics.median(ours),
-                peer=amount / statistics.median(times[name]),
-                unit=unit,
-            )
-        )
-    return table
+def compare(
+    table: str,
+    work: str,
+    against: str,
+    kind: Literal["speed", "time"],
+    times: Times,
+    ours: str,
+    peer: str,
+    *,
+    calls: int = 1,
+    tokens: int | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> Row:
+    """Compare two timed functions. A function makes `calls` calls, or processes `tokens` tokens."""
+    pairs = list(zip(times[ours], times[peer], strict=True))
+    low, middle, high = quartiles([b / a if kind == "speed" else a / b for a, b in pairs])
+    seconds = [statistics.median(times[name]) for name in (ours, peer)]
+    values = [1e3 * s / calls for s in seconds] if tokens is None else [tokens / s for s in seconds]
+    return Row(
+        table=table,
+        work=work,
+        against=against,
+        kind=kind,
+        ratio=middle,
+        quartiles=(low, high),
+        ours=values[0],
+        peer=values[1],
+        unit="ms" if tokens is None else "tokens/s",
+        at_least=at_least,
+        at_most=at_most,
+        control=relative_spread(times["control"]),
+        rounds=len(pairs),
+        threads=torch.get_num_threads(),
+    )
+
+
+def compare_memory(
+    table: str, work: str, against: str, ours: float, peer: float, *, unit: str = "MB", at_most: float | None = None
+) -> Row:
+    """Compare two amounts of memory, each measured once."""
+    return Row(
+        table=table,
+        work=work,
+        against=against,
+        kind="memory",
+        ratio=ours / peer,
+        ours=ours,
+        peer=peer,
+        unit=unit,
+        at_most=at_most,
+        rounds=1,
+        threads=torch.get_num_threads(),
+    )
+
+
+def share_of_peak(
+    table: str,
+    work: str,
+    against: str,
+    times: Times,
+    ours: str,
+    flops: float,
+    peaks: Sequence[float],
+    *,
+    at_least: float | None = None,
+) -> Row:
+    """Compare the FLOPs per second of a timed function with those of matrix products in the same rounds."""
+    rates = [flops / seconds for seconds in times[ours]]
+    low, share, high = quartiles([rate / peak for rate, peak in zip(rates, peaks, strict=True)])
+    return Row(
+        table=table,
+        work=work,
+        against=against,
+        kind="share",
+        ratio=share,
+        quartiles=(low, high),
+        ours=statistics.median(rates) / 1e9,
+        peer=statistics.median(peaks) / 1e9,
+        unit="GFLOP/s",
+        at_least=at_least,
+        control=relative_spread(times["control"]),
+        rounds=len(rates),
+        threads=torch.get_num_threads(),
+    )
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
@@ -128,37 +161,15 @@ def relative_spread(values: list[float]) -> float:
     return (high - low) / median
 
 
-def print_comparisons(table: list[Comparison], path: Path | None) -> None:
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}\n")
-    width = max(len(row.name) for row in table)
-    print(f"{'':{width}}  ratio  (quartiles)      ours     peer  unit           control")
-    for row in table:
-        low, high = row.quartiles
-        spread = f"({low:.2f} to {high:.2f})"
-        print(
-            f"{row.name:{width}}  {row.ratio:5.2f}  {spread:<15} {row.ours:8,.4g} {row.peer:8,.4g}"
-            f"  {row.unit:<14} ±{row.control:.0%}"
-        )
-    if path is not None:
-        path.write_text(json.dumps([asdict(row) for row in table], indent=2) + "\n")
-
-
-def print_measurements(table: Sequence[Measurement], path: Path | None = None) -> None:
-    width = max(len(row.quantity) for row in table)
-    print(f"{'':{width + 2}}  value  (quartiles)      target  met     ours     peer           control")
-    setting = ""
-    for row in table:
-        if row.setting != setting:
-            setting = row.setting
-            print(setting)
-        spread = "" if row.quartiles is None else f"({row.quartiles[0]:.2f} to {row.quartiles[1]:.2f})"
-        target = "" if row.target is None else f"{'<=' if row.lower_is_better else '>='} {row.target:g}"
-        met = {None: "", True: "yes", False: "NO"}[row.is_reached]
+def print_rows(rows: Sequence[Row]) -> None:
+    print(f"\ntorch {torch.__version__}, {torch.get_num_threads()} threads")
+    width, columns = max(len(row.work) for row in rows), max(len(row.against) for row in rows)
+    table = ""
+    for row in rows:
+        if row.table != table:
+            table = row.table
+            print(f"\n{table + ' (' + row.kind + ')':{width + columns + 4}}{'ratio':22}{'target':22}control")
+        met = {None: "", True: f"{row.bound}: met", False: f"{row.bound}: MISSED"}[row.is_met]
         control = "" if row.control is None else f"±{row.control:.0%}"
-        print(
-            f"  {row.quantity:{width}} {row.value:6.3g}  {spread:16} {target:>7}  {met:3}"
-            f" {row.ours:8.4g} {row.peer:8.4g} {row.unit:9} {control}"
-        )
-    if path is not None:
-        rows = [asdict(row) | {"is_reached": row.is_reached} for row in table]
-        path.write_text(json.dumps(rows, indent=2) + "\n")
+        values = f"{amount(row.ours, row.unit)}, {amount(row.peer, row.unit)}"
+        print(f"{row.work:{width}}  {row.against:{columns}}  {ratio(row):21} {met:21} {control:6} {values}")

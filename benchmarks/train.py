@@ -1,61 +1,84 @@
-"""Time training steps at 1m and 5m against HF Llama and x-transformers: same shape, batch and AdamW, fp32.
+"""Time training steps against HF Llama, eager and compiled, and x-transformers: same shape, batch and AdamW, fp32.
 
-python benchmarks/train.py [--quick] [--json FILE]
+    python benchmarks/train.py [--quick] [--json FILE]
+
+Batches of 32 x 256 tokens run on two threads, batches of 4 x 256 on one. Under torch.compile, HF's model and loss are
+one compiled function; qkflow is not compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from qkflow import Decoder, size
 
 from peers import hf_llama, n_parameters, x_transformer
-from timing import Comparison, compare_first, parse_arguments, print_comparisons, time_alternately
+from steps import next_token_loss, training_step
+from tables import Row
+from timing import compare, main, time_alternately
 
-BATCH, CONTEXT = 32, 256
-
-
-def training_step(model: nn.Module, logits: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[], None]:
-    """Return a training step: loss, gradients, clipping, AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-    def step() -> None:
-        loss = F.cross_entropy(logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-    return step
+CONTEXT = 256
 
 
-def compare(name: str, rounds: int) -> list[Comparison]:
-    config = size(name)
-    tokens = torch.randint(0, 256, (BATCH, CONTEXT + 1))
+def large_batch(name: str, rounds: int, hf_target: float | None, x_target: float | None) -> list[Row]:
+    config, tokens = size(name), torch.randint(0, 256, (32, CONTEXT + 1))
     ours, hf, x = Decoder(config), hf_llama(config), x_transformer(config, CONTEXT)
-    counts = (
-        f"{n_parameters(model):,} ({peer})" for model, peer in ((ours, "ours"), (hf, "HF"), (x, "x-transformers"))
-    )
-    print(f"{name}: parameters {', '.join(counts)}")
-    times = time_alternately(
-        {
-            "qkflow": training_step(ours, lambda t: ours(t)[0], tokens),
-            "HF Llama": training_step(hf, lambda t: hf(t, use_cache=False).logits, tokens),
-            "x-transformers": training_step(x, x, tokens),
-        },
-        rounds=rounds,
-        warmup=2,
-    )
-    return compare_first(f"training {name}", times, amount=BATCH * CONTEXT, unit="tokens/s")
+    counts = {"qkflow": ours, "HF Llama": hf, "x-transformers": x}
+    print(f"{name}: parameters {', '.join(f'{n_parameters(model):,} ({peer})' for peer, model in counts.items())}")
+    functions = {
+        "qkflow": training_step(ours, partial(next_token_loss, lambda t: ours(t)[0], tokens)),
+        "HF Llama": training_step(hf, partial(next_token_loss, lambda t: hf(t, use_cache=False).logits, tokens)),
+        "x-transformers": training_step(x, partial(next_token_loss, x, tokens)),
+    }
+    times = time_alternately(functions, rounds=rounds)
+    targets, amount = {"HF Llama": hf_target, "x-transformers": x_target}, 32 * CONTEXT
+    return [
+        compare(
+            "training",
+            f"`{name}`, 32 x 256 tokens",
+            peer,
+            "speed",
+            times,
+            "qkflow",
+            peer,
+            tokens=amount,
+            at_least=target,
+        )
+        for peer, target in targets.items()
+    ]
+
+
+def small_batch(name: str, rounds: int) -> list[Row]:
+    """Compare with HF eager and compiled on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    config, tokens = size(name), torch.randint(0, 256, (4, CONTEXT + 1))
+    ours, hf, twin = Decoder(config), hf_llama(config), hf_llama(config)
+    compiled = torch.compile(lambda: next_token_loss(lambda t: twin(t, use_cache=False).logits, tokens))
+    functions = {
+        "qkflow": training_step(ours, partial(next_token_loss, lambda t: ours(t)[0], tokens)),
+        "HF Llama": training_step(hf, partial(next_token_loss, lambda t: hf(t, use_cache=False).logits, tokens)),
+        "HF Llama, compiled": training_step(twin, compiled),
+    }
+    times = time_alternately(functions, rounds=rounds)
+    work, amount = f"`{name}`, 4 x 256 tokens, one thread", 4 * CONTEXT
+    table = [
+        compare("training", work, peer, "speed", times, "qkflow", peer, tokens=amount, at_least=target)
+        for peer, target in {"HF Llama": 1.4, "HF Llama, compiled": 1.0}.items()
+    ]
+    torch.set_num_threads(threads)
+    return table
+
+
+def measure(quick: bool) -> list[Row]:
+    table = large_batch("1m", 4 if quick else 25, 1.4, 1.65)
+    table += [] if quick else large_batch("5m", 12, None, None)
+    for name in ("100k", "500k", "1m"):
+        table += small_batch(name, 8 if quick else 40)
+    return table
 
 
 if __name__ == "__main__":
-    args = parse_arguments(__doc__)
-    table = compare("1m", 6 if args.quick else 25)
-    if not args.quick:
-        table += compare("5m", 12)
-    print_comparisons(table, args.json)
+    main(__doc__, measure)

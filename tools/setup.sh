@@ -1,5 +1,6 @@
 #!/bin/sh
-# Creates .venv and installs qkflow into it: `tools/setup.sh` to run it, `tools/setup.sh dev` to test it as well.
+# Creates .venv and installs qkflow into it: `tools/setup.sh` to run it, `tools/setup.sh dev` to test it as well,
+# `tools/setup.sh bench` to run the benchmarks.
 # Does nothing if already installed; installs again after pyproject.toml, constraints.txt or the folder's path changed.
 set -eu
 cd "$(dirname "$0")/.."
@@ -8,7 +9,9 @@ stamp=".venv/.installed-$extra"
 # The path is part of the key: an editable installation breaks when the folder is moved.
 key="$(pwd) $(cat pyproject.toml constraints.txt | cksum)"
 
-for existing in "$stamp" .venv/.installed-dev; do # dev includes run
+existing_stamps="$stamp"
+[ "$extra" = run ] && existing_stamps="$stamp .venv/.installed-dev .venv/.installed-bench" # both include run
+for existing in $existing_stamps; do
     if [ -x .venv/bin/python ] && [ -f "$existing" ] && [ "$(cat "$existing")" = "$key" ]; then
         exit 0
     fi
