@@ -20,7 +20,7 @@ _RATES: dict[OptimizerName, float] = {"adamw": 2.5e-3, "muon": 5e-3}
 """Peak learning rates of standard attention with 100k parameters and 4 sequences per step."""
 _SIZE_EXPONENT = 0.25
 """The learning rate falls with the number of parameters to this power."""
-_RATE_FACTORS = {"coupled": 1.5, "differential": 1.5}
+_RATE_FACTORS = {"coupled": 1.5, "differential": 1.5, "kuramoto": 0.5}
 """The learning rate of other mechanisms, as a multiple of that of standard attention."""
 _HALF_LIFE = 200_000
 """Tokens over which AdamW's average of squared gradients halves its memory."""
