@@ -127,16 +127,20 @@ def call(name: str, signature: str, scalars: Sequence[Any], tensors: Sequence[Te
     contiguous memory, None as a null pointer. Decoding calls this once per layer and token, so it is kept short.
     """
     dtype = cast(Tensor, tensors[0]).dtype  # the first tensor is never optional
-    held = [x if x is None else readable(x, dtype) for x in tensors]  # keeps the copies alive
+    held = [  # keeps the copies alive
+        x
+        if x is None or (x.dtype is dtype and x.is_cpu and x.is_contiguous() and not x.is_neg())
+        else _contiguous(x, dtype)
+        for x in tensors
+    ]
     pointers = [None if x is None else x.data_ptr() for x in held]
     return _function(name, dtype, signature, len(pointers))(*scalars, *pointers)
 
 
-def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor, or a copy of it, as contiguous memory that a kernel can read; raises if dtype or device differ."""
+def _contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype != dtype or not x.is_cpu:
         raise UsageError(f"a C kernel got {x.dtype} on {x.device}: expected {dtype} on the CPU for all tensors")
-    return x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()
+    return x.resolve_neg().contiguous()
 
 
 _C_TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "d": ctypes.c_double, "p": ctypes.c_void_p}

@@ -31,14 +31,15 @@ _OPS.define(f"drift_kick_backward(Tensor q, Tensor? k, Tensor? gq, Tensor gk, {_
 
 def check_shapes(q: Tensor, k: Tensor, dt: Tensor, force: Sequence[Tensor], coefficients: Sequence[float]) -> None:
     """Raise if the shapes do not match, or if there is no kick."""
-    if q.ndim < 1 or q.shape[-1] < 1 or k.shape != q.shape or k.dtype != q.dtype:
+    shape, (w1, b1, w2, b2) = q.shape, force
+    if not shape or shape[-1] < 1 or k.shape != shape or k.dtype != q.dtype:
         raise UsageError(
-            f"queries and keys must have the same shape [..., k] and dtype, got {[*q.shape]} {q.dtype} and {[*k.shape]}"
+            f"queries and keys must have the same shape [..., k] and dtype, got {[*shape]} {q.dtype} and {[*k.shape]}"
             f" {k.dtype}"
         )
-    width, hidden = q.shape[-1], force[1].numel()
-    expected = [(hidden, width), (hidden,), (width, hidden), (width,)]
-    if [x.shape for x in force] != expected or hidden < 1:
+    width, hidden = shape[-1], b1.numel()
+    is_valid = b1.ndim == 1 and w1.shape == (hidden, width) and w2.shape == (width, hidden) and b2.shape == (width,)
+    if not is_valid or hidden < 1:
         raise UsageError(
             f"W1, b1, W2 and b2 must be [m, k], [m], [k, m] and [k] with k = {width}, got {[[*x.shape] for x in force]}"
         )
