@@ -149,10 +149,12 @@ def attention_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = 
         reach = (1 << 60 if window is None else window) if causal else 0
         tensors = {"q": q, "k": k, "v": v}
         saved = dict(zip(("o", "lse"), torch.ops.qkflow.attention(q, k, v, reach, 1.0, True), strict=True))
-        free = {"v.3", "q.2"} | (set() if causal and s == t else {"q.1"})
+        free = {"v.3", "q.1", "q.2"}
         settings = {"window": reach, "scale": 1.0}
         backward = {"go": torch.zeros_like(saved["o"]), **tensors, **saved, **settings}
-        wrong = {"window": (-1, -7, -(1 << 40)), "q": (q.new_zeros(n, t, groups + 1, width),) if groups > 1 else ()}
+        misfits = [q.new_zeros(n, t, groups + 1, width)] if groups > 1 else []
+        misfits += [q.new_zeros(n, s + 1, heads, width)] if causal else []
+        wrong = {"window": (-1, -7, -(1 << 40)), "q": tuple(misfits)}
         return [
             Entry(
                 function=attention,
@@ -227,12 +229,12 @@ def delta_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None
         tensors = {"q": q, "k": k, "v": v, "beta": beta, "log_alpha": None, "erase": None, **optional}
         state = tensors.pop("state", None)
         floats = {f"{name}.float" for name in (*tensors, "state")}
-        absent = {
+        alike = {"log_alpha.rank", "erase.rank"} if width == 1 else set()  # flattened, one channel is one per head
+        absent = alike | {
             f"{name}.None" for name in ("log_alpha", "erase", "state", "layout", "scale", "chunk", "go", "gfinal")
         }
         alone = frozenset(absent if state is not None else {*absent, "v.3"})
         public = {**tensors, "state": state, "layout": layout, "scale": 1.0, "chunk": chunk, "backend": "cpu"}
-        # an erase direction of one channel may look like a weight and the other way round
         listing = [
             Entry(
                 function=delta_rule,
@@ -353,13 +355,13 @@ def short_conv_call(rng: random.Random, dtype: torch.dtype, tokens: int | None =
             Entry(
                 function=torch.ops.qkflow.short_conv,
                 arguments=tensors,
-                free=frozenset({*free} - ({"weight.1"} if taps == 64 else set())),
+                free=frozenset(free),
                 wrong=many,
             ),
             Entry(
                 function=torch.ops.qkflow.short_conv_backward,
                 arguments=backward,
-                free=frozenset({"state.None"} | (set() if len(inputs) > 2 or taps == 64 else {"weight.1"})),
+                free=frozenset({"state.None"} | (set() if len(inputs) > 2 else {"weight.1"})),
                 wrong=many,
             ),
         ]
