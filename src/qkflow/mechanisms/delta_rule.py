@@ -280,7 +280,7 @@ class DeltaMechanism(QKMechanism):
         return state
 
     def _split_heads(self, x: Float[Tensor, "b t c"]) -> Float[Tensor, "b t h k"]:
-        return x.view(*x.shape[:2], self.heads, -1)
+        return x.unflatten(-1, (self.heads, -1))
 
 
 class _Call(NamedTuple):

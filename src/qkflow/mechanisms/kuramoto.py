@@ -317,7 +317,7 @@ class SynchronyMechanism(Mechanism):
 
     def _check_state(self, state: State | None, k: Tensor, v: Tensor) -> ShiftedKVCache:
         if state is None:
-            zeros = tuple(x.new_zeros(len(x), 1, x[0, 0].numel()) for x in self._shifted((k, v)))
+            zeros = tuple(x.new_zeros(len(x), 1, x.shape[2:].numel()) for x in self._shifted((k, v)))
             return ShiftedKVCache(KVCache.start((k, v), self.config.window), zeros)
         if not isinstance(state, ShiftedKVCache):
             raise wrong_state(self, state, ShiftedKVCache)

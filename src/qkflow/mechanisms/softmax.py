@@ -195,7 +195,7 @@ class SoftmaxMechanism(QKMechanism):
         return self.shape.queries * self.shape.key_width + self.shape.outputs * self.shape.value_width
 
     def _split_heads(self, x: Float[Tensor, "b t c"], heads: int) -> Float[Tensor, "b t h k"]:
-        return x.view(*x.shape[:2], heads, -1)
+        return x.unflatten(-1, (heads, -1))
 
     def _queries_and_keys(self, x: Stream) -> tuple[Queries, Keys]:
         """Project, couple and normalise. In training, a first drift q + c k is folded into the projection,

@@ -75,6 +75,11 @@ def _check(x: Tensor, weight: Tensor, state: Tensor | None) -> None:
     expected = (len(x), weight.shape[1] - 1, x.shape[2])
     if state is not None and state.shape != expected:
         raise UsageError(f"the state must be [n, taps - 1, channels] = {[*expected]}, got {[*state.shape]}")
+    for tensor in (x, weight, state):
+        if tensor is not None and (not tensor.is_floating_point() or tensor.device != x.device):
+            raise UsageError(
+                f"got {tensor.dtype} on {tensor.device}: expected floating-point tensors on one device, {x.device}"
+            )
 
 
 class _ShortConv(torch.autograd.Function):
@@ -143,14 +148,35 @@ def _kernel_forward(x: Tensor, weight: Tensor, state: Tensor | None) -> Tensor:
     return y
 
 
-def _kernel_backward(gy: Tensor, x: Tensor, weight: Tensor, state: Tensor | None) -> list[Tensor]:
+def _checked_forward(x: Tensor, weight: Tensor, state: Tensor | None) -> Tensor:
+    _check_operands(x, weight, state)
+    return _kernel_forward(x, weight, state)
+
+
+def _checked_backward(gy: Tensor, x: Tensor, weight: Tensor, state: Tensor | None) -> list[Tensor]:
     gradients = _empty_gradients(gy, x, weight, state)
+    if x.numel() == 0:
+        return [gradient.zero_() for gradient in gradients]
     gx, gweight, gstate = (*gradients, None)[:3]
     _call("short_conv_backward", x, weight, (gy, x, weight, state, gx, gweight, gstate))
     return gradients
 
 
+def _check_operands(x: Tensor, weight: Tensor, state: Tensor | None) -> None:
+    _check(x, weight, state)
+    if weight.shape[1] > MAX_TAPS:
+        raise UsageError(f"the C kernel has at most {MAX_TAPS} taps, got {weight.shape[1]}: use short_conv")
+
+
+def _empty_forward(x: Tensor, weight: Tensor, state: Tensor | None) -> Tensor:
+    _check_operands(x, weight, state)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _empty_gradients(gy: Tensor, x: Tensor, weight: Tensor, state: Tensor | None) -> list[Tensor]:
+    _check_operands(x, weight, state)
+    if gy.shape != x.shape or gy.dtype != x.dtype or gy.device != x.device:
+        raise UsageError(f"gy must be {x.dtype} of shape {[*x.shape]} on {x.device}, got {gy.dtype} {[*gy.shape]}")
     inputs = (x, weight) if state is None else (x, weight, state)
     return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
 
@@ -164,7 +190,7 @@ def _call(name: str, x: Tensor, weight: Tensor, tensors: tuple[Tensor | None, ..
 _OPS = torch.library.Library("qkflow", "FRAGMENT")
 _OPS.define("short_conv(Tensor x, Tensor weight, Tensor? state) -> Tensor")
 _OPS.define("short_conv_backward(Tensor gy, Tensor x, Tensor weight, Tensor? state) -> Tensor[]")
-_OPS.impl("short_conv", _kernel_forward, "CPU")
-_OPS.impl("short_conv_backward", _kernel_backward, "CPU")
-_OPS.impl("short_conv", lambda x, weight, state: torch.empty_like(x, memory_format=torch.contiguous_format), "Meta")
+_OPS.impl("short_conv", _checked_forward, "CPU")
+_OPS.impl("short_conv_backward", _checked_backward, "CPU")
+_OPS.impl("short_conv", _empty_forward, "Meta")
 _OPS.impl("short_conv_backward", _empty_gradients, "Meta")

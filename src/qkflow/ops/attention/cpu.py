@@ -47,7 +47,9 @@ def _call(
     (n, t, h, width), (_, s, g, _), value_width = strided[0].shape, strided[1].shape, strided[2].shape[3]
     strides: list[int] = []
     pointers: list[int] = []
-    held = [x if x.stride(3) == 1 else x.contiguous() for x in strided]  # keeps the copies alive
+    held = [
+        x if x.stride(3) == 1 and not x.is_neg() else x.resolve_neg().contiguous() for x in strided
+    ]  # keeps the copies alive
     for x in held:
         strides += x.stride()[:3]
         pointers.append(x.data_ptr())

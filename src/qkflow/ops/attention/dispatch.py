@@ -72,7 +72,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, ma
     (b, t, h, width), (rows, s, g, key_width), (value_rows, n_values, value_heads, _) = q.shape, k.shape, v.shape
     if rows != b or value_rows != b or n_values != s or key_width != width:
         raise UsageError(f"q {[*q.shape]}, k {[*k.shape]} and v {[*v.shape]} do not fit: expected bthk, bsgk and bsgv")
-    if value_heads != g or h % max(g, 1):
+    if width < 1:
+        raise UsageError("queries and keys have no channels: expected at least one")
+    if value_heads != g or (h % g if g else h):
         raise UsageError(
             f"{h} query heads, {g} key heads and {value_heads} value heads: expected h, g and g, g divides h"
         )
@@ -222,10 +224,7 @@ def _checked_backward(
     go: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_operands(q, k, v, window)
-    n, t, h, _ = q.shape
-    expected = [(n, t, h, v.shape[3])] * 2 + [(n, h, t)]
-    if [x.shape for x in (go, o, lse)] != expected or any(x.dtype != q.dtype or not x.is_cpu for x in (go, o, lse)):
-        raise UsageError(f"go, o and lse must be {q.dtype} on the CPU with the shapes {expected}")
+    _check_saved(go, q, v, o, lse)
     return cpu.backward(go, q, k, v, o, lse, window, scale)
 
 
@@ -235,6 +234,14 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, window: int) -> None:
         raise UsageError(f"the operator qkflow::attention cannot run: {reason}; use qkflow.ops.attention.attention")
 
 
+def _check_saved(go: Tensor, q: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
+    n, t, h, _ = q.shape
+    expected = [(n, t, h, v.shape[3])] * 2 + [(n, h, t)]
+    tensors = (go, o, lse)
+    if [x.shape for x in tensors] != expected or any(x.dtype != q.dtype or x.device != q.device for x in tensors):
+        raise UsageError(f"go, o and lse must be {q.dtype} on {q.device} with the shapes {expected}")
+
+
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, save: bool) -> tuple[Tensor, Tensor]:
     _check(q, k, v, window != 0, window or None, None)
     n, t, h, _ = q.shape
@@ -242,10 +249,10 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, 
 
 
 def _backward_shapes(
-    go: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *_: Any
+    go: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if any(x.device != q.device for x in (k, v, go, o, lse)):
-        raise UsageError("the operands of qkflow::attention_backward are on several devices: expected one")
+    _check(q, k, v, window != 0, window or None, None)
+    _check_saved(go, q, v, o, lse)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

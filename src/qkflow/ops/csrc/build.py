@@ -1,8 +1,10 @@
 """Build, load and call the C kernels.
 
-The kernels are compiled on first use, which takes a few seconds, and cached under a name that depends on the sources,
-the compiler and the processor. If there is no C compiler, `is_loaded()` is False, callers fall back to PyTorch
-operations, and a single warning gives the reason. Set QKFLOW_NATIVE=0 to disable the kernels without a warning.
+The kernels are compiled on first use, which takes a few seconds, and cached (`library_cache.py`) under a name that
+depends on the sources, the compiler and the processor. If the cache cannot be private to the user, they are compiled in
+a temporary directory in every process, with a warning. If there is no C compiler, `is_loaded()` is False, callers fall
+back to PyTorch operations, and a single warning gives the reason. Set QKFLOW_NATIVE=0 to disable the kernels without a
+warning.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +31,7 @@ from torch import Tensor
 
 from qkflow import io
 from qkflow.errors import UsageError
+from qkflow.ops.csrc.library_cache import LibraryCache, loadable
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fPIC", "-std=gnu11")
@@ -49,6 +53,8 @@ class BuildInfo:
     """First line of the compiler's version."""
     seconds: float | None
     """Build time; None if the library was in the cache."""
+    cache_error: str | None = None
+    """The reason why the library could not be cached; None if it could."""
 
 
 _library: ctypes.CDLL | None = None
@@ -61,14 +67,20 @@ def load() -> None:
     global _library, _build_info, _load_error
     if _load_error == _NOT_TRIED:
         _library, _build_info, _load_error = _try_load()
-        is_child = multiprocessing.parent_process() is not None  # the parent has warned already
-        if _load_error is not None and _load_error != _DISABLED and not is_child:
-            warnings.warn(
+        if _load_error is not None and _load_error != _DISABLED:
+            _warn(
                 f"no C kernels: {_load_error}; falling back to PyTorch, which is slower"
-                " (set QKFLOW_NATIVE=0 to silence this warning)",
-                RuntimeWarning,
-                stacklevel=3,
+                " (set QKFLOW_NATIVE=0 to silence this warning)"
             )
+        elif _build_info is not None and _build_info.cache_error is not None:
+            _warn(
+                f"the C kernels cannot be cached: {_build_info.cache_error}; they are compiled again in every process"
+            )
+
+
+def _warn(message: str) -> None:
+    if multiprocessing.parent_process() is None:  # in a child process, the parent has warned already
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 def is_loaded() -> bool:
@@ -77,7 +89,8 @@ def is_loaded() -> bool:
 
 
 def library() -> ctypes.CDLL:
-    """The loaded library; raises if `is_loaded()` is False."""
+    """The library, loaded if necessary; raises if it is not available."""
+    load()
     if _library is None:
         raise UsageError(f"the C kernels are not available: {_load_error}")
     return _library
@@ -113,10 +126,21 @@ def call(name: str, signature: str, scalars: Sequence[Any], tensors: Sequence[Te
     The signature has a letter per scalar: i (int), l (long), d (double) or p (pointer). Tensors follow as pointers to
     contiguous memory, None as a null pointer. Decoding calls this once per layer and token, so it is kept short.
     """
-    held = [x if x is None or x.is_contiguous() else x.contiguous() for x in tensors]  # keeps the copies alive
+    dtype = cast(Tensor, tensors[0]).dtype  # the first tensor is never optional
+    held = [  # keeps the copies alive
+        x
+        if x is None or (x.dtype is dtype and x.is_cpu and x.is_contiguous() and not x.is_neg())
+        else _contiguous(x, dtype)
+        for x in tensors
+    ]
     pointers = [None if x is None else x.data_ptr() for x in held]
-    dtype = cast(Tensor, held[0]).dtype  # the first tensor is never optional
     return _function(name, dtype, signature, len(pointers))(*scalars, *pointers)
+
+
+def _contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.dtype != dtype or not x.is_cpu:
+        raise UsageError(f"a C kernel got {x.dtype} on {x.device}: expected {dtype} on the CPU for all tensors")
+    return x.resolve_neg().contiguous()
 
 
 _C_TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "d": ctypes.c_double, "p": ctypes.c_void_p}
@@ -124,6 +148,8 @@ _C_TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "d": ctypes.c_double, "p": ct
 
 @cache
 def _function(name: str, dtype: torch.dtype, signature: str, n_pointers: int) -> Any:
+    if dtype not in (torch.float32, torch.float64):
+        raise UsageError(f"the C kernels take float32 and float64, got {dtype}")
     function = getattr(library(), f"{name}_{'float' if dtype == torch.float32 else 'double'}")
     function.argtypes = [_C_TYPES[letter] for letter in signature + "p" * n_pointers]
     return function
@@ -136,8 +162,7 @@ def _try_load() -> tuple[ctypes.CDLL | None, BuildInfo | None, str | None]:
     if compiler is None:
         return None, None, "there is no C compiler (cc, gcc or clang)"
     try:
-        info = _build(compiler)
-        return ctypes.CDLL(str(info.library)), info, None
+        return *_build(compiler), None
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or "").strip().splitlines() or ["no message"]
         return None, None, f"{compiler} cannot build the kernels ({lines[0]})"
@@ -145,29 +170,45 @@ def _try_load() -> tuple[ctypes.CDLL | None, BuildInfo | None, str | None]:
         return None, None, f"the kernels cannot be built or loaded ({error})"
 
 
-def _build(compiler: str) -> BuildInfo:
-    """Compile the library unless it is cached. Concurrent builds write identical files, so they need no lock."""
+def _build(compiler: str) -> tuple[ctypes.CDLL, BuildInfo]:
+    """Load the library from the cache, or compile it, in a temporary directory if the cache cannot be used."""
     version = _run(compiler, "--version")
     key = (*(source.read_text() for source in _SOURCES), version, " ".join(_FLAGS), platform.machine(), _cpu_features())
-    path = io.cache_folder() / "native" / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.so"
-    seconds = None
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        start = time.monotonic()
-        io.replace(path, lambda temporary: _compile(compiler, temporary))
-        seconds = time.monotonic() - start
-    return BuildInfo(library=path, compiler=(version.splitlines() or [compiler])[0], seconds=seconds)
-
-
-def _compile(compiler: str, path: Path) -> None:
-    """Compile every source once per dtype and link the objects, with OpenMP if the compiler has it."""
-    objects = {
-        path.with_name(f"{path.name}.{source.stem}.{real}.o"): (f"-DREAL={real}", "-c", str(source))
-        for source in _SOURCES
-        if source.suffix == ".c"
-        for real in ("float", "double")
-    }
+    name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+    compiled = cache(lambda: _compile(compiler))
+    info = BuildInfo(library=Path(), compiler=(version.splitlines() or [compiler])[0], seconds=None)
     try:
+        return _load(io.cache_folder() / "native", name, compiled, info)
+    except (OSError, UsageError) as error:
+        with tempfile.TemporaryDirectory(prefix="qkflow-") as folder:
+            return _load(Path(folder), name, compiled, replace(info, cache_error=str(error)))
+
+
+def _load(
+    folder: Path, name: str, compiled: Callable[[], tuple[bytes, float]], info: BuildInfo
+) -> tuple[ctypes.CDLL, BuildInfo]:
+    with LibraryCache(folder) as libraries:
+        library, seconds = libraries.open(name), None
+        if library is None:
+            content, seconds = compiled()
+            libraries.store(name, content)
+            library = libraries.open(name)
+        if library is None:
+            raise UsageError(f"{folder} does not keep what is written to it")
+        return ctypes.CDLL(loadable(*library)), replace(info, library=library[1], seconds=seconds)
+
+
+def _compile(compiler: str) -> tuple[bytes, float]:
+    """Compile every source once per dtype and link the objects, with OpenMP if possible; also returns the seconds."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="qkflow-") as folder:
+        path = Path(folder) / "kernels.so"
+        objects = {
+            path.with_name(f"{source.stem}.{real}.o"): (f"-DREAL={real}", "-c", str(source))
+            for source in _SOURCES
+            if source.suffix == ".c"
+            for real in ("float", "double")
+        }
         for openmp in (("-fopenmp",), ()):
             try:
                 with ThreadPoolExecutor(2) as pool:
@@ -178,14 +219,11 @@ def _compile(compiler: str, path: Path) -> None:
                 for job in jobs:
                     job.result()
                 _run(compiler, "-shared", *openmp, *map(str, objects), "-lm", "-o", str(path))
+                break
             except subprocess.CalledProcessError:
                 if not openmp:
                     raise
-            else:
-                return
-    finally:
-        for target in objects:
-            target.unlink(missing_ok=True)
+        return path.read_bytes(), time.monotonic() - start
 
 
 def _run(*command: str) -> str:

@@ -278,6 +278,42 @@ def _forward(*args: Any) -> list[Tensor]:
         return [*_module(backend).forward(inputs, *settings)]
 
 
+def _checked_forward(*args: Any) -> list[Tensor]:
+    _check_operands(DeltaInputs(*args[:6]), args[6], *args[-3::2])
+    return _forward(*args)
+
+
+def _checked_backward(*args: Any) -> list[Tensor]:
+    _check_saved(*args)
+    return _backward(*args)
+
+
+def _check_operands(inputs: DeltaInputs, state: Tensor | None, chunk: int, backend: str) -> None:
+    """Raise if the operators cannot run on these tensors."""
+    check_shapes(inputs, state, len(inputs.q), chunk or None)
+    if backend not in BACKENDS[:-1]:
+        raise UsageError(f"the operator qkflow::delta has no backend {backend!r}: expected one of {BACKENDS[:-1]}")
+    if backend == "cpu" and inputs.q.device.type not in ("cpu", "meta"):
+        raise UsageError(f"backend 'cpu' of the delta rule cannot run: the tensors are on {inputs.q.device.type}")
+    if backend != "triton" and any(x is not None and x.dtype != inputs.q.dtype for x in (*inputs, state)):
+        raise UsageError(f"the operands of qkflow::delta have several dtypes: expected {inputs.q.dtype} for all")
+
+
+def _check_saved(go: Tensor | None, gfinal: Tensor | None, *args: Any) -> None:
+    inputs, saved, (_, chunk, backend) = DeltaInputs(*args[:6]), args[6:9], args[9:]
+    _check_operands(inputs, None, chunk, backend)
+    if any(x is None for x in saved):
+        raise UsageError("the backward pass of the delta rule requires o, errors and checkpoints, got None")
+    q, v, state_shape = inputs.q, inputs.v, (len(inputs.q), inputs.q.shape[2], inputs.v.shape[3], inputs.q.shape[3])
+    shapes = (v.shape, state_shape, v.shape, *_saved_shapes(inputs, chunk, backend))
+    for x, shape in zip((go, gfinal, *saved), shapes, strict=True):
+        if x is not None and (x.shape != shape or x.device != q.device or (x.dtype != q.dtype and backend != "triton")):
+            raise UsageError(
+                f"the backward pass of the delta rule expected {q.dtype} {[*shape]} on {q.device}, got {x.dtype}"
+                f" {[*x.shape]} on {x.device}"
+            )
+
+
 def _backward(*args: Any) -> list[Tensor]:
     inputs, saved, (scale, chunk, backend) = DeltaInputs(*args[2:8]), chunked.Saved(*args[8:11]), args[11:]
     with _no_autocast(inputs.q.device.type), torch.cuda.device_of(inputs.q):
@@ -297,22 +333,29 @@ def _no_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def _forward_shapes(*args: Any) -> list[Tensor]:
-    q, _, v, _, log_alpha, *_, chunk, save, backend = args
-    (n, t, h, width), value_width = q.shape, v.shape[3]
+    inputs, (state, _, chunk, save, backend) = DeltaInputs(*args[:6]), args[6:]
+    _check_operands(inputs, state, chunk, backend)
+    q, v = inputs.q, inputs.v
+    n, _, h, width = q.shape
     like_state = q if backend != "triton" else q.new_empty(0, dtype=torch.float32)
-    o, final = v.new_empty(v.shape), like_state.new_empty(n, h, value_width, width)
+    o, final = v.new_empty(v.shape), like_state.new_empty(n, h, v.shape[3], width)
     if not save:
         return [o, final, v.new_empty(0), v.new_empty(0)]
+    errors, checkpoints = _saved_shapes(inputs, chunk, backend)
+    return [o, final, like_state.new_empty(errors), v.new_empty(checkpoints)]
+
+
+def _saved_shapes(inputs: DeltaInputs, chunk: int, backend: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the errors and checkpoints that the forward pass saves."""
+    v, (n, t, h, width), value_width = inputs.v, inputs.q.shape, inputs.v.shape[3]
     if backend == "triton":
         n_checkpoints = _ceil_div(t, _module(backend).chunk_size(chunk, width, v.dtype)) + 1
-        return [o, final, like_state.new_empty(v.shape), v.new_empty(n, h, n_checkpoints, width, value_width)]
+        return v.shape, (n, h, n_checkpoints, width, value_width)
     if backend == "cpu":
-        n_checkpoints = _ceil_div(t, cpu.checkpoint_interval(chunk))
-        return [o, final, v.new_empty(v.shape), q.new_empty(n, h, n_checkpoints, width, value_width)]
-    size = chunked.chunk_size(chunk, log_alpha is not None and log_alpha.ndim == 4)
+        return v.shape, (n, h, _ceil_div(t, cpu.checkpoint_interval(chunk)), width, value_width)
+    size = chunked.chunk_size(chunk, inputs.has_vector_decay)
     n_chunks = _ceil_div(t, size)
-    errors = v.new_empty(n_chunks, n * h, size, value_width)
-    return [o, final, errors, q.new_empty(n_chunks + 1, n * h, width, value_width)]
+    return (n_chunks, n * h, size, value_width), (n_chunks + 1, n * h, width, value_width)
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -320,14 +363,15 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def _backward_shapes(go: Any, gfinal: Any, *args: Any) -> list[Tensor]:
+    _check_saved(go, gfinal, *args)
     q, k, v, beta, log_alpha, erase, *_ = args
     n, _, h, width = q.shape
     optional = [beta.new_empty(0) if x is None else x.new_empty(x.shape) for x in (log_alpha, erase)]
     return [*(x.new_empty(x.shape) for x in (q, k, v, beta)), *optional, beta.new_empty(n, h, v.shape[3], width)]
 
 
-_OPS.impl("delta", _forward, "CompositeExplicitAutograd")
-_OPS.impl("delta_backward", _backward, "CompositeExplicitAutograd")
+_OPS.impl("delta", _checked_forward, "CompositeExplicitAutograd")
+_OPS.impl("delta_backward", _checked_backward, "CompositeExplicitAutograd")
 _OPS.impl("delta", _forward_shapes, "Meta")
 _OPS.impl("delta_backward", _backward_shapes, "Meta")
 

@@ -29,7 +29,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkflow.errors import NotFiniteError
+from qkflow.errors import NotFiniteError, UsageError
 from qkflow.ops.kuramoto import cpu
 
 Angles = Float[Tensor, "*n"]
@@ -43,6 +43,8 @@ def points(theta: Angles) -> Points:
     >>> points(torch.tensor([0.0, torch.pi])).round(decimals=6).tolist()
     [[1.0, 0.0], [-1.0, -0.0]]
     """
+    if not theta.is_floating_point():
+        raise UsageError(f"phases must have a floating-point dtype, got {theta.dtype}")
     if theta.dtype in (torch.bfloat16, torch.float16):
         return points(theta.float()).to(theta.dtype)
     return _Points.apply(theta) if torch.is_grad_enabled() else _cos_sin(theta)
@@ -54,6 +56,7 @@ def tangent(points: Points, mean: Points) -> Angles:
     >>> tangent(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.3, 0.4]])).tolist()
     [0.4000000059604645]
     """
+    _check_points(points, mean)
     if not torch.is_grad_enabled() and points.shape == mean.shape and cpu.supports(points, mean):
         return cpu.tangent(points, mean)
     return points[..., 0] * mean[..., 1] - points[..., 1] * mean[..., 0]
@@ -90,12 +93,16 @@ def phase_increment(
     >>> phase_increment(theta, points(theta), torch.tensor([[[0.3, 0.4]]]), torch.tensor([[2.0]])).tolist()
     [[0.800000011920929]]
     """
+    _check_points(points, mean)
+    _check_angles(theta, points)
+    _check_tensors(points, tangential, radial)
     has_full_shape = all(x is None or x.shape == points.shape[-3:-1] for x in (tangential, radial))
     if has_full_shape and points.shape == mean.shape and cpu.supports(points, theta, mean, tangential, radial):
         if torch.is_grad_enabled():
             return _PhaseIncrement.apply(theta, points, mean, tangential, radial)
         return cpu.phase_increment(points, mean, tangential, radial)
-    return _phase_increment(points, mean, tangential, radial)
+    weights = [x if x is None else x.expand(points.shape[-3:-1]) for x in (tangential, radial)]
+    return _phase_increment(points, mean.expand_as(points), *weights)  # pyright: ignore[reportArgumentType]
 
 
 def shift_points(
@@ -112,13 +119,38 @@ def shift_points(
     >>> shift_points(theta, points(theta), None, (None,))[0].flatten(1).round(decimals=6).tolist()
     [[0.0, 0.0, 1.0, 0.0, -0.0, 1.0]]
     """
+    _check_points(points, rotation, *firsts)
+    _check_angles(theta, points)
+    if points.ndim < 3 or len(firsts) not in (1, 2):
+        raise UsageError(f"expected points [n, t, ..., 2] and one or two firsts, got {[*points.shape]}, {len(firsts)}")
     first_shape = (len(points), 1, *points.shape[2:])
     has_full_shape = rotation is None or rotation.shape == points.shape[1:]
     has_full_shape = has_full_shape and all(x is None or x.shape == first_shape for x in firsts)
-    if has_full_shape and cpu.supports(points, theta, rotation, *firsts):  # the kernel does not broadcast
+    if (
+        has_full_shape and points.shape[1] and cpu.supports(points, theta, rotation, *firsts)
+    ):  # the kernel does not broadcast
         first_key, first_value = (*firsts, None)[:2]
         return _ShiftPoints.apply(theta, points, rotation, first_key, first_value, len(firsts) > 1)
     return _shift_points(points, rotation, firsts)
+
+
+def _check_points(first: Tensor, *others: Tensor | None) -> None:
+    for x in (first, *others):
+        if x is not None and (x.ndim < 1 or x.shape[-1] != 2):
+            raise UsageError(f"points must be [..., 2], got {[*x.shape]}")
+    _check_tensors(first, *others)
+
+
+def _check_angles(theta: Tensor, points: Tensor) -> None:
+    _check_tensors(points, theta)
+    if theta.shape != points.shape[:-1]:
+        raise UsageError(f"phases {[*theta.shape]} do not match their points {[*points.shape]}")
+
+
+def _check_tensors(first: Tensor, *others: Tensor | None) -> None:
+    for x in (first, *others):
+        if x is not None and (not x.is_floating_point() or x.device != first.device or x.layout != torch.strided):
+            raise UsageError(f"got {x.dtype} on {x.device}: expected dense floating-point tensors on {first.device}")
 
 
 class _Points(torch.autograd.Function):
@@ -197,8 +229,9 @@ def _phase_increment(points: Tensor, mean: Tensor, tangential: Tensor, radial: T
 
 def _shift_points(points: Tensor, rotation: Tensor | None, firsts: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     keys = points if rotation is None else rotate_points(points, rotation.expand_as(points))
-    starts = [torch.zeros_like(points[:, :1]) if first is None else first for first in firsts]
-    return tuple(torch.cat([first, x[:, :-1]], 1) for first, x in zip(starts, (keys, points), strict=False))
+    t, shape = points.shape[1], (len(points), 1, *points.shape[2:])
+    starts = [points.new_zeros(shape) if first is None else first.expand(shape) for first in firsts]
+    return tuple(torch.cat([first, x[:, :-1]], 1)[:, :t] for first, x in zip(starts, (keys, points), strict=False))
 
 
 def _unshift_gradients(gkey: Tensor, gvalue: Tensor | None, rotation: Tensor | None) -> Tensor:

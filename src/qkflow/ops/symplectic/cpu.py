@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
+from qkflow.errors import UsageError, unknown
 from qkflow.ops.csrc import build
 
 Activation = Literal["silu", "sigmoid"]
@@ -28,11 +29,31 @@ _OPS.define(f"drift_kick(Tensor q, Tensor k, {_ARGUMENTS}) -> Tensor[]")
 _OPS.define(f"drift_kick_backward(Tensor q, Tensor? k, Tensor? gq, Tensor gk, {_ARGUMENTS}) -> Tensor[]")
 
 
+def check_shapes(q: Tensor, k: Tensor, dt: Tensor, force: Sequence[Tensor], coefficients: Sequence[float]) -> None:
+    """Raise if the shapes do not match, or if there is no kick."""
+    shape, (w1, b1, w2, b2) = q.shape, force
+    if not shape or shape[-1] < 1 or k.shape != shape or k.dtype != q.dtype:
+        raise UsageError(
+            f"queries and keys must have the same shape [..., k] and dtype, got {[*shape]} {q.dtype} and {[*k.shape]}"
+            f" {k.dtype}"
+        )
+    width, hidden = shape[-1], b1.numel()
+    is_valid = b1.ndim == 1 and w1.shape == (hidden, width) and w2.shape == (width, hidden) and b2.shape == (width,)
+    if not is_valid or hidden < 1:
+        raise UsageError(
+            f"W1, b1, W2 and b2 must be [m, k], [m], [k, m] and [k] with k = {width}, got {[[*x.shape] for x in force]}"
+        )
+    if dt.ndim != 0 or len(coefficients) < 2:
+        raise UsageError(
+            f"expected a scalar step and at least one kick (two coefficients), got {[*dt.shape]} and {coefficients}"
+        )
+
+
 def forward(
     q: Tensor, k: Tensor, dt: Tensor, force: MLPWeights, coefficients: tuple[float, ...], activation: Activation
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys after the motion."""
-    args = (q, k, dt, *force, coefficients, _ACTIVATIONS.index(activation))
+    args = (q, k, dt, *force, coefficients, _index(activation))
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         moved = torch.ops.qkflow.drift_kick(*args)
     else:
@@ -53,11 +74,17 @@ def backward(
     """Gradients of q, k, dt, W_1, b_1, W_2 and b_2, given q and k after the motion."""
     if gk is None:
         gk = torch.zeros_like(q)
-    args = (q, k, gq, gk, dt, *force, coefficients, _ACTIVATIONS.index(activation))
+    args = (q, k, gq, gk, dt, *force, coefficients, _index(activation))
     *moved, sums = torch.ops.qkflow.drift_kick_backward(*args)
     *grads, gdt = sums.split([*(weight.numel() for weight in force), 1])
     gforce = [grad.view(weight.shape) for grad, weight in zip(grads, force, strict=True)]
     return moved[0], (moved[1] if any(coefficients) else gk), gdt.view(dt.shape), *gforce
+
+
+def _index(activation: str) -> int:
+    if activation not in _ACTIVATIONS:
+        raise unknown("activation", activation, _ACTIVATIONS)
+    return _ACTIVATIONS.index(activation)
 
 
 # The operators. Without a drift the queries do not move: they return only the keys, and no gradient of the keys.
@@ -65,18 +92,26 @@ def backward(
 
 def _forward(q: Tensor, k: Tensor, dt: Tensor, *args: Any) -> list[Tensor]:
     *force, coefficients, activation = args
-    moved = _empty_forward(q, k, dt, *args)
+    moved = [_empty(q), _empty(k)] if any(coefficients) else [_empty(k)]
     q_out = moved[0] if any(coefficients) else None
     name = "drift_kick" if q.numel() >= _MIN_PACKED * q.shape[-1] else "drift_kick_few"
     _call(name, q, dt, force, coefficients, activation, (q, k, q_out, moved[-1]))
     return moved
 
 
-def _empty_forward(q: Tensor, k: Tensor, *args: Any) -> list[Tensor]:
+def _checked_forward(q: Tensor, k: Tensor, dt: Tensor, *args: Any) -> list[Tensor]:
+    _check_operands(q, (k,), dt, *args)
+    return _forward(q, k, dt, *args)
+
+
+def _empty_forward(q: Tensor, k: Tensor, dt: Tensor, *args: Any) -> list[Tensor]:
+    _check_operands(q, (k,), dt, *args)
     return [_empty(q), _empty(k)] if any(args[-2]) else [_empty(k)]
 
 
-def _backward(q: Tensor, k: Tensor | None, gq: Tensor | None, gk: Tensor, dt: Tensor, *args: Any) -> list[Tensor]:
+def _checked_backward(
+    q: Tensor, k: Tensor | None, gq: Tensor | None, gk: Tensor, dt: Tensor, *args: Any
+) -> list[Tensor]:
     *force, coefficients, activation = args
     *moved, sums = _empty_backward(q, k, gq, gk, dt, *args)
     gk_out = moved[1] if any(coefficients) else None
@@ -86,8 +121,23 @@ def _backward(q: Tensor, k: Tensor | None, gq: Tensor | None, gk: Tensor, dt: Te
 
 def _empty_backward(q: Tensor, k: Tensor | None, gq: Tensor | None, gk: Tensor, dt: Tensor, *args: Any) -> list[Tensor]:
     *force, coefficients, _ = args
+    _check_operands(q, (gk, k, gq), dt, *args)
+    if gk is None or (k is None and any(coefficients)):
+        raise UsageError("the backward pass requires the gradient of the keys, and with a drift the keys; got None")
     moved = [_empty(q) for _ in range(2 if any(coefficients) else 1)]
     return [*moved, q.new_empty(sum(weight.numel() for weight in force) + 1)]
+
+
+def _check_operands(q: Tensor, others: Sequence[Tensor | None], dt: Tensor, *args: Any) -> None:
+    *force, coefficients, activation = args
+    for x in (*others, *force, dt):
+        if x is not None and (x.device != q.device or (x.dtype != q.dtype and x is not dt)):
+            raise UsageError(f"got {x.dtype} on {x.device}: expected {q.dtype} on {q.device}, as the queries")
+    for x in others:
+        if x is not None:
+            check_shapes(q, x, dt, force, coefficients)
+    if not 0 <= activation < len(_ACTIVATIONS):
+        raise UsageError(f"activation {activation}: expected 0 (silu) or 1 (sigmoid)")
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -115,8 +165,8 @@ def _doubles(values: tuple[float, ...]) -> Any:
     return (ctypes.c_double * len(values))(*values)
 
 
-_OPS.impl("drift_kick", _forward, "CPU")
-_OPS.impl("drift_kick_backward", _backward, "CPU")
+_OPS.impl("drift_kick", _checked_forward, "CPU")
+_OPS.impl("drift_kick_backward", _checked_backward, "CPU")
 _OPS.impl("drift_kick", _empty_forward, "Meta")
 _OPS.impl("drift_kick_backward", _empty_backward, "Meta")
 

@@ -16,14 +16,13 @@ On CPUs a C kernel does the same (`cpu.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from qkflow.errors import UsageError
 from qkflow.ops.csrc import build
 from qkflow.ops.symplectic import cpu
 from qkflow.ops.symplectic.cpu import Activation, MLPWeights
@@ -49,6 +48,7 @@ def drift_kick_reversible(
     >>> all(torch.allclose(a, b, atol=1e-6) for a, b in zip(actual, expected))
     True
     """
+    cpu.check_shapes(q, k, dt, force, coefficients)
     if not torch.is_grad_enabled():
         return _forward(q, k, dt, force, tuple(coefficients), activation)
     rows = q.reshape(-1, q.shape[-1]), k.reshape(-1, k.shape[-1])
@@ -118,9 +118,7 @@ def _backward(
         if (c := coefficients[step]) and k is not None:
             gdt = gdt + c * torch.dot(gq.flatten(), k.flatten())  # (6)
             q, gk = torch.addcmul(q, k, dt, value=-c), torch.addcmul(gk, gq, dt, value=c)
-    if gforce is None:
-        raise UsageError("expected at least one kick, got none")
-    gw1, gb1, gw2_dt, gb2_dt = gforce
+    gw1, gb1, gw2_dt, gb2_dt = cast(tuple[Tensor, ...], gforce)  # there is at least one kick
     gdt = gdt + (gw2_dt * w2).sum() + (gb2_dt * b2).sum()  # (4)
     return gq, gk, gdt, gw1, gb1, dt * gw2_dt, dt * gb2_dt
 

@@ -1,0 +1,699 @@
+"""Compare every C kernel with its definition in float64, for random valid calls, and try invalid ones.
+
+    python benchmarks/fuzz_kernels.py --valid 100000 --invalid 10000
+
+A valid call draws an operator, shapes, memory layouts, dtype, options and threads. Outputs and gradients may differ
+from the definition by 1e-4 in float32 and 1e-10 in float64, relative to the largest value of a tensor. Memory from
+`torch.empty` holds NaN, so that a value that a kernel does not write shows.
+
+An invalid call changes one argument of a valid call (shape, rank, dtype, device, layout, None, or a number out of
+range) and must raise an exception, through the public function and through the registered operators. Invalid calls run
+in a process of their own; if it dies, the call that killed it is reported and the run continues after it.
+
+The seed is fixed: a failure prints the number of its call, and `--first NUMBER --valid 1` repeats it.
+
+To add an operator, write a function that returns a random `Call` and add it to `OPERATORS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qkflow.layout import Layout
+from qkflow.ops import kuramoto
+from qkflow.ops.attention import attention, attention_naive
+from qkflow.ops.csrc import build
+from qkflow.ops.delta_rule import delta_rule
+from qkflow.ops.delta_rule.naive import delta_rule_recurrent
+from qkflow.ops.short_conv import short_conv
+from qkflow.ops.symplectic import naive
+from qkflow.ops.symplectic.reversible import drift_kick_reversible
+
+TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10}
+MIN_SIZE = 0.1
+"""Errors are relative to the largest value of a tensor, but at least to this; inputs are of order one."""
+SIZES = (1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33)
+WIDTHS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 24, 32, 33)
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A function with valid arguments, to be made invalid one at a time."""
+
+    function: Callable[..., object]
+    arguments: dict[str, Any]
+    free: frozenset[str] = frozenset()
+    """Changes that are valid: `x.1` (size of a dimension of x), `x.broadcast` (a size of 1), `x.rank`, `x.float`
+    (another floating-point dtype), `x.int`, `x.device` and `x.None`."""
+    wrong: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Invalid values of arguments that are not tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A valid call of an operator."""
+
+    inputs: list[Tensor]
+    kernel: Callable[..., Outputs]
+    reference: Callable[..., Outputs]
+    """The definition; gets the inputs in float64."""
+    entries: Callable[[], list[Entry]]
+    sizes: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[float]] | None = None
+    """Size of the terms that each output and gradient is a sum of, given the inputs and the outputs' gradients."""
+
+
+# ---- random tensors
+
+
+def strided(rng: random.Random, x: Tensor) -> Tensor:
+    """A tensor of the same shape in another memory layout; only `expanded` has other values."""
+    kind = rng.choice(("contiguous", "contiguous", "offset", "slice", "permuted", "expanded", "step", "negated"))
+    if kind == "offset":
+        return torch.cat([x.new_zeros(rng.choice((1, 3))), x.flatten()])[-max(x.numel(), 1) :][: x.numel()].view(
+            x.shape
+        )
+    if kind == "slice":
+        starts = [rng.choice((0, 1, 3)) for _ in x.shape]
+        big = x.new_zeros([size + start + rng.choice((0, 2)) for size, start in zip(x.shape, starts, strict=True)])
+        part = big[tuple(slice(start, start + size) for size, start in zip(x.shape, starts, strict=True))]
+        return part.copy_(x)
+    if kind == "permuted":
+        order = rng.sample(range(x.ndim), x.ndim)
+        return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.ndim)])
+    if kind == "expanded" and x.ndim and x.numel():
+        return x.narrow(rng.randrange(x.ndim), 0, 1).expand(x.shape)
+    if kind == "step" and x.ndim:
+        return torch.stack([x, x], -1).flatten(-2)[..., ::2]
+    return torch._neg_view(-x) if kind == "negated" else x
+
+
+def noise(rng: random.Random, dtype: torch.dtype, *shape: int) -> Tensor:
+    return strided(rng, torch.randn(shape, dtype=dtype))
+
+
+def uniform(rng: random.Random, dtype: torch.dtype, low: float, high: float, *shape: int) -> Tensor:
+    return strided(rng, torch.empty(shape, dtype=dtype).uniform_(low, high))
+
+
+def rows(rng: random.Random) -> int:
+    return rng.choice((0, 1, 1, 1, 2, 2, 3)) if rng.random() < 0.1 else rng.choice((1, 1, 2, 3))
+
+
+# ---- softmax attention
+
+
+def attention_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None) -> Call:
+    groups = rng.choice((1, 1, 2, 3))
+    n, heads = rows(rng), groups * rng.choice((1, 1, 2, 4))
+    t, width, values = (
+        rng.choice((*SIZES, 64, 65, 70)) if tokens is None else tokens,
+        rng.choice(WIDTHS),
+        rng.choice(WIDTHS),
+    )
+    causal = rng.random() < 0.75
+    s = t + rng.choice((0, 0, *SIZES)) if causal else rng.choice(SIZES)
+    if tokens is None and rng.random() < 0.02:
+        t, s, n = rng.choice((1, 3)), rng.choice((300, 1025)), 1
+    window = rng.choice((None, None, 1, 2, 16, 50)) if causal else None
+    scale = rng.choice((None, None, 0.0, 0.1, 1.0, -0.5))
+    options = {"causal": causal, "window": window, "scale": scale}
+    q, k, v = (
+        noise(rng, dtype, *shape) for shape in ((n, t, heads, width), (n, s, groups, width), (n, s, groups, values))
+    )
+
+    def sizes(inputs: Sequence[Tensor], go: Sequence[Tensor]) -> Sequence[float]:
+        q, k, v, g = (largest(x) for x in (*inputs, go[0]))
+        dots = (
+            g * v * values**0.5 * (abs(scale) if scale is not None else width**-0.5)
+        )  # scores' gradients are sums of these
+        return v, dots * k, dots * q, g
+
+    def entries() -> list[Entry]:
+        reach = (1 << 60 if window is None else window) if causal else 0
+        tensors = {"q": q, "k": k, "v": v}
+        saved = dict(zip(("o", "lse"), torch.ops.qkflow.attention(q, k, v, reach, 1.0, True), strict=True))
+        free = {"v.3", "q.1", "q.2"}
+        settings = {"window": reach, "scale": 1.0}
+        backward = {"go": torch.zeros_like(saved["o"]), **tensors, **saved, **settings}
+        misfits = [q.new_zeros(n, t, groups + 1, width)] if groups > 1 else []
+        misfits += [q.new_zeros(n, s + 1, heads, width)] if causal else []
+        wrong = {"window": (-1, -7, -(1 << 40)), "q": tuple(misfits)}
+        return [
+            Entry(
+                function=attention,
+                arguments={**tensors, "causal": causal, "window": window, "scale": 1.0, "backend": "cpu"},
+                free=frozenset(free),
+                wrong={**wrong, "backend": ("gpu",), "window": (0, -1)},
+            ),
+            Entry(
+                function=torch.ops.qkflow.attention,
+                arguments={**tensors, **settings, "save": True},
+                free=frozenset(free),
+                wrong=wrong,
+            ),
+            Entry(function=torch.ops.qkflow.attention_backward, arguments=backward, wrong=wrong),
+        ]
+
+    return Call(
+        inputs=[q, k, v],
+        kernel=lambda *x: (attention(*x, **options, backend="cpu"),),
+        reference=lambda *x: (attention_naive(*x, **options),),
+        entries=entries,
+        sizes=sizes,
+    )
+
+
+# ---- delta rule
+
+
+def delta_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None) -> Call:
+    n, heads, width, values = rows(rng), rng.choice((1, 1, 2, 3)), rng.choice(WIDTHS), rng.choice(WIDTHS)
+    t = rng.choice((*range(1, 10), 16, 17, 33)) if tokens is None else tokens
+    lengths = None
+    if rng.random() < 0.25 and t > 1 and n:  # packed: several sequences in one row
+        cuts = sorted(rng.sample(range(1, t), min(t - 1, rng.choice((0, 1, 2)))))
+        n, lengths = 1, [0, *cuts, t]
+    layout = None if lengths is None else Layout.packed(lengths)
+    sequences = n if lengths is None else len(lengths) - 1
+    q, k = (strided(rng, F.normalize(torch.randn(n, t, heads, width, dtype=dtype), dim=-1)) for _ in range(2))
+    v, beta = noise(rng, dtype, n, t, heads, values), uniform(rng, dtype, 0.0, rng.choice((1.0, 1.9)), n, t, heads)
+    optional: dict[str, Tensor] = {}
+    decay = rng.choice((None, (n, t, heads), (n, t, heads, width)))
+    if decay is not None:
+        optional["log_alpha"] = uniform(rng, dtype, rng.choice((-0.1, -2.0)), 0.0, *decay)
+    erase = rng.choice(("none", "weight", "direction"))
+    if erase == "weight":
+        optional["erase"] = uniform(rng, dtype, -0.3, 0.3, n, t, heads)
+    elif erase == "direction":
+        optional["erase"] = strided(rng, F.normalize(torch.randn(n, t, heads, width, dtype=dtype), dim=-1))
+    if rng.random() < 0.5:
+        optional["state"] = noise(rng, dtype, sequences, heads, values, width)
+    chunk, scale = rng.choice((None, None, 1, 2, 4, 16, 32)), rng.choice((None, 1.0, 0.3))
+    names = ["q", "k", "v", "beta", *optional]
+
+    def kernel(*x: Tensor) -> Outputs:
+        return delta_rule(**dict(zip(names, x, strict=True)), layout=layout, scale=scale, chunk=chunk, backend="cpu")  # pyright: ignore[reportArgumentType]
+
+    def reference(*x: Tensor) -> Outputs:
+        named = dict(zip(names, x, strict=True))
+        state, log_alpha, x_t = (named.pop(name, None) for name in ("state", "log_alpha", "erase"))
+        if x_t is not None and x_t.ndim == 3:
+            x_t = named["k"] + x_t[..., None] * named["q"]
+        factor = width**-0.5 if scale is None else scale
+        spans = [(0, t)] if lengths is None else list(pairwise(lengths))
+        results = []
+        for i, (first, last) in enumerate(spans):
+            parts = [y if y is None else y[:, first:last] for y in (*named.values(), log_alpha, x_t)]
+            start = state if lengths is None or state is None else state[i : i + 1]
+            results.append(delta_rule_recurrent(*parts, start, factor))  # pyright: ignore[reportArgumentType]
+        return torch.cat([o for o, _ in results], 1), torch.cat([final for _, final in results])
+
+    def entries() -> list[Entry]:
+        tensors = {"q": q, "k": k, "v": v, "beta": beta, "log_alpha": None, "erase": None, **optional}
+        state = tensors.pop("state", None)
+        floats = {f"{name}.float" for name in (*tensors, "state")}
+        alike = {"log_alpha.rank", "erase.rank"} if width == 1 else set()  # flattened, one channel is one per head
+        absent = alike | {
+            f"{name}.None" for name in ("log_alpha", "erase", "state", "layout", "scale", "chunk", "go", "gfinal")
+        }
+        alone = frozenset(absent if state is not None else {*absent, "v.3"})
+        public = {**tensors, "state": state, "layout": layout, "scale": 1.0, "chunk": chunk, "backend": "cpu"}
+        listing = [
+            Entry(
+                function=delta_rule,
+                arguments=public,
+                free=frozenset({*alone, *floats}),
+                wrong={"chunk": (0, -1, 1000), "backend": ("gpu",)},
+            )
+        ]
+        if layout is None:
+            settings = {"scale": 1.0, "chunk": chunk or 0, "backend": "cpu"}
+            forward = {**tensors, "state": state, "scale": 1.0, "chunk": chunk or 0, "save": True, "backend": "cpu"}
+            o, final, errors, checkpoints = torch.ops.qkflow.delta(*forward.values())
+            saved = {"o": o, "errors": errors, "checkpoints": checkpoints}
+            backward = {"go": torch.zeros_like(o), "gfinal": torch.zeros_like(final), **tensors, **saved, **settings}
+            wrong = {"chunk": (-1, 1000), "backend": ("naive", "gpu", "")}
+            listing.append(Entry(function=torch.ops.qkflow.delta, arguments=forward, free=alone, wrong=wrong))
+            listing.append(
+                Entry(
+                    function=torch.ops.qkflow.delta_backward,
+                    arguments=backward,
+                    free=frozenset(absent),
+                    wrong=wrong,
+                )
+            )
+        return listing
+
+    return Call(inputs=[q, k, v, beta, *optional.values()], kernel=kernel, reference=reference, entries=entries)
+
+
+# ---- drift and kick
+
+
+def drift_kick_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None) -> Call:
+    width, hidden = rng.choice(WIDTHS), rng.choice(WIDTHS)
+    leading = rng.choice(((), (rows(rng),), (rows(rng), rng.choice((1, 3, 40))), (2, rng.choice(SIZES), 2)))
+    leading = leading if tokens is None else (2, tokens, 3)
+    steps = rng.choice((1, 1, 2, 3))
+    coefficients = rng.choice(
+        (naive.drift_coefficients("leapfrog", steps), naive.drift_coefficients("symplectic-euler", steps), (0.0,) * 2)
+    )
+    activation = rng.choice(("silu", "sigmoid"))
+    q, k = noise(rng, dtype, *leading, width), noise(rng, dtype, *leading, width)
+    w1, w2 = noise(rng, dtype, hidden, width) / width**0.5, noise(rng, dtype, width, hidden) / hidden**0.5
+    b1, b2, dt = noise(rng, dtype, hidden), noise(rng, dtype, width), uniform(rng, dtype, -0.3, 0.3)
+    inputs = [q, k, strided(rng, w1), b1, strided(rng, w2), b2, dt]
+
+    def kernel(q: Tensor, k: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dt: Tensor) -> Outputs:
+        return drift_kick_reversible(q, k, (w1, b1, w2, b2), dt, coefficients, activation)
+
+    def reference(q: Tensor, k: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dt: Tensor) -> Outputs:
+        phi = F.silu if activation == "silu" else torch.sigmoid
+        return naive.drift_kick(q, k, lambda q: F.linear(phi(F.linear(q, w1, b1)), w2, b2), dt, coefficients)
+
+    def public(coefficients: Sequence[float], activation: Any, **x: Tensor) -> Outputs:
+        force = (x["w1"], x["b1"], x["w2"], x["b2"])
+        return drift_kick_reversible(x["q"], x["k"], force, x["dt"], coefficients, activation)
+
+    def entries() -> list[Entry]:
+        tensors = dict(zip(("q", "k", "w1", "b1", "w2", "b2", "dt"), inputs, strict=True))
+        force = {name: tensors[name] for name in ("dt", "w1", "b1", "w2", "b2")}
+        settings = {"coefficients": list(coefficients), "activation": ("silu", "sigmoid").index(activation)}
+        moved = {"q": q, "k": k if any(coefficients) else None, "gq": q, "gk": k}
+        wrong = {"coefficients": ([], [1.0]), "activation": (-1, 2, 1 << 20)}
+        free = frozenset({"dt.float", "dt.int", "gq.None"} | (set() if any(coefficients) else {"k.None"}))
+        return [
+            Entry(
+                function=public,
+                arguments={**tensors, "coefficients": coefficients, "activation": activation},
+                free=frozenset({"dt.float", "dt.int"}),
+                wrong={**wrong, "activation": ("relu", 0)},
+            ),
+            Entry(
+                function=torch.ops.qkflow.drift_kick,
+                arguments={"q": q, "k": k, **force, **settings},
+                free=free - {"k.None"},
+                wrong=wrong,
+            ),
+            Entry(
+                function=torch.ops.qkflow.drift_kick_backward,
+                arguments={**moved, **force, **settings},
+                free=free,
+                wrong=wrong,
+            ),
+        ]
+
+    return Call(inputs=inputs, kernel=kernel, reference=reference, entries=entries)
+
+
+# ---- short convolution
+
+
+def short_conv_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None) -> Call:
+    n, t, channels = (
+        rows(rng),
+        rng.choice((0, *SIZES, 130, 260)) if tokens is None else tokens,
+        rng.choice((*WIDTHS, 300)),
+    )
+    taps = rng.choice((1, 2, 3, 4, 4, 4, 5, 64))
+    inputs = [noise(rng, dtype, n, t, channels), noise(rng, dtype, channels, taps) / taps**0.5]
+    if rng.random() < 0.5:
+        inputs.append(noise(rng, dtype, n, taps - 1, channels))
+
+    def reference(x: Tensor, weight: Tensor, state: Tensor | None = None) -> Outputs:
+        window = torch.cat([x.new_zeros(n, taps - 1, channels) if state is None else state, x], 1)
+        return (F.silu(sum((window[:, j : j + t] * weight[:, j] for j in range(taps)), torch.zeros_like(x))),)
+
+    def entries() -> list[Entry]:
+        tensors = {"x": inputs[0], "weight": inputs[1], "state": inputs[2] if len(inputs) > 2 else None}
+        backward = {"gy": torch.ones_like(inputs[0]), **tensors}
+        many = {"weight": (inputs[1].new_zeros(channels, 65),)} if len(inputs) < 3 else {}
+        free = {"state.None"} | (set() if len(inputs) > 2 else {"x.0", "weight.1"}) | {"x.1"}
+        return [
+            Entry(
+                function=short_conv,
+                arguments=tensors,
+                free=frozenset({*free, "weight.float", "state.float", "x.float"}),
+            ),
+            Entry(
+                function=torch.ops.qkflow.short_conv,
+                arguments=tensors,
+                free=frozenset(free),
+                wrong=many,
+            ),
+            Entry(
+                function=torch.ops.qkflow.short_conv_backward,
+                arguments=backward,
+                free=frozenset({"state.None"} | (set() if len(inputs) > 2 else {"weight.1"})),
+                wrong=many,
+            ),
+        ]
+
+    return Call(inputs=inputs, kernel=lambda *x: (short_conv(*x),), reference=reference, entries=entries)
+
+
+# ---- phases
+
+
+def phase_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None) -> Call:
+    """Points, the phase increment and the shift by one token, from the same phases."""
+    n, t, heads, j = (
+        rows(rng),
+        rng.choice(SIZES) if tokens is None else tokens,
+        rng.choice((1, 2, 3)),
+        rng.choice(WIDTHS),
+    )
+    full = (n, t, heads, j)
+    named = {
+        "theta": 3 * noise(rng, dtype, *full),
+        "mean": noise(rng, dtype, *full, 2),
+        "tangential": noise(rng, dtype, heads, j),
+    }
+    if rng.random() < 0.5:
+        named["radial"] = noise(rng, dtype, heads, j)
+    firsts = rng.choice(((), ("key",), ("value",), ("key", "value")))
+    named |= {name: noise(rng, dtype, n, 1, heads, j, 2) for name in firsts}
+    n_shifted = 2 if "value" in firsts else rng.choice((1, 2))
+    angles = torch.randn(t, heads, j, dtype=dtype)
+    rotation = rng.choice((None, strided(rng, torch.stack([angles.cos(), angles.sin()], -1))))
+
+    def kernel(*inputs: Tensor) -> Outputs:
+        x = dict(zip(named, inputs, strict=True))
+        points = kuramoto.points(x["theta"])
+        increment = kuramoto.phase_increment(x["theta"], points, x["mean"], x["tangential"], x.get("radial"))
+        starts = (x.get("key"), x.get("value"))[:n_shifted]
+        return points, increment, *kuramoto.shift_points(x["theta"], points, rotation, starts)
+
+    def reference(*inputs: Tensor) -> Outputs:
+        x = dict(zip(named, inputs, strict=True))
+        z, mean = torch.polar(torch.ones_like(x["theta"]), x["theta"]), torch.complex(*x["mean"].unbind(-1))
+        y = z.conj() * mean
+        increment = x["tangential"] * y.imag + (x["radial"] * y.real if "radial" in x else 0)
+        turn = 1 if rotation is None else torch.complex(*rotation.double().unbind(-1))
+        shifted = []
+        for start, values in ((x.get("key"), z * turn), (x.get("value"), z))[:n_shifted]:
+            first = z.new_zeros(n, 1, heads, j) if start is None else torch.complex(*start.unbind(-1))
+            shifted.append(torch.cat([first, values], 1)[:, :t])
+        pairs = [torch.stack([w.real, w.imag], -1) for w in (z, *shifted)]
+        return pairs[0], increment, *pairs[1:]
+
+    def shift(theta: Tensor, points: Tensor, rotation: Tensor | None, key: Tensor, value: Tensor) -> Outputs:
+        return kuramoto.shift_points(theta, points, rotation, (key, value))
+
+    def entries() -> list[Entry]:
+        theta, floats = (
+            named["theta"],
+            {f"{name}.float" for name in ("theta", "points", "mean", "tangential", "radial")},
+        )
+        points, first = kuramoto.points(theta), theta.new_zeros(n, 1, heads, j, 2)
+        weights = {"tangential": named["tangential"], "radial": named.get("radial")}
+        single = {f"theta.{change}" for change in ("0", "1", "2", "3", "rank", "float", "device")}
+        broadcast = {f"{x}.broadcast" for x in ("mean", "tangential", "radial", "rotation", "key", "value")}
+        optional = {f"{x}.None" for x in ("radial", "rotation", "key", "value")}
+        shift_floats = {f"{name}.float" for name in ("theta", "points", "rotation", "key", "value")}
+        return [
+            Entry(function=kuramoto.points, arguments={"theta": theta}, free=frozenset(single)),
+            Entry(
+                function=kuramoto.phase_increment,
+                arguments={"theta": theta, "points": points, "mean": named["mean"], **weights},
+                free=frozenset({*floats, *broadcast, *optional}),
+            ),
+            Entry(
+                function=shift,
+                arguments={"theta": theta, "points": points, "rotation": rotation, "key": first, "value": first},
+                free=frozenset({*shift_floats, *broadcast, *optional}),
+            ),
+        ]
+
+    return Call(inputs=[*named.values()], kernel=kernel, reference=reference, entries=entries)
+
+
+def tangent_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None) -> Call:
+    shape = (rows(rng), rng.choice(SIZES) if tokens is None else tokens, rng.choice(WIDTHS), 2)
+    points, mean = noise(rng, dtype, *shape), noise(rng, dtype, *shape)
+
+    def entries() -> list[Entry]:
+        free = {f"{x}.{change}" for x in ("points", "mean") for change in ("float", "broadcast", "rank")}
+        return [Entry(function=kuramoto.tangent, arguments={"points": points, "mean": mean}, free=frozenset(free))]
+
+    return Call(
+        inputs=[points, mean],
+        kernel=lambda points, mean: (kuramoto.tangent(points, mean),),
+        reference=lambda points, mean: (points[..., 0] * mean[..., 1] - points[..., 1] * mean[..., 0],),
+        entries=entries,
+    )
+
+
+OPERATORS: dict[str, Callable[..., Call]] = {
+    "attention": attention_call,
+    "delta": delta_call,
+    "drift_kick": drift_kick_call,
+    "short_conv": short_conv_call,
+    "phases": phase_call,
+    "tangent": tangent_call,
+}
+
+
+# ---- valid calls
+
+
+class ThroughOperators(TorchDispatchMode):
+    """Inside it, functions call the registered operators instead of the kernels directly."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` returns NaN inside the block."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def draw(number: int) -> tuple[str, random.Random, torch.dtype]:
+    """Operator, generator and dtype of a call."""
+    rng = random.Random(number)
+    torch.manual_seed(number)
+    return rng.choice([*OPERATORS]), rng, rng.choice((torch.float32, torch.float64))
+
+
+def outputs_and_gradients(
+    function: Callable[..., Outputs], inputs: Sequence[Tensor], gradients: Callable[[Outputs], Sequence[Tensor]]
+) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    outputs = function(*leaves)
+    go = gradients(outputs)
+    grads = torch.autograd.grad(outputs, leaves, go, allow_unused=True)
+    zeros = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
+    return [x.detach() for x in outputs], zeros, go
+
+
+def largest(x: Tensor) -> float:
+    return float(x.detach().abs().max()) if x.numel() else 0.0
+
+
+def error(actual: Tensor, expected: Tensor, size: float) -> float:
+    if actual.shape != expected.shape:
+        return float("inf")
+    return largest(actual.double() - expected) / max(largest(expected), size) if actual.numel() else 0.0
+
+
+def largest_error(call: Call, rng: random.Random) -> float:
+    """The largest relative error of the outputs, with and without gradients, and of the gradients; NaN if any is."""
+    torch.set_num_threads(rng.choice((1, 1, 1, 2)))
+    with poisoned_memory(), ThroughOperators() if rng.random() < 0.2 else torch.enable_grad():
+        outputs, gradients, go = outputs_and_gradients(
+            call.kernel, call.inputs, lambda outputs: [noise(rng, x.dtype, *x.shape) for x in outputs]
+        )
+        with torch.no_grad():
+            without = call.kernel(*call.inputs)  # often another kernel
+    torch.set_num_threads(1)
+    doubles = [x.detach().double() for x in call.inputs]
+    expected, expected_gradients, _ = outputs_and_gradients(call.reference, doubles, lambda _: [x.double() for x in go])
+    sizes = call.sizes(doubles, go) if call.sizes else [0.0] * (len(outputs) + len(gradients))
+    sizes = [max(size, MIN_SIZE) for size in sizes]
+    n = len(outputs)
+    errors = [error(a, b, s) for a, b, s in zip(without, expected, sizes[:n], strict=True)]
+    pairs = zip([*outputs, *gradients], [*expected, *expected_gradients], sizes, strict=True)
+    errors += [error(a, b, s) for a, b, s in pairs]
+    return max(errors, key=lambda e: float("inf") if e != e else e)
+
+
+def describe(call: Call) -> str:
+    return ", ".join(f"{[*x.shape]} strides {[*x.stride()]}" for x in call.inputs)
+
+
+def fuzz_valid(first: int, count: int) -> tuple[list[str], dict[str, str]]:
+    """Run valid calls. Returns a line per failure, and a summary per operator."""
+    failures, calls, worst = [], Counter(), Counter()
+    start = time.process_time()
+    for number in range(first, first + count):
+        name, rng, dtype = draw(number)
+        call = OPERATORS[name](rng, dtype)
+        try:
+            e = largest_error(call, rng)
+        except Exception as exception:  # a valid call must not raise
+            failures.append(f"call {number} ({name}, {dtype}) raised {exception!r}: {describe(call)}")
+            continue
+        kind = f"{name} {str(dtype).removeprefix('torch.')}"
+        calls[kind] += 1
+        worst[kind] = max(worst[kind], e)
+        if not e <= TOLERANCES[dtype]:
+            failures.append(f"call {number} ({name}, {dtype}): error {e:.1e}: {describe(call)}")
+        if (number + 1 - first) % 5000 == 0:
+            seconds = time.process_time() - start
+            print(f"{number + 1 - first} valid calls, {len(failures)} failures, {seconds:.0f} CPU s", flush=True)
+    return failures, {kind: f"{calls[kind]} calls, largest error {worst[kind]:.1e}" for kind in sorted(calls)}
+
+
+# ---- invalid calls
+
+
+def changes(entry: Entry) -> list[tuple[str, str, Any]]:
+    """All single changes of an entry's arguments that make it invalid: argument, description, new value."""
+    listing: list[tuple[str, str, Any]] = [
+        (name, f"= {str(value)[:40]}", value) for name, values in entry.wrong.items() for value in values
+    ]
+    for name, x in entry.arguments.items():
+        if not isinstance(x, Tensor):
+            continue
+        broadcast = f"{name}.broadcast" in entry.free
+        for dim, size in enumerate(x.shape):
+            if f"{name}.{dim}" not in entry.free:
+                for wrong in {size + 1, size - 1, 2 * size, 0} - {size, -1} - ({1} if broadcast else set()):
+                    shape = [wrong if i == dim else old for i, old in enumerate(x.shape)]
+                    if not (broadcast and size == 1):
+                        listing.append((name, f"of shape {shape}", x.new_zeros(shape)))
+        if f"{name}.rank" not in entry.free and not broadcast:
+            listing.append((name, "with one more dimension", x.unsqueeze(0)))
+            if x.ndim:
+                listing.append((name, "with one dimension less", x.flatten() if x.ndim == 1 else x.flatten(-2)))
+        listing += [(name, f"as {dtype}", x.to(dtype)) for dtype in (torch.complex64, torch.bool, torch.int64)]
+        if f"{name}.int" in entry.free:
+            del listing[-3:]
+        if f"{name}.float" not in entry.free:
+            other = torch.float64 if x.dtype == torch.float32 else torch.float32
+            listing += [(name, f"as {dtype}", x.to(dtype)) for dtype in (torch.float16, other)]
+        if f"{name}.device" not in entry.free:
+            listing.append((name, "on meta", x.to("meta")))
+        if f"{name}.None" not in entry.free:
+            listing.append((name, "= None", None))
+        if x.ndim > 1 and x.numel():
+            listing.append((name, "sparse", x.to_sparse()))
+        listing.append((name, "= a string", "x"))
+    return [change for change in listing if not _is_unchanged(entry.arguments[change[0]], change[2])]
+
+
+def _is_unchanged(old: Any, new: Any) -> bool:
+    return (
+        isinstance(old, Tensor)
+        and isinstance(new, Tensor)
+        and (old.shape, old.dtype, old.device, old.layout)
+        == (
+            new.shape,
+            new.dtype,
+            new.device,
+            new.layout,
+        )
+    )
+
+
+def invalid_call(number: int) -> tuple[str, Callable[[], object]]:
+    name, rng, dtype = draw(number)
+    with torch.no_grad():
+        call = OPERATORS[name](rng, dtype)
+        while any(x.numel() == 0 for x in call.inputs):  # with no elements, more shapes are valid
+            call = OPERATORS[name](rng, dtype)
+        entry = rng.choice(call.entries())
+        argument, change, value = rng.choice(changes(entry))
+    function = getattr(entry.function, "__name__", str(entry.function))
+    text = f"invalid call {number} ({name}): {function} with {argument} {change}, {dtype}"
+    arguments = {**entry.arguments, argument: value}
+    if rng.random() < 0.5 and not str(entry.function).startswith("qkflow."):  # also with gradients
+        arguments = {
+            key: x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+            for key, x in arguments.items()
+        }
+    return text, lambda: entry.function(**arguments)
+
+
+def fuzz_invalid(first: int, count: int, report: Callable[[str], object] = lambda line: None) -> list[str]:
+    """Run invalid calls in this process. Returns a line per call that raised nothing, and reports progress."""
+    failures = []
+    for number in range(first, first + count):
+        text, call = invalid_call(number)
+        report(f"CALL {number}")
+        try:
+            call()
+        except Exception:  # any exception will do
+            continue
+        failures.append(f"{text}: raised nothing")
+        report(f"FAIL {failures[-1]}")
+    return failures
+
+
+def fuzz_invalid_in_process(first: int, count: int) -> list[str]:
+    """The same in a process of its own, which is restarted after the call that killed it."""
+    failures, end = [], first + count
+    environment = {**os.environ, "MALLOC_PERTURB_": "165"}  # fills memory from malloc and after free
+    while first < end:
+        command = [sys.executable, __file__, "--worker", "--first", str(first), "--invalid", str(end - first)]
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+        lines = result.stdout.splitlines()
+        failures += [line.removeprefix("FAIL ") for line in lines if line.startswith("FAIL ")]
+        started = [int(line.split()[1]) for line in lines if line.startswith("CALL ")]
+        if result.returncode == 0:
+            break
+        last = started[-1] if started else first
+        failures.append(f"invalid call {last} ended the process with code {result.returncode}: {result.stderr[-300:]}")
+        first = last + 1
+    return failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="number of the first call")
+    parser.add_argument("--valid", type=int, default=1000, help="valid calls")
+    parser.add_argument("--invalid", type=int, default=1000, help="invalid calls")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if build.load_error() is not None:
+        print(f"no C kernels: {build.load_error()}")
+        return 1
+    if args.worker:
+        fuzz_invalid(args.first, args.invalid, lambda line: print(line, flush=True))
+        return 0
+    failures, summary = fuzz_valid(args.first, args.valid)
+    failures += fuzz_invalid_in_process(args.first, args.invalid)
+    print("\n".join(f"{kind}: {text}" for kind, text in summary.items()))
+    print("\n".join(failures[:50]))
+    print(f"{args.valid} valid and {args.invalid} invalid calls, {len(failures)} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
