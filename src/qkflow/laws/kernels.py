@@ -19,6 +19,7 @@ from qkflow.ops.attention import attention, attention_naive
 from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import delta_rule, triton_error
 from qkflow.ops.delta_rule.dispatch import INTERPRETED
+from qkflow.ops.linear import linear
 from qkflow.ops.norm import add_rms_norm
 from qkflow.ops.projection import project_heads
 from qkflow.ops.rotary import rotary_factors
@@ -305,7 +306,10 @@ def _layer_cases() -> list[_Case]:
     def swiglu_reference(x: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
         return (F.silu(x @ gate.T) * (x @ up.T),)
 
+    rows = x.flatten(0, 1)  # enough of them for the kernel, where it is used
+
     return [
+        _Case("linear", "C", lambda *inputs: (linear(*inputs),), lambda x, w: (x @ w.T,), (rows, gate)),
         _Case("SwiGLU", "C", lambda *inputs: (swiglu(*inputs),), swiglu_reference, (x, gate, up)),
         _Case("RMS norm", "C", add_rms_norm, norm_reference, (x, branch, _noise(g, d))),
         _Case("projections", "C", project, project_reference, (x, *weights)),

@@ -35,7 +35,16 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Circuits, Cost, Stream, conv_weight, is_plain_linear, projection, wrong_state
+from qkflow.mechanisms.base import (
+    Circuits,
+    Cost,
+    Stream,
+    apply_linear,
+    conv_weight,
+    is_plain_linear,
+    projection,
+    wrong_state,
+)
 from qkflow.mechanisms.coupling import CouplingConfig, QKMechanism
 from qkflow.mechanisms.masking import AttentionInputs, map_by_token, shift_right, validate_input, visible_keys
 from qkflow.ops.attention import attention, attention_map
@@ -156,7 +165,7 @@ class SoftmaxMechanism(QKMechanism):
 
     def read(self, z: Float[Tensor, "b t h v"], x: Stream) -> Stream:
         """Concatenate the heads and project them to the stream."""
-        return self.output(z.flatten(2))
+        return apply_linear(self.output, z.flatten(2))
 
     def cost(self, t: int) -> Cost:
         """Four projections, the coupling, and two products per pair."""

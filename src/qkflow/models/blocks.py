@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Mechanism, Stream, has_hooks, is_plain_linear, projection
+from qkflow.mechanisms.base import Mechanism, Stream, apply_linear, has_hooks, is_plain_linear, projection
 from qkflow.ops.groups import Group
 from qkflow.ops.norm import add_rms_norm, rms_norm
 from qkflow.ops.swiglu import swiglu
@@ -48,7 +48,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... o"]:
         """Apply the network to each token."""
         if torch.is_grad_enabled() and is_plain_linear(self.gate) and is_plain_linear(self.up):
-            return self.output(swiglu(x, self.gate.weight, self.up.weight))
+            return apply_linear(self.output, swiglu(x, self.gate.weight, self.up.weight))
         return self.output(F.silu(self.gate(x)) * self.up(x))
 
 

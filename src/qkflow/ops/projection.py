@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from qkflow.ops import linear
 from qkflow.ops.csrc.eager import has_kernels
 from qkflow.ops.rotary import Factors, apply_rotary, rotate_by_kernel
 
@@ -52,7 +53,9 @@ class _Projections(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, cos_sin: Tensor | None, n_rotated: int, widths: tuple[int, ...], *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        outputs = _project(x, weights, widths, None, 0)
+        outputs = tuple(
+            linear.forward(x, weight).unflatten(-1, (-1, width)) for weight, width in zip(weights, widths, strict=True)
+        )
         if cos_sin is not None:
             for y in outputs[:n_rotated]:
                 rotate_by_kernel(y, cos_sin, y, inverse=False)
@@ -69,13 +72,13 @@ class _Projections(torch.autograd.Function):
             outputs = _project(inputs[0], inputs[1:], widths, factors, n_rotated)
             gx, *gweights = torch.autograd.grad(outputs, inputs, grads, create_graph=True)
             return gx, None, None, None, *gweights
-        rows, gx, gweights = x.flatten(0, -2), None, []
+        gx, gweights = None, []
         for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
             if i < n_rotated:
                 out = torch.empty_like(grad, memory_format=torch.contiguous_format)
                 grad = rotate_by_kernel(grad, cos_sin, out, inverse=True)
-            flat = grad.reshape(len(rows), len(weight))
+            gy = grad.flatten(-2)
             if ctx.needs_input_grad[0]:
-                gx = flat @ weight if gx is None else gx.addmm_(flat, weight)
-            gweights.append(flat.T @ rows if ctx.needs_input_grad[4 + i] else None)
-        return None if gx is None else gx.view(x.shape), None, None, None, *gweights
+                gx = linear.input_gradient(gy, weight, add_to=gx)
+            gweights.append(linear.weight_gradient(gy, x) if ctx.needs_input_grad[4 + i] else None)
+        return gx, None, None, None, *gweights

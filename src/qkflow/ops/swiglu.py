@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from qkflow.ops import linear
 from qkflow.ops.csrc import build
 from qkflow.ops.csrc.eager import has_kernels, n_threads
 
@@ -37,7 +38,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         weight = torch.cat([gate, up])
-        both = F.linear(x, weight)
+        both = linear.forward(x, weight)
         y = both.new_empty(*x.shape[:-1], len(gate))
         build.call("swiglu", "lli", (_rows(y), len(gate), n_threads(both)), (both, y))
         ctx.save_for_backward(x, gate, up, both)
@@ -53,10 +54,10 @@ class _SwiGLU(torch.autograd.Function):
             return torch.autograd.grad(y, inputs, gy, create_graph=True)
         gboth = torch.empty_like(both)
         build.call("swiglu_backward", "lli", (_rows(gy), len(gate), n_threads(both)), (gy, both, gboth))
-        gx = gboth @ ctx.weight if ctx.needs_input_grad[0] else None
+        gx = linear.input_gradient(gboth, ctx.weight) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[1:]):
             return gx, None, None
-        ggate, gup = (gboth.flatten(0, -2).T @ x.flatten(0, -2)).split(len(gate))
+        ggate, gup = linear.weight_gradient(gboth, x).split(len(gate))
         return gx, ggate, gup
 
 
