@@ -19,8 +19,12 @@ from qkflow.ops.attention import attention, attention_naive
 from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import delta_rule, triton_error
 from qkflow.ops.delta_rule.dispatch import INTERPRETED
+from qkflow.ops.linear import linear
+from qkflow.ops.norm import add_rms_norm
+from qkflow.ops.projection import project_heads
 from qkflow.ops.rotary import rotary_factors
 from qkflow.ops.short_conv import short_conv
+from qkflow.ops.swiglu import swiglu
 from qkflow.ops.symplectic import naive
 from qkflow.ops.symplectic.reversible import drift_kick_reversible
 
@@ -83,7 +87,14 @@ def run_kernel_checks(device: torch.device | None = None) -> list[KernelCheck]:
     device = default_device() if device is None else device
     is_available = {"C": build.load_error() is None, "Triton": triton_error(device) is None, None: True}
     checks = []
-    for case in (*_attention_cases(), *_delta_cases(), _conv_case(), _phase_case(), *_coupling_cases()):
+    for case in (
+        *_attention_cases(),
+        *_delta_cases(),
+        _conv_case(),
+        _phase_case(),
+        *_coupling_cases(),
+        *_layer_cases(),
+    ):
         precisions: tuple[Precision, ...] = ("float32", "bfloat16" if case.language == "Triton" else "float64")
         if is_available[case.language]:
             case_device = torch.device("cpu") if case.language == "C" else device
@@ -266,3 +277,40 @@ def _phase_case() -> _Case:
         return torch.view_as_real(points), increment, *map(torch.view_as_real, shifted)
 
     return _Case("phases", "C", kernel, reference, inputs)
+
+
+def _layer_cases() -> list[_Case]:
+    """The layers around a mechanism, in a training step."""
+    g, (b, t, h, k, hidden) = _generator(), (2, 70, 4, 12, 52)
+    d = h * k
+    common = _noise(g, 1, 1, d)
+    x, branch = (_COMMON * common + (1 - _COMMON) * _noise(g, b, t, d) for _ in range(2))
+    weights = [_noise(g, d, d) / d**0.5 for _ in range(3)]
+    gate, up = (_noise(g, hidden, d) / d**0.5 for _ in range(2))
+
+    def project(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        factors = rotary_factors(0, t, heads=h, width=k, base=100.0, like=x)
+        return project_heads(x, weights, (k, k, k), factors)
+
+    def project_reference(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        q, key, v = ((x @ weight.T).unflatten(-1, (h, k)) for weight in weights)
+        angles = torch.arange(t)[:, None, None] * 100.0 ** -(torch.arange(0, k, 2).double() / k)
+        turn = torch.polar(torch.ones_like(angles), angles)
+        q, key = (torch.view_as_complex(y.unflatten(-1, (-1, 2))) * turn for y in (q, key))
+        return torch.view_as_real(q).flatten(-2), torch.view_as_real(key).flatten(-2), v
+
+    def norm_reference(x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        x = x + branch
+        return x, x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+    def swiglu_reference(x: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+        return (F.silu(x @ gate.T) * (x @ up.T),)
+
+    rows = x.flatten(0, 1)  # enough of them for the kernel, where it is used
+
+    return [
+        _Case("linear", "C", lambda *inputs: (linear(*inputs),), lambda x, w: (x @ w.T,), (rows, gate)),
+        _Case("SwiGLU", "C", lambda *inputs: (swiglu(*inputs),), swiglu_reference, (x, gate, up)),
+        _Case("RMS norm", "C", add_rms_norm, norm_reference, (x, branch, _noise(g, d))),
+        _Case("projections", "C", project, project_reference, (x, *weights)),
+    ]

@@ -25,23 +25,33 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from einops import reduce, repeat
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Circuits, Cost, Stream, conv_weight, is_plain_linear, projection, wrong_state
+from qkflow.mechanisms.base import (
+    Circuits,
+    Cost,
+    Stream,
+    apply_linear,
+    conv_weight,
+    is_plain_linear,
+    projection,
+    wrong_state,
+)
 from qkflow.mechanisms.coupling import CouplingConfig, QKMechanism
 from qkflow.mechanisms.masking import AttentionInputs, map_by_token, shift_right, validate_input, visible_keys
 from qkflow.ops.attention import attention, attention_map
 from qkflow.ops.csrc import build
 from qkflow.ops.norm import rms_norm
-from qkflow.ops.rotary import apply_rotary, rotary_factors
+from qkflow.ops.projection import project_heads
+from qkflow.ops.rotary import Factors, apply_rotary, rotary_factors
 from qkflow.ops.short_conv import MAX_TAPS, next_conv_state, short_conv
 from qkflow.state import KVCache, State
 
@@ -155,7 +165,7 @@ class SoftmaxMechanism(QKMechanism):
 
     def read(self, z: Float[Tensor, "b t h v"], x: Stream) -> Stream:
         """Concatenate the heads and project them to the stream."""
-        return self.output(z.flatten(2))
+        return apply_linear(self.output, z.flatten(2))
 
     def cost(self, t: int) -> Cost:
         """Four projections, the coupling, and two products per pair."""
@@ -197,17 +207,36 @@ class SoftmaxMechanism(QKMechanism):
     def _split_heads(self, x: Float[Tensor, "b t c"], heads: int) -> Float[Tensor, "b t h k"]:
         return x.unflatten(-1, (heads, -1))
 
-    def _queries_and_keys(self, x: Stream) -> tuple[Queries, Keys]:
-        """Project, couple and normalise. In training, a first drift q + c k is folded into the projection,
-        W_q + c W_k: the weight is smaller than the batch. For a single token it is not.
+    def _project(self, x: Stream, factors: Factors | None) -> tuple[Queries, Keys, Float[Tensor, "b t u v"]]:
+        """Project, couple and normalise; with `factors`, rotate instead. In training, a first drift q + c k is folded
+        into the projection, W_q + c W_k: the weight is smaller than the batch. For a single token it is not.
         """
-        k = self._split_heads(self.key(x), self.shape.keys)
-        can_fold = torch.is_grad_enabled() and self.shape.queries == self.shape.keys and self.config.qk_norm != "before"
-        drift = None if self.coupling is None or not can_fold else self.coupling.foldable_drift()
-        if drift is None or not (is_plain_linear(self.query) and is_plain_linear(self.key)):
-            return self._couple_and_norm(self._split_heads(self.query(x), self.shape.queries), k)
-        q = F.linear(x, torch.addcmul(self.query.weight, self.key.weight, drift))
-        return self._couple_and_norm(q.view(k.shape), k, skip_first_drift=True)
+        shape = self.shape
+        if not torch.is_grad_enabled() or not self._is_linear():
+            q, k = self._split_heads(self.query(x), shape.queries), self._split_heads(self.key(x), shape.keys)
+            return *self._couple_and_norm(q, k), self._split_heads(self.value(x), shape.values)
+        can_fold = self.coupling is not None and shape.queries == shape.keys and self.config.qk_norm != "before"
+        drift = self.coupling.foldable_drift() if self.coupling is not None and can_fold else None
+        query, key = cast(Tensor, self.query.weight), self.key.weight
+        query = query if drift is None else torch.addcmul(query, key, drift)
+        widths = shape.key_width, shape.key_width, shape.value_width
+        q, k, v = project_heads(x, (query, key, self.value.weight), widths, factors)
+        return *self._couple_and_norm(q, k, skip_first_drift=drift is not None), v
+
+    def _is_linear(self) -> bool:
+        return all(map(is_plain_linear, (self.query, self.key, self.value)))
+
+    def _can_rotate_first(self) -> bool:
+        """Whether nothing comes between the projections and the rotation, in a training step."""
+        config = self.config
+        is_alone = self.coupling is None and not config.qk_norm and not config.key_shift and config.conv == 1
+        return is_alone and config.rotary_base is not None and torch.is_grad_enabled() and self._is_linear()
+
+    def _rotary_factors(self, offset: int | Int[Tensor, " b"], t: int, like: Tensor) -> Factors | None:
+        heads, width = self.shape.queries, self.shape.key_width  # query heads are at least as many as key heads
+        if (base := self.config.rotary_base) is None:
+            return None
+        return rotary_factors(offset, t, heads=heads, width=width, base=base, like=like)
 
     def _couple_and_norm(self, q: Queries, k: Keys, *, skip_first_drift: bool = False) -> tuple[Queries, Keys]:
         if self.config.qk_norm == "before":
@@ -225,20 +254,21 @@ class SoftmaxMechanism(QKMechanism):
         lengths = None if layout is None or layout.is_full else layout.lengths
         state = self._check_state(state, len(x) if layout is None else len(layout.lengths))
         conv_state: tuple[Tensor, ...] = ()
+        rotated_by = None
         if self.config.conv > 1:
             q, k, v, conv_state = self._convolved(x, state, layout)
         else:
-            q, k = self._queries_and_keys(x)
-            v = self._split_heads(self.value(x), self.shape.values)
+            is_plain = state is None and layout is None and not torch.is_autocast_enabled(x.device.type)
+            if is_plain and self._can_rotate_first():
+                rotated_by = self._rotary_factors(0, x.shape[1], x)
+            q, k, v = self._project(x, rotated_by)
             if layout is not None:
                 q, k, v = layout.to_rows(q), layout.to_rows(k), layout.to_rows(v)
         past = KVCache.start((k, v), self.config.window) if state is None else state
         if self.config.key_shift:
             k, last = _shift_half(k, past, lengths)
             conv_state = (*conv_state, last)
-        if (base := self.config.rotary_base) is not None:
-            heads, width = self.shape.queries, self.shape.key_width  # query heads are at least as many as key heads
-            factors = rotary_factors(past.offset, q.shape[1], heads=heads, width=width, base=base, like=q)
+        if rotated_by is None and (factors := self._rotary_factors(past.offset, q.shape[1], q)) is not None:
             q, k = apply_rotary(q, factors), apply_rotary(k, factors)
         cache = past.extend((k, v), lengths)
         cache = replace(cache, conv_state=conv_state) if conv_state else cache

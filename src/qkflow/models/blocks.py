@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Mechanism, Stream, projection
+from qkflow.mechanisms.base import Mechanism, Stream, apply_linear, has_hooks, is_plain_linear, projection
 from qkflow.ops.groups import Group
-from qkflow.ops.norm import rms_norm
+from qkflow.ops.norm import add_rms_norm, rms_norm
+from qkflow.ops.swiglu import swiglu
 from qkflow.state import State
 
 
@@ -46,6 +47,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... o"]:
         """Apply the network to each token."""
+        if torch.is_grad_enabled() and is_plain_linear(self.gate) and is_plain_linear(self.up):
+            return apply_linear(self.output, swiglu(x, self.gate.weight, self.up.weight))
         return self.output(F.silu(self.gate(x)) * self.up(x))
 
 
@@ -77,10 +80,11 @@ class Block(nn.Module):
     def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
         """Return the stream after the block, and the state of the mechanism."""
         mixed, new_state = self.mechanism(self.mechanism_norm(x), state, layout)
-        x = x + _dropout(self, mixed)
+        mixed = _dropout(self, mixed)
         if self.feed_forward is None:
-            return x, new_state
-        return x + _dropout(self, self.feed_forward(self.feed_forward_norm(x))), new_state
+            return x + mixed, new_state
+        x, normed = _add_and_norm(x, mixed, self.feed_forward_norm)
+        return x + _dropout(self, self.feed_forward(normed)), new_state
 
 
 class PhaseBlock(nn.Module):
@@ -129,6 +133,14 @@ class Points(nn.Module):
     def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... p"]:
         """Return the points, concatenated."""
         return self.group.points(x.unflatten(-1, (-1, self.group.size))).flatten(-2)
+
+
+def _add_and_norm(x: Stream, branch: Stream, norm: nn.Module) -> tuple[Stream, Stream]:
+    """The residual sum, and its norm; in training one operation."""
+    if torch.is_grad_enabled() and isinstance(norm, RMSNorm) and not has_hooks(norm):
+        return add_rms_norm(x, branch, norm.weight, norm.eps)
+    x = x + branch
+    return x, norm(x)
 
 
 def _dropout(block: Block | PhaseBlock, x: Stream) -> Stream:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -17,6 +16,7 @@ from qkflow.layout import Layout
 from qkflow.mechanisms.base import Cost
 from qkflow.models.blocks import Points
 from qkflow.models.stack import DecoderState, Stack, StackConfig, Tokens
+from qkflow.ops.linear import linear
 
 Logits = Float[Tensor, "b t vocabulary"]
 
@@ -60,7 +60,7 @@ class Decoder(Stack):
 
     def logits(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... vocabulary"]:
         """Return the logits, given the output of `read`."""
-        return F.linear(x, self._head_weight())
+        return linear(x, self._head_weight())
 
     def _head_weight(self) -> Float[Tensor, "vocabulary p"]:
         if self.head is not None:

@@ -9,11 +9,15 @@ product. Some published weights pair the two halves instead; `halves_to_pairs` c
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from einops import rearrange
 from jaxtyping import Complex, Float, Int, Shaped
 from torch import Tensor
+
+from qkflow.ops.csrc import build
+from qkflow.ops.csrc.eager import has_kernels, n_threads
 
 Factors = Complex[Tensor, "*b t heads i"] | Float[Tensor, "*b t heads i 2"]
 """e^{j p theta_i}, the same for every head: complex, or cosine and sine where PyTorch cannot use complex numbers."""
@@ -67,6 +71,36 @@ def apply_rotary(x: Float[Tensor, "b t h k"], factors: Factors) -> Float[Tensor,
     >>> [round(v, 4) for v in apply_rotary(x, factors).flatten().tolist()]
     [0.5403, 0.8415]
     """
+    if torch.is_grad_enabled() and factors.is_complex() and has_kernels(x, cos_sin := torch.view_as_real(factors)):
+        return _Rotary.apply(x, cos_sin, False)  # pyright: ignore[reportReturnType]
+    return _apply(x, factors)
+
+
+def rotate_by_kernel(x: Tensor, cos_sin: Tensor, out: Tensor, *, inverse: bool) -> Tensor:
+    """Rotate a contiguous `x`, or rotate it back, by the C kernel; `out` may be `x`. The factors are real."""
+    b, t, h, k = x.shape
+    by_row = cos_sin.stride(0) if cos_sin.ndim == 5 else 0
+    scalars = b, t, h, k, by_row, cos_sin.stride(-4), inverse, n_threads(x), cos_sin.data_ptr()
+    build.call("rotary", "lllllliip", scalars, (x, out))
+    return out
+
+
+class _Rotary(torch.autograd.Function):
+    """The C kernel. The derivative is the inverse rotation of the gradient, and so on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos_sin: Tensor, inverse: bool) -> Tensor:
+        ctx.save_for_backward(cos_sin)
+        ctx.inverse = inverse
+        return rotate_by_kernel(x, cos_sin, torch.empty_like(x, memory_format=torch.contiguous_format), inverse=inverse)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (cos_sin,) = ctx.saved_tensors
+        return _Rotary.apply(grads[0], cos_sin, not ctx.inverse), None, None
+
+
+def _apply(x: Float[Tensor, "b t h k"], factors: Factors) -> Float[Tensor, "b t h k"]:
     b, t, h, k = x.shape
     pairs = x.contiguous().view(b, t, h, k // 2, 2)
     if factors.is_complex():

@@ -20,31 +20,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
+from qkflow.ops.newton_schulz import newton_schulz
+
 MOMENTUM = 0.95
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_NEWTON_SCHULZ_STEPS = 5
 _RMS = 0.2
 """The root mean square of AdamW's updates, relative to the learning rate."""
-
-
-def newton_schulz(matrices: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:
-    """Matrices with the same singular vectors, and singular values close to 1.
-
-    >>> singular = torch.linalg.svdvals(newton_schulz(torch.diag(torch.tensor([3.0, 0.5]))))
-    >>> bool(((singular > 0.6) & (singular < 1.3)).all())
-    True
-    """
-    a, b, c = _COEFFICIENTS
-    is_tall = matrices.shape[-2] > matrices.shape[-1]
-    x = (matrices.mT if is_tall else matrices).float()
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
-    for _ in range(_NEWTON_SCHULZ_STEPS):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if is_tall else x).to(matrices.dtype)
 
 
 class Muon(torch.optim.AdamW):
@@ -66,11 +48,11 @@ class Muon(torch.optim.AdamW):
         for shape, parameters in by_shape.items():
             gradients = torch.stack([parameter.grad for parameter in parameters if parameter.grad is not None])
             buffers = [self._buffer(parameter) for parameter in parameters]
-            for buffer, gradient in zip(buffers, gradients, strict=True):
+            for buffer, gradient in zip(buffers, gradients.unbind(), strict=True):
                 buffer.lerp_(gradient, 1 - MOMENTUM)
-            updates = newton_schulz(gradients.lerp_(torch.stack(buffers), MOMENTUM))
+                gradient.lerp_(buffer, MOMENTUM)
             rate = group["lr"] * _RMS * math.sqrt(max(shape))
-            for parameter, update in zip(parameters, updates, strict=True):
+            for parameter, update in zip(parameters, newton_schulz(gradients).unbind(), strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=rate)
                 parameter.grad = None
 

@@ -6,9 +6,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.testing import assert_close
 
-from qkflow.ops.norm import rms_norm
+from qkflow.ops.csrc import build
+from qkflow.ops.norm import add_rms_norm, rms_norm
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float64, shift: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -112,3 +114,52 @@ def test_second_derivatives_are_right() -> None:
     expected = curvature(F.rms_norm(x, (5,), weight, 1e-5))
     assert_close(curvature(rms_norm(x, weight)), expected, rtol=0, atol=1e-10)
     assert torch.autograd.gradgradcheck(lambda x, weight: rms_norm(x, weight).square(), (x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 70, 33), (130, 128), (2, 0, 4)])
+def test_the_norm_of_a_residual_sum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    (x, weight), branch = inputs(*shape, dtype=dtype), inputs(*shape, dtype=dtype)[0]
+    leaves = x, branch, weight
+    doubles = [tensor.detach().double().requires_grad_() for tensor in leaves]
+    expected_sum = doubles[0] + doubles[1]
+    expected = expected_sum, F.rms_norm(expected_sum, shape[-1:], doubles[2], 1e-5)
+    actual, tolerance = add_rms_norm(*leaves), 1e-10 if dtype == torch.float64 else 1e-5
+    grads = [torch.randn(shape, dtype=dtype) for _ in range(2)]
+    actual_gradients = torch.autograd.grad(actual, leaves, grads)
+    expected_gradients = torch.autograd.grad(expected, doubles, [grad.double() for grad in grads])
+    for a, b in zip((*actual, *actual_gradients), (*expected, *expected_gradients), strict=True):
+        assert_close(a.double(), b, rtol=tolerance, atol=10 * tolerance)
+
+
+def test_second_derivatives_of_the_norm_of_a_residual_sum() -> None:
+    (x, weight), branch = inputs(2, 5), inputs(2, 5)[0]
+
+    def total(x: Tensor, branch: Tensor, weight: Tensor) -> Tensor:
+        x_sum, y = add_rms_norm(x, branch, weight)
+        return (x_sum * y.square()).sum()
+
+    assert torch.autograd.gradgradcheck(total, (x, branch, weight))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_forward_mode_uses_pytorch() -> None:
+    x, weight = (tensor.detach() for tensor in inputs(3, 4))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        actual = forward_ad.unpack_dual(add_rms_norm(dual, dual, weight)[1])
+        s = 2 * dual
+        expected = forward_ad.unpack_dual(s * (s.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight)
+        assert_close(actual.primal, expected.primal, rtol=0, atol=1e-12)
+        assert_close(actual.tangent, expected.tangent, rtol=0, atol=1e-12)
+
+
+@pytest.mark.skipif(build.load_error() is not None, reason="no C kernels")
+def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
+    x, grad, weight = torch.randn(300, 33), torch.randn(300, 33), torch.randn(33)
+    inverse, results = torch.rand(300), []
+    for n_threads in (1, 2):
+        results.append((torch.empty(300, 33), torch.empty(33)))
+        build.call("rms_norm_backward", "lli", (300, 33, n_threads), (grad, None, x, weight, inverse, *results[-1]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
