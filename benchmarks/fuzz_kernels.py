@@ -41,7 +41,12 @@ from qkflow.ops.attention import attention, attention_naive
 from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import delta_rule
 from qkflow.ops.delta_rule.naive import delta_rule_recurrent
+from qkflow.ops.linear import linear
+from qkflow.ops.norm import add_rms_norm, rms_norm
+from qkflow.ops.projection import project_heads
+from qkflow.ops.rotary import apply_rotary, rotary_factors
 from qkflow.ops.short_conv import short_conv
+from qkflow.ops.swiglu import swiglu
 from qkflow.ops.symplectic import naive
 from qkflow.ops.symplectic.reversible import drift_kick_reversible
 
@@ -61,7 +66,7 @@ class Entry:
     arguments: dict[str, Any]
     free: frozenset[str] = frozenset()
     """Changes that are valid: `x.1` (size of a dimension of x), `x.broadcast` (a size of 1), `x.rank`, `x.float`
-    (another floating-point dtype), `x.int`, `x.device` and `x.None`."""
+    (another floating-point dtype), `x.int`, `x.device`, `x.sparse` and `x.None`."""
     wrong: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Invalid values of arguments that are not tensors."""
 
@@ -77,6 +82,8 @@ class Call:
     entries: Callable[[], list[Entry]]
     sizes: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[float]] | None = None
     """Size of the terms that each output and gradient is a sum of, given the inputs and the outputs' gradients."""
+    has_operator: bool = True
+    """Whether the kernel is also a registered operator."""
 
 
 # ---- random tensors
@@ -461,6 +468,131 @@ def tangent_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = No
     )
 
 
+# ---- linear layers, SwiGLU, norms and rotary positions; PyTorch's operators compute what the kernels do not
+
+
+def stream(rng: random.Random, dtype: torch.dtype, tokens: int | None, width: int) -> Tensor:
+    """An input [b, t, d]; kernels of linear layers start at 64 rows."""
+    return noise(rng, dtype, rows(rng), rng.choice((*SIZES, 70, 130)) if tokens is None else tokens, width)
+
+
+def weight_matrix(rng: random.Random, dtype: torch.dtype, outputs: int, inputs: int) -> Tensor:
+    return noise(rng, dtype, outputs, inputs) / inputs**0.5
+
+
+def linear_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None) -> Call:
+    width, outputs = rng.choice((*WIDTHS, 100)), rng.choice((*WIDTHS, 100))
+    x, weight = stream(rng, dtype, tokens, width), weight_matrix(rng, dtype, outputs, width)
+
+    def entries() -> list[Entry]:
+        free = frozenset(
+            {
+                "x.0",
+                "x.1",
+                "x.rank",
+                "x.sparse",
+                "x.device",
+                "weight.0",
+                "weight.rank",
+                "weight.sparse",
+                "weight.device",
+            }
+        )
+        return [Entry(function=linear, arguments={"x": x, "weight": weight}, free=free)]
+
+    return Call(
+        inputs=[x, weight],
+        kernel=lambda *a: (linear(*a),),
+        reference=lambda *a: (F.linear(*a),),
+        entries=entries,
+        has_operator=False,
+    )
+
+
+def swiglu_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None) -> Call:
+    width, hidden = rng.choice((*WIDTHS, 100)), rng.choice((*WIDTHS[1:], 100))
+    x = stream(rng, dtype, tokens, width)
+    gate, up = (weight_matrix(rng, dtype, hidden, width) for _ in range(2))
+
+    def reference(x: Tensor, gate: Tensor, up: Tensor) -> Outputs:
+        return (F.silu(F.linear(x, gate)) * F.linear(x, up),)
+
+    def entries() -> list[Entry]:
+        free = {"x.0", "x.1", "x.rank", "gate.broadcast", "up.broadcast"}
+        free |= {f"{name}.{change}" for name in ("x", "gate", "up") for change in ("sparse", "device")}
+        return [Entry(function=swiglu, arguments={"x": x, "gate": gate, "up": up}, free=frozenset(free))]
+
+    return Call(
+        inputs=[x, gate, up], kernel=lambda *a: (swiglu(*a),), reference=reference, entries=entries, has_operator=False
+    )
+
+
+def norm_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None) -> Call:
+    width, has_branch = rng.choice((*WIDTHS[1:], 100)), rng.random() < 0.5
+    inputs = [stream(rng, dtype, tokens, width), noise(rng, dtype, width)]
+    if has_branch:
+        inputs.insert(1, strided(rng, torch.randn_like(inputs[0])))
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+    def reference(x: Tensor, *others: Tensor) -> Outputs:
+        return (x + others[0], normed(x + others[0], others[1])) if has_branch else (normed(x, *others),)
+
+    def entries() -> list[Entry]:
+        names = ("x", "branch", "weight") if has_branch else ("x", "weight")
+        valid = ("0", "1", "rank", "int", "float", "sparse", "broadcast", "device")
+        free = frozenset(f"{name}.{change}" for name in names for change in valid) - {"weight.0"}
+        function = add_rms_norm if has_branch else rms_norm
+        return [Entry(function=function, arguments=dict(zip(names, inputs, strict=True)), free=free)]
+
+    def kernel(*tensors: Tensor) -> Outputs:
+        return add_rms_norm(*tensors) if has_branch else (rms_norm(*tensors),)
+
+    return Call(inputs=inputs, kernel=kernel, reference=reference, entries=entries, has_operator=False)
+
+
+def projection_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None) -> Call:
+    heads, key_heads, width = rng.choice((2, 3, 4)), rng.choice((1, 2)), 2 * rng.choice((1, 2, 4, 8, 9))
+    x = stream(rng, dtype, tokens, rng.choice(WIDTHS))
+    outputs = heads * width, key_heads * width, rng.choice((1, 2)) * 5
+    weights = [weight_matrix(rng, dtype, size, x.shape[2]) for size in outputs]
+    widths = (width, width, 5)
+    offset = 3 if rng.random() < 0.5 else torch.arange(len(x))
+    factors = rotary_factors(offset, x.shape[1], heads=heads, width=width, base=100.0, like=x)
+    turns = torch.view_as_real(
+        rotary_factors(offset, x.shape[1], heads=heads, width=width, base=100.0, like=x.double())
+    )
+
+    def rotated(y: Tensor) -> Tensor:
+        even, odd = y.unflatten(-1, (-1, 2)).unbind(-1)
+        cos, sin = turns[..., : y.shape[2], :, :].unbind(-1)
+        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+
+    def reference(x: Tensor, *weights: Tensor) -> Outputs:
+        q, k, v = (F.linear(x, w).unflatten(-1, (-1, size)) for w, size in zip(weights, widths, strict=True))
+        return rotated(q), rotated(k), v
+
+    def call(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Outputs:
+        return project_heads(x, [q, k, v], widths, factors)
+
+    def entries() -> list[Entry]:
+        arguments = {"x": x, **dict(zip("qkv", weights, strict=True))}
+        free = frozenset({"x.0", "k.0", "v.0", "q.0"})
+        free |= {f"{name}.{change}" for name in "xqkv" for change in ("sparse", "device")}
+        free |= {"x.1"} if len(x) == 1 else frozenset()
+        queries = project_heads(x, weights, widths)[0].detach()
+        valid = (str(factors.ndim - 2), "broadcast", "rank", "int", "float", "device", "sparse")  # more heads are valid
+        rotary = Entry(
+            function=lambda factors: apply_rotary(queries, factors),
+            arguments={"factors": factors},
+            free=frozenset(f"factors.{change}" for change in valid),
+        )
+        return [Entry(function=call, arguments=arguments, free=free), rotary]
+
+    return Call(inputs=[x, *weights], kernel=call, reference=reference, entries=entries, has_operator=False)
+
+
 OPERATORS: dict[str, Callable[..., Call]] = {
     "attention": attention_call,
     "delta": delta_call,
@@ -468,6 +600,10 @@ OPERATORS: dict[str, Callable[..., Call]] = {
     "short_conv": short_conv_call,
     "phases": phase_call,
     "tangent": tangent_call,
+    "linear": linear_call,
+    "swiglu": swiglu_call,
+    "norm": norm_call,
+    "projection": projection_call,
 }
 
 
@@ -525,7 +661,7 @@ def error(actual: Tensor, expected: Tensor, size: float) -> float:
 def largest_error(call: Call, rng: random.Random) -> float:
     """The largest relative error of the outputs, with and without gradients, and of the gradients; NaN if any is."""
     torch.set_num_threads(rng.choice((1, 1, 1, 2)))
-    with poisoned_memory(), ThroughOperators() if rng.random() < 0.2 else torch.enable_grad():
+    with poisoned_memory(), ThroughOperators() if call.has_operator and rng.random() < 0.2 else torch.enable_grad():
         outputs, gradients, go = outputs_and_gradients(
             call.kernel, call.inputs, lambda outputs: [noise(rng, x.dtype, *x.shape) for x in outputs]
         )
@@ -602,7 +738,7 @@ def changes(entry: Entry) -> list[tuple[str, str, Any]]:
             listing.append((name, "on meta", x.to("meta")))
         if f"{name}.None" not in entry.free:
             listing.append((name, "= None", None))
-        if x.ndim > 1 and x.numel():
+        if x.ndim > 1 and x.numel() and f"{name}.sparse" not in entry.free:
             listing.append((name, "sparse", x.to_sparse()))
         listing.append((name, "= a string", "x"))
     return [change for change in listing if not _is_unchanged(entry.arguments[change[0]], change[2])]

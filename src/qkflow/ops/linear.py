@@ -34,7 +34,7 @@ def linear(x: Float[Tensor, "... i"], weight: Float[Tensor, "o i"]) -> Float[Ten
     >>> linear(torch.ones(1, 2), torch.ones(3, 2)).tolist()
     [[2.0, 2.0, 2.0]]
     """
-    if torch.is_grad_enabled() and is_kernel_faster(x, weight) and has_kernels(x, weight):
+    if torch.is_grad_enabled() and fits(x, weight) and is_kernel_faster(x, weight) and has_kernels(x, weight):
         return _Linear.apply(x, weight)
     return F.linear(x, weight)
 
@@ -53,6 +53,11 @@ class _Linear(torch.autograd.Function):
             return gy @ weight, gy.flatten(0, -2).T @ x.flatten(0, -2)
         gx = input_gradient(gy, weight) if needs_x else None
         return gx, weight_gradient(gy, x) if needs_weight else None
+
+
+def fits(x: Tensor, *weights: Tensor) -> bool:
+    """Whether every weight is a matrix for inputs of this width. If not, PyTorch's own operators report it."""
+    return x.ndim > 0 and all(weight.ndim == 2 and weight.shape[1] == x.shape[-1] for weight in weights)
 
 
 # ---- the products of (1), by the kernels where they are faster; no autograd

@@ -100,7 +100,7 @@ def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float 
     """
     if x.dtype in (torch.bfloat16, torch.float16):  # sum squares in float32
         return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
-    if x.shape[-1] and has_kernels(x, weight):
+    if x.shape[-1:] == weight.shape != (0,) and has_kernels(x, weight):
         if torch.is_grad_enabled():
             return _AddRMSNorm.apply(x, None, weight, eps)
         return _kernel_forward(x, None, weight, eps, save=False)[1]
@@ -119,7 +119,8 @@ def add_rms_norm(
     >>> [y.tolist() for y in add_rms_norm(torch.zeros(1, 2), torch.tensor([[1.0, 7.0]]), torch.ones(2), eps=0.0)]
     [[[1.0, 7.0]], [[0.20000000298023224, 1.399999976158142]]]
     """
-    if torch.is_grad_enabled() and x.shape[-1] and x.shape == branch.shape and has_kernels(x, branch, weight):
+    is_valid = x.shape == branch.shape and x.shape[-1:] == weight.shape != (0,)
+    if torch.is_grad_enabled() and is_valid and has_kernels(x, branch, weight):
         return _AddRMSNorm.apply(x, branch, weight, eps)
     x = x + branch
     return x, rms_norm(x, weight, eps)

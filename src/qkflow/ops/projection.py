@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qkflow.ops import linear
 from qkflow.ops.csrc.eager import has_kernels
-from qkflow.ops.rotary import Factors, apply_rotary, rotate_by_kernel
+from qkflow.ops.rotary import Factors, apply_rotary, can_rotate, real_factors, rotate_by_kernel
 
 
 def project_heads(
@@ -35,9 +35,11 @@ def project_heads(
     (torch.Size([1, 2, 2, 3]), torch.Size([1, 2, 1, 3]))
     """
     n_rotated = 0 if factors is None else n_rotated
-    if torch.is_grad_enabled() and has_kernels(x, *weights) and (factors is None or factors.is_complex()):
-        cos_sin = None if factors is None else torch.view_as_real(factors)
-        return _Projections.apply(x, cos_sin, n_rotated, tuple(widths), *weights)
+    if torch.is_grad_enabled() and linear.fits(x, *weights) and has_kernels(x, *weights):
+        cos_sin = None if factors is None else real_factors(factors)
+        shapes = [(*x.shape[:-1], len(weight) // width, width) for weight, width in zip(weights, widths, strict=True)]
+        if factors is None or (cos_sin is not None and all(can_rotate(shape, cos_sin) for shape in shapes[:n_rotated])):
+            return _Projections.apply(x, cos_sin, n_rotated, tuple(widths), *weights)
     return _project(x, weights, widths, factors, n_rotated)
 
 

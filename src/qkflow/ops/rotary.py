@@ -8,6 +8,7 @@ product. Some published weights pair the two halves instead; `halves_to_pairs` c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -71,9 +72,31 @@ def apply_rotary(x: Float[Tensor, "b t h k"], factors: Factors) -> Float[Tensor,
     >>> [round(v, 4) for v in apply_rotary(x, factors).flatten().tolist()]
     [0.5403, 0.8415]
     """
-    if torch.is_grad_enabled() and factors.is_complex() and has_kernels(x, cos_sin := torch.view_as_real(factors)):
+    cos_sin = real_factors(factors) if torch.is_grad_enabled() else None
+    if cos_sin is not None and has_kernels(x, cos_sin) and can_rotate(x.shape, cos_sin):
         return _Rotary.apply(x, cos_sin, False)  # pyright: ignore[reportReturnType]
     return _apply(x, factors)
+
+
+def real_factors(factors: Factors) -> Float[Tensor, "*b t heads i 2"] | None:
+    """Complex factors as cosines and sines; None if they are not complex."""
+    return torch.view_as_real(factors) if factors.is_complex() and not factors.is_conj() else None
+
+
+def can_rotate(shape: Sequence[int], cos_sin: Tensor) -> bool:
+    """Whether the C kernel can rotate a tensor of this shape: the factors cover it, and those of a head are adjacent.
+
+    If not, PyTorch's own operators compute it or report what does not fit.
+    """
+    if len(shape) != 4 or cos_sin.ndim not in (4, 5):
+        return False
+    b, t, h, k = shape
+    rows = cos_sin.shape[0] if cos_sin.ndim == 5 else b
+    return (
+        (rows, cos_sin.shape[-4], 2 * cos_sin.shape[-2]) == (b, t, k)
+        and cos_sin.shape[-3] >= h
+        and (k == 0 or cos_sin.stride()[-2:] == (2, 1))
+    )
 
 
 def rotate_by_kernel(x: Tensor, cos_sin: Tensor, out: Tensor, *, inverse: bool) -> Tensor:
@@ -102,11 +125,12 @@ class _Rotary(torch.autograd.Function):
 
 def _apply(x: Float[Tensor, "b t h k"], factors: Factors) -> Float[Tensor, "b t h k"]:
     b, t, h, k = x.shape
-    pairs = x.contiguous().view(b, t, h, k // 2, 2)
+    x = x.contiguous()
     if factors.is_complex():
+        pairs = (x.clone() if x.storage_offset() % 2 else x).view(b, t, h, k // 2, 2)  # complex numbers are aligned
         factors = factors if factors.shape[-2] == h else factors[..., :h, :]
         return torch.view_as_real(torch.view_as_complex(pairs) * factors).view(b, t, h, k)
-    (even, odd), (cos, sin) = pairs.unbind(-1), factors[..., :h, :, :].unbind(-1)
+    (even, odd), (cos, sin) = x.view(b, t, h, k // 2, 2).unbind(-1), factors[..., :h, :, :].unbind(-1)
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).view(b, t, h, k)
 
 

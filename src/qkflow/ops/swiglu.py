@@ -29,7 +29,8 @@ def swiglu(
     >>> swiglu(torch.ones(1, 1), torch.zeros(1, 1), torch.ones(1, 1)).tolist()
     [[0.0]]
     """
-    if torch.is_grad_enabled() and has_kernels(x, gate, up):
+    is_valid = linear.fits(x, gate, up) and len(gate) == len(up) > 0
+    if torch.is_grad_enabled() and is_valid and has_kernels(x, gate, up):
         return _SwiGLU.apply(x, gate, up)
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
 

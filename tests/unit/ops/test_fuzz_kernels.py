@@ -21,7 +21,10 @@ from qkflow.ops.csrc import build
 
 pytestmark = pytest.mark.skipif(build.load_error() is not None, reason=f"no C kernels: {build.load_error()}")
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "fuzz_kernels.py"
-OPERATORS = ("attention", "delta", "drift_kick", "short_conv", "phases", "tangent")
+OPERATORS = (
+    *("attention", "delta", "drift_kick", "short_conv", "phases", "tangent"),
+    *("linear", "swiglu", "norm", "projection"),
+)
 DTYPES = (torch.float32, torch.float64)
 
 
