@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Circuits, Cost, Stream, conv_weight, projection, wrong_state
+from qkflow.mechanisms.base import Circuits, Cost, Stream, apply_linear, conv_weight, projection, wrong_state
 from qkflow.mechanisms.coupling import CouplingConfig, QKMechanism
 from qkflow.mechanisms.masking import map_by_token, validate_input
 from qkflow.ops.csrc import build
@@ -197,7 +197,7 @@ class DeltaMechanism(QKMechanism):
     def read(self, z: Float[Tensor, "b t h v"], x: Stream) -> Stream:
         """Normalise and gate each head, then project to the stream."""
         z = rms_norm(z, self.head_norm).flatten(2)
-        return self.output(z if self.gate is None else z * F.silu(self.gate(x)))
+        return apply_linear(self.output, z if self.gate is None else z * F.silu(apply_linear(self.gate, x)))
 
     def cost(self, t: int) -> Cost:
         """Projections, the coupling, and the delta rule in chunks of 64 steps."""

@@ -49,6 +49,7 @@ from qkflow.mechanisms.base import (
     Mechanism,
     ParamOptions,
     Stream,
+    apply_linear,
     is_plain_linear,
     projection,
     wrong_state,
@@ -64,6 +65,7 @@ from qkflow.mechanisms.masking import (
 from qkflow.ops import kuramoto
 from qkflow.ops.attention import attention, attention_map
 from qkflow.ops.groups import TORUS, Group, check_axioms, find_group
+from qkflow.ops.linear import linear
 from qkflow.ops.rotary import apply_rotary, rotary_factors
 from qkflow.ops.short_conv import next_conv_state
 from qkflow.state import KVCache, ShiftedKVCache, State
@@ -252,7 +254,7 @@ class SynchronyMechanism(Mechanism):
         tau = self.temperature.exp()
         if self.query is not None and points.shape[1] > 1 and is_plain_linear(self.query):
             weight = self.query.weight.unflatten(0, (self.heads, -1)) * tau[:, None, None]  # smaller than the batch
-            return F.linear(points.flatten(2), weight.flatten(0, 1)).view(points.shape)
+            return linear(points.flatten(2), weight.flatten(0, 1)).view(points.shape)
         if self.query is not None:
             return self.query(points.flatten(2)).view(points.shape) * tau[:, None]
         gates = tau[:, None]
@@ -264,7 +266,7 @@ class SynchronyMechanism(Mechanism):
         return (self._elements(points) * gates.unsqueeze(-1)).flatten(-2)
 
     def _values(self, points: Points) -> Float[Tensor, "b t h v"]:
-        v = points if self.value is None else self.value(points.flatten(2)).view(points.shape)
+        v = points if self.value is None else apply_linear(self.value, points.flatten(2)).view(points.shape)
         if self.config.harmonics == 1:
             return v
         return torch.cat([p.flatten(-2) for p in kuramoto.harmonics(self._elements(v), self.config.harmonics)], -1)
