@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,8 @@ from qkflow.layout import Layout
 from qkflow.mechanisms.base import Circuits, Cost, Stream, conv_weight, is_plain_linear, projection, wrong_state
 from qkflow.mechanisms.coupling import CouplingConfig, QKMechanism
 from qkflow.mechanisms.masking import AttentionInputs, map_by_token, shift_right, validate_input, visible_keys
-from qkflow.ops.attention import attention, attention_map
+from qkflow.ops import few_rows
+from qkflow.ops.attention import attention, attention_map, cpu, requested_backend
 from qkflow.ops.csrc import build
 from qkflow.ops.norm import rms_norm
 from qkflow.ops.rotary import apply_rotary, rotary_factors
@@ -316,6 +317,8 @@ class StandardAttention(SoftmaxMechanism):
     """
 
     config_type: ClassVar[type[StandardConfig]] = StandardConfig
+    has_decode_step: ClassVar[bool] = True
+    """Whether `forward` is that of this class; not inherited, since a subclass may override a part of it."""
 
     def __init__(
         self, width: int, heads: int, layer: int = 0, layers: int = 1, *, config: StandardConfig | None = None
@@ -327,6 +330,45 @@ class StandardAttention(SoftmaxMechanism):
         if keys < 1 or heads % keys:
             raise UsageError(f"key_heads must divide the heads, got {keys} for {heads} heads")
         super().__init__(width, HeadShape(heads, keys, width // heads, keys, width // heads, heads), config)
+        k = keys * (width // heads)
+        self._step_shapes = [(width, width), (k, width), (k, width), (width, width)]
+        self._can_step = (
+            type(self).__dict__.get("has_decode_step", False)
+            and (config.conv == 1 and not config.qk_norm and not config.key_shift)
+            and width // heads <= cpu.MAX_WIDTH
+            and (self.coupling is None or (keys == heads and self.coupling.has_native_step))
+        )
+
+    def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
+        """Return the output of each token, and the cache of keys and values."""
+        if self._can_step and layout is None and isinstance(state, KVCache) and x.shape[1] == 1:
+            step = self._step(x, state)
+            if step is not None:
+                return step
+        return super().forward(x, state, layout)
+
+    def _step(self, x: Stream, state: KVCache) -> tuple[Stream, State] | None:
+        """Decode a token in one native call; None if that is not possible. The law of decoding compares it."""
+        modules: Any = self._modules  # attribute access through nn.Module is slow enough to matter here
+        weights = [few_rows.plain_weight(modules[name]) for name in ("query", "key", "value", "output")]
+        if state.lengths is not None or state.slots_used == 0 or not few_rows.supports(x, *weights, *state.buffers):
+            return None
+        if state.conv_state or requested_backend() == "torch" or x.shape[2] != self.width:
+            return None
+        slots = (len(x), state.buffers[0].shape[1], self.shape.keys, self.shape.key_width)
+        if not few_rows.have_shapes((*weights, *state.buffers), (*self._step_shapes, slots, slots)):
+            return None  # the general path reports it
+        coupling = few_rows.NO_COUPLING if self.coupling is None else self.coupling.native_step(x)
+        if coupling is None:
+            return None
+        window, width, rotation = self.config.window, self.shape.key_width, None
+        if (base := self.config.rotary_base) is not None:
+            rotation = rotary_factors(state.tokens_seen, 1, heads=self.shape.queries, width=width, base=base, like=x)
+        cache = state.reserve()
+        at = cache.slots_used - 1, 0 if window is None else max(0, cache.slots_used - window)
+        heads = self.shape.queries, self.shape.keys
+        y = cpu.layer_step(x, cast(Any, weights), cache.buffers, heads, at, rotation, coupling)
+        return y, cache if window is None else cache.trim()
 
     def attend(self, inputs: AttentionInputs) -> Float[Tensor, "n t h v"]:
         """Equations (1) and (2), without the map in memory."""

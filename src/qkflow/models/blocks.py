@@ -9,6 +9,8 @@ x ──┬───────────────────────
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -17,7 +19,8 @@ from torch import Tensor, nn
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.mechanisms.base import Mechanism, Stream, projection
-from qkflow.ops.groups import Group
+from qkflow.ops import few_rows
+from qkflow.ops.groups import TORUS, Group
 from qkflow.ops.norm import rms_norm
 from qkflow.state import State
 
@@ -80,6 +83,8 @@ class Block(nn.Module):
         x = x + _dropout(self, mixed)
         if self.feed_forward is None:
             return x, new_state
+        if not self.training and (y := _add_swiglu(x, self.feed_forward, self.feed_forward_norm)) is not None:
+            return y, new_state
         return x + _dropout(self, self.feed_forward(self.feed_forward_norm(x))), new_state
 
 
@@ -95,6 +100,7 @@ class PhaseBlock(nn.Module):
         if mechanism.group is None:
             raise UsageError(f"{type(mechanism).__name__} has no group: a PhaseBlock needs a mechanism on a group")
         self.group = mechanism.group
+        self._is_torus = self.group == TORUS
         elements = width // self.group.size
         self.mechanism = mechanism
         self.feed_forward: SwiGLU | None = None
@@ -105,9 +111,12 @@ class PhaseBlock(nn.Module):
     def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
         """Return the stream after the block, and the state of the mechanism."""
         change, new_state = self.mechanism(x, state, layout)
-        x = self._retract(self._elements(x), self._elements(_dropout(self, change)))
+        change = _dropout(self, change)
+        x = x + change if self._is_torus else self._retract(self._elements(x), self._elements(change))
         if self.feed_forward is None:
             return x, new_state
+        if self._is_torus and not self.training and (y := _add_swiglu(x, self.feed_forward, None)) is not None:
+            return y, new_state
         points = self.group.points(self._elements(x))
         motion = _dropout(self, self.feed_forward(points.flatten(-2))).unflatten(-1, (-1, self.group.dim))
         return self._retract(self._elements(x), self.group.push(points, motion)), new_state
@@ -129,6 +138,26 @@ class Points(nn.Module):
     def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... p"]:
         """Return the points, concatenated."""
         return self.group.points(x.unflatten(-1, (-1, self.group.size))).flatten(-2)
+
+
+def _add_swiglu(x: Stream, network: SwiGLU, norm: nn.Module | None) -> Stream | None:
+    """The feed-forward branch of a few rows added to the stream, in one native call; None if it cannot be used."""
+    weights = (
+        few_rows.plain_weight(network.gate),
+        few_rows.plain_weight(network.up),
+        few_rows.plain_weight(network.output),
+    )
+    if not few_rows.supports(x, *weights) or type(network) is not SwiGLU or few_rows.has_hooks(network):
+        return None
+    gate, up, output = cast(Any, weights)
+    (hidden, inputs), width = gate.shape, x.shape[2]
+    if inputs != width * (1 if norm is not None else 2) or up.shape != gate.shape or output.shape != (width, hidden):
+        return None
+    if norm is None or type(norm) is nn.Identity:
+        return few_rows.add_swiglu(x, None, 0.0, gate, up, output)
+    if type(norm) is not RMSNorm or few_rows.has_hooks(norm) or not few_rows.supports(x, norm.weight):
+        return None
+    return None if len(norm.weight) != width else few_rows.add_swiglu(x, norm.weight, norm.eps, gate, up, output)
 
 
 def _dropout(block: Block | PhaseBlock, x: Stream) -> Stream:

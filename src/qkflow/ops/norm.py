@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkflow.ops import few_rows
+
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
@@ -54,5 +56,7 @@ def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float 
     if x.dtype in (torch.bfloat16, torch.float16):  # sum squares in float32
         return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
     if not torch.is_grad_enabled():
+        if few_rows.supports(x, weight) and weight.shape == x.shape[-1:]:
+            return few_rows.norm(x, weight, eps)
         return (x * _inverse_root(x, eps)).mul_(weight)
     return _RMSNorm.apply(x, weight, eps)
