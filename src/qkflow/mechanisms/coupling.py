@@ -298,16 +298,17 @@ class DriftKick(Coupling):
 
     def native_step(self, like: Tensor) -> few_rows.Coupling | None:
         """Return the weights of (1)."""
-        force = cast(MLP, self._modules["force"])
-        weights, hidden = force.perceptron(), force.inner.shape[0]
-        shapes = ((hidden, self.width), (hidden,), (self.width, hidden), (self.width,))
+        dt = cast(Tensor, self._parameters["dt"])  # faster than attribute access
+        weights, width = cast(MLP, self._modules["force"]).perceptron(), self.width
+        hidden = weights[0].shape[0]
+        shapes = ((hidden, width), (hidden,), (width, hidden), (width,))
         if (
             few_rows.has_hooks(self)
-            or not few_rows.supports(like, *weights)
+            or not few_rows.are_plain(like.dtype, (dt, *weights))
             or not few_rows.have_shapes(weights, shapes)
         ):
             return None
-        return few_rows.Coupling(self.dt.item(), doubles(self._drifts), 0, weights)
+        return few_rows.Coupling(dt.item(), doubles(self._drifts), 0, weights)
 
     def stages(self) -> list[Move]:
         """One integration step per stage."""

@@ -266,7 +266,12 @@ class SynchronyMechanism(Mechanism):
         query, past, window = few_rows.plain_weight(self.query), state.cache, self.config.window
         step, temperature, lag = self.step, self.temperature, self.lag
         tensors = (query, step, temperature, *(() if lag is None else (lag,)), *past.buffers, *state.last)
-        if past.lengths is not None or past.slots_used == 0 or not few_rows.supports(x, *tensors):
+        if (
+            past.lengths is not None
+            or len(past.buffers) != 2
+            or past.slots_used == 0
+            or not few_rows.supports(x, *tensors)
+        ):
             return None
         size, h = 2 * self.heads * self.elements, (self.heads, self.elements)
         shapes = ((size, size), h, (self.heads,), (1, *h))

@@ -155,7 +155,7 @@ def _add_swiglu(x: Stream, network: SwiGLU, norm: nn.Module | None) -> Stream | 
         return None
     if norm is None or type(norm) is nn.Identity:
         return few_rows.add_swiglu(x, None, 0.0, gate, up, output)
-    if type(norm) is not RMSNorm or few_rows.has_hooks(norm) or not few_rows.supports(x, norm.weight):
+    if type(norm) is not RMSNorm or few_rows.has_hooks(norm) or not few_rows.are_plain(x.dtype, (norm.weight,)):
         return None
     return None if len(norm.weight) != width else few_rows.add_swiglu(x, norm.weight, norm.eps, gate, up, output)
 

@@ -49,9 +49,15 @@ def supports(x: Tensor, *weights: Tensor | None) -> bool:
     if (dtype is not torch.float32 and dtype is not torch.float64) or type(x) not in _TENSORS:
         return False
     build.load()
-    return build.is_loaded() and all(
-        w is not None and w.dtype is dtype and type(w) in _TENSORS and w.is_cpu and w.is_contiguous() for w in weights
-    )
+    return build.is_loaded() and are_plain(dtype, weights)
+
+
+def are_plain(dtype: torch.dtype, weights: Iterable[Tensor | None]) -> bool:
+    """Whether these are contiguous CPU tensors of one dtype, as the kernels take them."""
+    for w in weights:
+        if w is None or w.dtype is not dtype or type(w) not in _TENSORS or not w.is_cpu or not w.is_contiguous():
+            return False
+    return True
 
 
 def has_hooks(module: nn.Module) -> bool:

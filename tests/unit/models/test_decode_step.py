@@ -17,6 +17,7 @@ MECHANISMS = [
     *("standard", "standard:window=5", "standard:key_heads=2", "standard:rotary_base=None", "coupled:window=7"),
     *("deltanet", "gated-deltanet", "qdelta", "qdelta:lam=0.5", "qdelta:decay=False,gate=False", "qdelta+hamiltonian"),
     *("kuramoto", "kuramoto:window=6", "kuramoto:frustrated=True", "kuramoto:rotary_base=None"),
+    *("differential", "differential:window=5", "differential+hamiltonian"),
 ]
 
 
@@ -71,6 +72,18 @@ def test_hooks_of_a_projection_are_called(mechanism: str) -> None:
         n_calls = len(calls)
         model(tokens[:, :1], state)
     assert len(calls) == 2 * n_calls
+
+
+@pytest.mark.parametrize("mechanism", ["standard", "kuramoto", "qdelta"])
+def test_a_state_of_another_shape_is_not_read(mechanism: str) -> None:
+    torch.manual_seed(0)
+    wide = Decoder(DecoderConfig(width=64, layers=2, heads=4, hidden=70, mechanism=mechanism)).double().eval()
+    model, tokens = decoder(mechanism), torch.randint(0, 256, (1, 4))
+    with torch.inference_mode():
+        _, state = wide(tokens)
+        _, state = wide(tokens[:, :1], state)
+        with pytest.raises((ValueError, RuntimeError)):
+            model(tokens[:, :1], state)
 
 
 def test_nan_is_reported_by_the_delta_rule() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ MAX_WIDTH = 256
 UNLIMITED = 1 << 60
 """Window of causal attention without a window."""
 _Shape = ctypes.c_long * 20
-_Step, _StepArrays = ctypes.c_long * 12, ctypes.c_void_p * 14
+_Step, _StepArrays = ctypes.c_long * 13, ctypes.c_void_p * 15
 _SINGLE_THREAD = 1 << 18
 """Number of multiplications up to which one thread is faster."""
 
@@ -57,6 +58,14 @@ def backward(
     return gq, gk, gv
 
 
+class Difference(NamedTuple):
+    """How differential attention combines two maps: lambda, the scale of the normalised heads, and their norm."""
+
+    lam: float
+    scale: float
+    norm: Tensor
+
+
 def layer_step(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -65,6 +74,7 @@ def layer_step(
     slots: tuple[int, int],
     rotation: Tensor | None,
     coupling: few_rows.Coupling,
+    difference: Difference | None = None,
 ) -> Tensor:
     """One token of a layer: project, couple, rotate, write to `buffers`, attend and project, in one native call.
 
@@ -75,19 +85,30 @@ def layer_step(
     x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     key_width, value_width, (slot, first) = keys.shape[3], values.shape[3], slots
     coupling_sizes, coupling_pointers = few_rows.coupling_arguments(coupling)
-    sizes = (rows, width, h, g, key_width, value_width, slot, first, keys.shape[1], *coupling_sizes)
+    sizes = (rows, width, h, g, key_width, values.shape[2], value_width, slot, first, keys.shape[1], *coupling_sizes)
     pointers = [
         x.data_ptr(),
         *[w.data_ptr() for w in (*weights, keys, values)],
         None if rotation is None else rotation.data_ptr(),
         *coupling_pointers,
+        None if difference is None else difference.norm.data_ptr(),
         y.data_ptr(),
     ]
     seen = slot + 1 - first
     threads = 1 if rows * h * seen * (key_width + value_width) <= _SINGLE_THREAD else torch.get_num_threads()
     linear_threads = 1 if weights[0].numel() <= few_rows.SINGLE_THREAD else torch.get_num_threads()
-    scalars = (key_width**-0.5, coupling.dt, threads, linear_threads, _Step(*sizes), _StepArrays(*pointers))
-    if build.call("attention_layer_few", "ddiipp", scalars, (), x.dtype):
+    lam, norm_scale = (0.0, 1.0) if difference is None else difference[:2]
+    scalars = (
+        key_width**-0.5,
+        coupling.dt,
+        lam,
+        norm_scale,
+        threads,
+        linear_threads,
+        _Step(*sizes),
+        _StepArrays(*pointers),
+    )
+    if build.call("attention_layer_few", "ddddiipp", scalars, (), x.dtype):
         raise MemoryError("the C kernel of attention could not allocate its buffers")
     return y
 

@@ -36,6 +36,7 @@ typedef struct {
 typedef struct {
     Shape s;
     int K, V; /* padded widths */
+    long shared; /* query heads per value head, for a few queries */
     real scale;
     const real *q, *k, *v;
     Swaps swaps; /* not for a few queries */
@@ -49,6 +50,7 @@ typedef struct { /* a range of columns or rows of a tile */
 static Attention attention(const long *shape, double scale, const real *q, const real *k, const real *v) {
     Attention a = {.scale = (real)scale, .q = q, .k = k, .v = v};
     memcpy(&a.s, shape, sizeof(Shape));
+    a.shared = a.s.heads / a.s.groups;
     a.K = padded(grouped((int)a.s.key)), a.V = padded(grouped((int)a.s.value));
     for (int l = 0; l < LANES; l++) a.lanes[l] = l;
     return a;
@@ -309,14 +311,14 @@ static void decode_scores(const Attention *a, int many, const real *k, const rea
     long shared = s->heads / s->groups;
     for (int j = 0; j < many; j++, k += s->k.token, v += s->v.token)
         for (long head = 0; head < s->heads; head++) {
-            const real *key = k + head / shared * s->k.head, *value = v + head / shared * s->v.head;
+            const real *key = k + head / shared * s->k.head, *value = v + head / a->shared * s->v.head;
             vector dots = {0};
             int c = 0;
             for (; c + LANES <= s->key; c += LANES) dots += OF(q + head * a->K + c) * *(const loose *)(key + c);
             real rest = 0;
             for (; c < s->key; c++) rest += q[head * a->K + c] * key[c];
             p[head * KEYS + j] = total(dots) + rest;
-            if (head % shared == 0)
+            if (head % a->shared == 0)
                 for (c = 0; c < s->value; c += 64 / sizeof(real)) __builtin_prefetch(value + c, 0, 2);
         }
 }
@@ -381,7 +383,7 @@ static void decode_unit(const Attention *a, long unit, const void *what, real *m
             for (long head = 0; head < s->heads; head++) {
                 real *sums = o + head * width, *weights = p + head * KEYS;
                 real by = decode_weights(a, many, weights, sums + a->V, sums + a->V + 1);
-                decode_values(a, many, at(a->v, s->v, row, from, head / (s->heads / s->groups)), weights, by, sums);
+                decode_values(a, many, at(a->v, s->v, row, from, head / a->shared), weights, by, sums);
             }
         }
     }
@@ -425,12 +427,13 @@ int NAME(attention_forward)(const long *shape, double scale, int threads, const 
 
 int NAME(linear_few)(long rows, long inputs, int count, int threads, const long *outputs, const real *const *weights,
                      const real *x, real *y); /* few_rows.c */
+int NAME(norm_few)(long rows, long width, double eps, const real *x, const real *weight, real *y);
 int NAME(drift_kick_few)(long rows, int width, int hidden, int activation, int steps, int threads, double dt,
                          const double *coefficients, const real *w1, const real *b1, const real *w2, const real *b2,
                          const real *q, const real *k, real *q_out, real *k_out); /* symplectic.c */
 
 typedef struct { /* as passed by the caller */
-    long rows, width, heads, groups, key, value; /* `width` of the stream */
+    long rows, width, heads, groups, key, values, value; /* `width` of the stream; heads of queries, keys and values */
     long slot, first, capacity; /* where the token is stored, and the first slot that it sees, of `capacity` slots */
     long hidden, activation, steps; /* of the coupling */
 } Step;
@@ -441,6 +444,7 @@ typedef struct {
     const real *rotation; /* cosine and sine per pair of coordinates, or null */
     const double *coefficients; /* of the coupling, or null; then its force */
     const real *w1, *b1, *w2, *b2;
+    const real *head_norm; /* of differential attention, or null */
     real *y;
 } StepArrays;
 
@@ -452,9 +456,17 @@ static void rotate(long rows, long width, const real *rotation, real *x) {
         }
 }
 
-int NAME(attention_layer_few)(double scale, double dt, int threads, int linear_threads, const Step *s,
+/* differential attention: the first of each pair of maps minus `lam` times the second, normalized and scaled */
+static void subtract_maps(long pairs, long width, double lam, double by, const real *norm, real *o) {
+    for (long i = 0; i < pairs; i++)
+        for (long j = 0; j < width; j++) o[i * width + j] = o[2 * i * width + j] - (real)lam * o[(2 * i + 1) * width + j];
+    NAME(norm_few)(pairs, width, 1e-5, o, norm, o);
+    for (long i = 0; i < pairs * width; i++) o[i] *= (real)by;
+}
+
+int NAME(attention_layer_few)(double scale, double dt, double lam, double norm_scale, int threads, int linear_threads, const Step *s,
                               const StepArrays *to) {
-    long q_size = s->heads * s->key, k_size = s->groups * s->key, v_size = s->groups * s->value, o_size = s->heads * s->value;
+    long q_size = s->heads * s->key, k_size = s->groups * s->key, v_size = s->values * s->value, o_size = s->heads * s->value;
     long sizes[] = {q_size, k_size, v_size};
     real *q = aligned(s->rows * (q_size + k_size + v_size + o_size));
     if (!q) return NO_MEMORY;
@@ -473,7 +485,9 @@ int NAME(attention_layer_few)(double scale, double dt, int threads, int linear_t
     long shape[] = {s->rows, 1, s->slot + 1 - s->first, s->heads, s->groups, s->key, s->value, 0,
                     q_size, q_size, s->key, s->capacity * k_size, k_size, s->key, s->capacity * v_size, v_size, s->value, 0, 0, 0};
     Attention a = attention(shape, scale, q, to->keys + s->first * k_size, to->values + s->first * v_size);
+    a.shared = s->heads / s->values;
     status |= decode(&a, threads, o);
+    if (to->head_norm) subtract_maps(s->rows * s->heads / 2, s->value, lam, norm_scale, to->head_norm, o), o_size /= 2;
     status |= NAME(linear_few)(s->rows, o_size, 1, linear_threads, &s->width, &to->output, o, to->y);
     free(q);
     return status;
