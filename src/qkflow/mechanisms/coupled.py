@@ -30,3 +30,4 @@ class CoupledAttention(StandardAttention):
     """
 
     config_type = CoupledConfig
+    has_decode_step = True

@@ -42,10 +42,11 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError, unknown
 from qkflow.mechanisms.base import Mechanism, Stream
+from qkflow.ops import few_rows
 from qkflow.ops.csrc import build
 from qkflow.ops.sensitivity import Move
 from qkflow.ops.symplectic import naive
-from qkflow.ops.symplectic.cpu import Activation, MLPWeights
+from qkflow.ops.symplectic.cpu import Activation, MLPWeights, doubles
 from qkflow.ops.symplectic.naive import Integrator, Shift, affine_coupling, affine_coupling_inverse, drift_coefficients
 from qkflow.ops.symplectic.reversible import drift_kick_reversible
 
@@ -245,6 +246,15 @@ class Coupling(nn.Module, ABC):
     def flops(self) -> int:
         """FLOPs per token."""
 
+    @property
+    def has_native_step(self) -> bool:
+        """Whether `native_step` may return one."""
+        return False
+
+    def native_step(self, like: Tensor) -> few_rows.Coupling | None:
+        """Return what a decoding step needs to apply the map; None if it cannot."""
+        return None
+
     def foldable_drift(self) -> Float[Tensor, ""] | None:
         """Return c if the map starts with q + c k, which a caller may fold into the query projection."""
         return None
@@ -279,6 +289,26 @@ class DriftKick(Coupling):
         for _ in range(self.config.steps):
             q, k = torch.addcmul(q, k, dt.to(q.dtype)), kick(k, q, force, dt)  # (2)
         return q, k
+
+    @property
+    def has_native_step(self) -> bool:
+        """Whether it is the default: (1) with a force that the heads share."""
+        is_shared = isinstance(self.force, MLP) and not self.force.is_per_head
+        return type(self) is DriftKick and self.config.dynamics == "hamiltonian" and is_shared
+
+    def native_step(self, like: Tensor) -> few_rows.Coupling | None:
+        """Return the weights of (1)."""
+        dt = cast(Tensor, self._parameters["dt"])  # faster than attribute access
+        weights, width = cast(MLP, self._modules["force"]).perceptron(), self.width
+        hidden = weights[0].shape[0]
+        shapes = ((hidden, width), (hidden,), (width, hidden), (width,))
+        if (
+            few_rows.has_hooks(self)
+            or not few_rows.are_plain(like.dtype, (dt, *weights))
+            or not few_rows.have_shapes(weights, shapes)
+        ):
+            return None
+        return few_rows.Coupling(dt.item(), doubles(self._drifts), 0, weights)
 
     def stages(self) -> list[Move]:
         """One integration step per stage."""

@@ -65,6 +65,7 @@ class DeltaNet(DeltaMechanism):
     """
 
     config_type = DeltaNetConfig
+    has_decode_step = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,7 @@ class GatedDeltaNet(DeltaMechanism):
     """
 
     config_type = GatedDeltaNetConfig
+    has_decode_step = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,7 @@ class QDelta(DeltaMechanism):
     """
 
     config_type = QDeltaConfig
+    has_decode_step = True
     config: QDeltaConfig
 
     def __init__(self, width: int, *args: Any, **options: Any) -> None:
@@ -152,6 +155,10 @@ class QDelta(DeltaMechanism):
         elif self.config.lam:
             gates["lam"] = x.new_full((*x.shape[:2], self.heads), self.config.lam)
         return gates
+
+    def constant_lambda(self) -> tuple[float, float]:
+        """Return the config's."""
+        return self.config.lam or 0.0, self.config.lam_bias
 
     def delta_inputs(self, q: Keys, k: Keys, v: Tensor, own: Keys | None, gates: dict[str, Tensor]) -> DeltaInputs:
         """Erase along k + lambda q, or k + lambda e."""

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -45,8 +45,9 @@ from qkflow.layout import Layout
 from qkflow.mechanisms.base import Circuits, Cost, Stream, apply_linear, conv_weight, projection, wrong_state
 from qkflow.mechanisms.coupling import CouplingConfig, QKMechanism
 from qkflow.mechanisms.masking import map_by_token, validate_input
+from qkflow.ops import few_rows
 from qkflow.ops.csrc import build
-from qkflow.ops.delta_rule import MAX_KEY_WIDTH, DeltaInputs, delta_rule, delta_rule_flops
+from qkflow.ops.delta_rule import MAX_KEY_WIDTH, DeltaInputs, choose_backend, cpu, delta_rule, delta_rule_flops
 from qkflow.ops.norm import rms_norm
 from qkflow.ops.short_conv import MAX_TAPS, next_conv_state, short_conv
 from qkflow.state import RecurrentState, State
@@ -110,6 +111,8 @@ class DeltaMechanism(QKMechanism):
     config_type: ClassVar[type[DeltaConfig]]
     steps: ClassVar[int] = 1
     """Steps of the recurrence per token."""
+    has_decode_step: ClassVar[bool] = False
+    """Whether the native decoding step computes this class; not inherited, since a subclass may override a part."""
 
     def __init__(
         self, width: int, heads: int, layer: int = 0, layers: int = 1, *, config: DeltaConfig | None = None
@@ -141,6 +144,26 @@ class DeltaMechanism(QKMechanism):
         self.output = projection(values, width)
         self.own = projection(width, keys) if config.has_own_direction else None
         self.own_conv = conv_weight(keys, config.conv) if config.has_own_direction else None
+        gates, taps = (self.heads, width), config.conv
+        self._step_shapes = [
+            *((keys, width), (keys, width), (values, width), gates, gates, gates, (values, width)),
+            *(
+                (keys, taps),
+                (keys, taps),
+                (values, taps),
+                (self.heads,),
+                (self.heads,),
+                (self.value_width,),
+                (width, values),
+            ),
+        ]
+        self._conv_channels = [keys, keys, values]
+        self._can_step = (
+            type(self).__dict__.get("has_decode_step", False)
+            and config.conv > 1
+            and self.own is None
+            and (self.coupling is None or self.coupling.has_native_step)
+        )
 
     # What a mechanism chooses
 
@@ -162,6 +185,10 @@ class DeltaMechanism(QKMechanism):
 
     def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
         """Return the output of each token, and the memory after the last token of each sequence."""
+        if self._can_step and layout is None and isinstance(state, RecurrentState) and x.shape[1] == 1:
+            step = self._step(x, state)
+            if step is not None:
+                return step
         call = self._project(x, state, layout)
         z, matrix = self._run(call, call.v, None if call.past is None else call.past.matrix)
         z = z if layout is None else layout.to_batch(z)
@@ -172,6 +199,47 @@ class DeltaMechanism(QKMechanism):
             conv_state = tuple(next_conv_state(new, self.config.conv, tail, lengths) for new, tail in streams)
         after = RecurrentState.after(call.past, matrix, conv_state, call.streams[0].shape[1], lengths)
         return self.read(z, call.x), after
+
+    def constant_lambda(self) -> tuple[float, float]:
+        """Return lambda of (4) if it is not projected, and the bias of its sigmoid if it is."""
+        return 0.0, 0.0
+
+    def _step(self, x: Stream, state: RecurrentState) -> tuple[Stream, State] | None:
+        """Decode a token in one native call; None if that is not possible. The law of decoding compares it."""
+        modules, parameters = cast(Any, self._modules), cast(Any, self._parameters)  # faster than attribute access
+        decay = modules.get("decay")
+        names = ("query", "key", "value", "beta", "rate", "lam", "gate")
+        maps = [modules.get(name) if name != "rate" or decay is None else decay.rate for name in names]
+        projections = tuple([None if map is None else few_rows.plain_weight(map) for map in maps])
+        if any((map is None) != (weight is None) for map, weight in zip(maps, projections, strict=True)):
+            return None
+        weights = cpu.StepWeights(
+            projections,
+            (parameters["query_conv"], parameters["key_conv"], parameters["value_conv"]),
+            (None, None) if decay is None else (decay.A_log, decay.dt_bias),
+            parameters["head_norm"],
+            cast(Any, few_rows.plain_weight(modules["output"])),
+        )
+        tensors = [*projections, *weights.convs, *weights.decay, weights.head_norm, weights.output]
+        present = [w for w in tensors[:-1] if w is not None]
+        if not few_rows.supports(x, *present, weights.output, state.matrix, *state.conv_state):
+            return None
+        if choose_backend(x.device) != "cpu" or not few_rows.have_shapes(
+            (*tensors, x), (*self._step_shapes, (len(x), 1, self.width))
+        ):
+            return None
+        if self._check_state(state, (x,) * 3) is None or (decay is not None and few_rows.has_hooks(decay)):
+            return None
+        if any(
+            tail.shape != (len(x), self.config.conv - 1, c)
+            for tail, c in zip(state.conv_state, self._conv_channels, strict=True)
+        ):
+            return None
+        coupling = few_rows.NO_COUPLING if self.coupling is None else self.coupling.native_step(x)
+        if coupling is None:
+            return None
+        step = cpu.layer_step(x, weights, state.matrix, state.conv_state, *self.constant_lambda(), coupling)
+        return None if step is None else (step[0], RecurrentState.after(state, step[1], step[2], 1))
 
     def inputs(self, x: Stream) -> DeltaInputs:
         """Return the inputs of the delta rule for a batch of whole sequences."""

@@ -27,6 +27,7 @@ from qkflow.errors import UsageError
 from qkflow.mechanisms.base import Circuits, Stream
 from qkflow.mechanisms.masking import AttentionInputs
 from qkflow.mechanisms.softmax import HeadShape, Keys, Queries, SoftmaxConfig, SoftmaxMechanism
+from qkflow.ops.attention import cpu
 from qkflow.ops.differential import differential_attention, differential_lambda, differential_map, lambda_init
 from qkflow.ops.norm import rms_norm
 
@@ -47,6 +48,8 @@ class DifferentialAttention(SoftmaxMechanism):
     >>> layer.weights(torch.randn(1, 5, 32)).shape
     torch.Size([1, 2, 5, 5])
     """
+
+    has_decode_step = True
 
     def __init__(
         self,
@@ -74,6 +77,9 @@ class DifferentialAttention(SoftmaxMechanism):
     def lam(self) -> Float[Tensor, ""]:
         """Equation (3)."""
         return differential_lambda(self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2, self.lambda_init)
+
+    def _difference(self) -> cpu.Difference | None:
+        return cpu.Difference(self.lam.item(), 1 - self.lambda_init, self.head_norm)
 
     def attend(self, inputs: AttentionInputs) -> Float[Tensor, "n t h v"]:
         """Equation (1) times the values, without the maps in memory."""

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeVar, cast
+from typing import ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -62,9 +62,11 @@ from qkflow.mechanisms.masking import (
     validate_input,
     visible_keys,
 )
-from qkflow.ops import kuramoto
-from qkflow.ops.attention import attention, attention_map
+from qkflow.ops import few_rows, kuramoto
+from qkflow.ops.attention import attention, attention_map, requested_backend
+from qkflow.ops.attention.cpu import MAX_WIDTH
 from qkflow.ops.groups import TORUS, Group, check_axioms, find_group
+from qkflow.ops.kuramoto.cpu import layer_step
 from qkflow.ops.linear import linear
 from qkflow.ops.rotary import apply_rotary, rotary_factors
 from qkflow.ops.short_conv import next_conv_state
@@ -137,6 +139,9 @@ class SynchronyConfig:
 class SynchronyMechanism(Mechanism):
     """Attention on a group."""
 
+    has_decode_step: ClassVar[bool] = False
+    """Whether the native decoding step computes this class; not inherited, since a subclass may override a part."""
+
     def __init__(self, width: int, heads: int, group: Group, config: SynchronyConfig) -> None:
         super().__init__()
         if heads < 1 or width < 1 or width % (heads * group.size):
@@ -170,6 +175,11 @@ class SynchronyMechanism(Mechanism):
                 self.register_parameter(name, nn.Parameter(value))
         self.lag = nn.Parameter(torch.zeros(config.harmonics, *shape)) if config.frustrated else None
         self.amplitude = nn.Parameter(torch.zeros(config.harmonics - 1, *shape)) if config.harmonics > 1 else None
+        self._can_step = (
+            type(self).__dict__.get("has_decode_step", False)
+            and (config.gate, config.values, config.step) == ("complex", "phases", "coordinate")
+            and (config.strict and config.harmonics == 1 and 2 * self.elements <= MAX_WIDTH)
+        )
 
     @property
     def group(self) -> Group:
@@ -178,6 +188,10 @@ class SynchronyMechanism(Mechanism):
 
     def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
         """Return the change of each token's coordinates, and the cache of points."""
+        if self._can_step and layout is None and isinstance(state, ShiftedKVCache) and x.shape[1] == 1:
+            step = self._step(x, state)
+            if step is not None:
+                return step
         call = self._project(x, state, layout)
         z = self._attend(call.inputs)
         z = z if layout is None else layout.to_batch(z)
@@ -248,6 +262,36 @@ class SynchronyMechanism(Mechanism):
         k, v, last = self._shift(x if layout is None else layout.to_rows(x), k, v, past, lengths)
         cache = past.cache.extend((k, v), lengths)
         return _Call(x, points, visible_keys(q, k, v, past.cache, cache, self.config.window), last)
+
+    def _step(self, x: Stream, state: ShiftedKVCache) -> tuple[Stream, State] | None:
+        """Decode a token in one native call; None if that is not possible. The law of decoding compares it."""
+        query, past, window = few_rows.plain_weight(self.query), state.cache, self.config.window
+        step, temperature, lag = self.step, self.temperature, self.lag
+        tensors = (query, step, temperature, *(() if lag is None else (lag,)), *past.buffers, *state.last)
+        if (
+            past.lengths is not None
+            or len(past.buffers) != 2
+            or past.slots_used == 0
+            or not few_rows.supports(x, *tensors)
+        ):
+            return None
+        size, h = 2 * self.heads * self.elements, (self.heads, self.elements)
+        shapes = ((size, size), h, (self.heads,), (1, *h))
+        if requested_backend() == "torch" or not few_rows.have_shapes((query, step, temperature, lag), shapes):
+            return None
+        shape = (len(x), past.buffers[0].shape[1], self.heads, 2 * self.elements)
+        if len(state.last) != len(self._shifted((0, 0))) or not few_rows.have_shapes(
+            (x, *past.buffers, *state.last),
+            ((len(x), 1, self.width), shape, shape, *[(len(x), 1, size)] * len(state.last)),
+        ):
+            return None  # the general path reports it
+        rotation = None
+        if (base := self.config.rotary_base) is not None:
+            rotation = rotary_factors(past.tokens_seen, 1, heads=self.heads, width=shape[3], base=base, like=x)
+        cache = past.reserve()
+        slots = cache.slots_used - 1, 0 if window is None else max(0, cache.slots_used - window)
+        result = layer_step(x, cast(Tensor, query), temperature, step, lag, rotation, state.last, cache.buffers, slots)
+        return None if result is None else (result[0], ShiftedKVCache(cache.trim(), result[1]))
 
     def _queries(self, points: Points) -> Points:
         """The points, gated and multiplied by the inverse temperature."""
@@ -396,6 +440,8 @@ class KuramotoAttention(SynchronyMechanism):
     >>> torch.allclose(change, rotated, atol=1e-4), state.length.tolist()
     (True, [10, 10])
     """
+
+    has_decode_step = True
 
     def __init__(
         self, width: int, heads: int, layer: int = 0, layers: int = 1, *, config: KuramotoConfig = KuramotoConfig()

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,8 @@ from qkflow.mechanisms.base import (
 )
 from qkflow.mechanisms.coupling import CouplingConfig, QKMechanism
 from qkflow.mechanisms.masking import AttentionInputs, map_by_token, shift_right, validate_input, visible_keys
-from qkflow.ops.attention import attention, attention_map
+from qkflow.ops import few_rows
+from qkflow.ops.attention import attention, attention_map, cpu, requested_backend
 from qkflow.ops.csrc import build
 from qkflow.ops.norm import rms_norm
 from qkflow.ops.projection import project_heads
@@ -103,6 +104,9 @@ class HeadShape(NamedTuple):
 class SoftmaxMechanism(QKMechanism):
     """Base class of mechanisms that score every visible pair. Subclasses define `attend` and `map`."""
 
+    has_decode_step: ClassVar[bool] = False
+    """Whether the native decoding step computes this class; not inherited, since a subclass may override a part."""
+
     def __init__(self, width: int, shape: HeadShape, config: SoftmaxConfig) -> None:
         super().__init__()
         build.load()  # build the kernels before torch.compile traces this module
@@ -130,6 +134,14 @@ class SoftmaxMechanism(QKMechanism):
         self.coupling = None
         if config.coupling is not None:
             self.coupling = config.coupling(shape.queries, shape.keys, shape.key_width)
+        self._step_shapes = [*((c, width) for c in channels), (width, shape.outputs * shape.value_width)]
+        self._can_step = (
+            type(self).__dict__.get("has_decode_step", False)
+            and (config.conv == 1 and not config.qk_norm and not config.key_shift)
+            and max(shape.key_width, shape.value_width) <= cpu.MAX_WIDTH
+            and (shape.keys == shape.values or shape.queries == shape.keys)
+            and (self.coupling is None or (shape.queries == shape.keys and self.coupling.has_native_step))
+        )
 
     @abstractmethod
     def attend(self, inputs: AttentionInputs) -> Float[Tensor, "n t h v"]:
@@ -145,6 +157,10 @@ class SoftmaxMechanism(QKMechanism):
 
     def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
         """Return the output of each token, and the cache of keys and values."""
+        if self._can_step and layout is None and isinstance(state, KVCache) and x.shape[1] == 1:
+            step = self._step(x, state)
+            if step is not None:
+                return step
         inputs = self._attention_inputs(x, state, layout)
         z = self.attend(inputs)
         z = z if layout is None else layout.to_batch(z)
@@ -196,6 +212,40 @@ class SoftmaxMechanism(QKMechanism):
         q, k = self._norm(q, k) if self.config.qk_norm == "before" else (q, k)
         maps = self.shape.keys // self.shape.values  # maps per value head; their queries alternate
         return reduce(q, "b t (g r m) k -> b t (g m) k", "mean", g=self.shape.values, m=maps), k
+
+    def _step(self, x: Stream, state: KVCache) -> tuple[Stream, State] | None:
+        """Decode a token in one native call; None if that is not possible. The law of decoding compares it."""
+        modules: Any = self._modules  # attribute access through nn.Module is slow enough to matter here
+        weights = [few_rows.plain_weight(modules[name]) for name in ("query", "key", "value", "output")]
+        if state.lengths is not None or state.slots_used == 0 or not few_rows.supports(x, *weights, *state.buffers):
+            return None
+        if state.conv_state or len(state.buffers) != 2 or requested_backend() == "torch" or x.shape[2] != self.width:
+            return None
+        shape, slots = self.shape, (len(x), state.buffers[0].shape[1])
+        buffers = (*slots, shape.keys, shape.key_width), (*slots, shape.values, shape.value_width)
+        if not few_rows.have_shapes((*weights, *state.buffers), (*self._step_shapes, *buffers)):
+            return None  # the general path reports it
+        difference = self._difference()
+        if difference is not None and (
+            len(difference.norm) != shape.value_width or not few_rows.are_plain(x.dtype, (difference.norm,))
+        ):
+            return None
+        coupling: Any = modules.get("coupling")
+        coupling = few_rows.NO_COUPLING if coupling is None else coupling.native_step(x)
+        if coupling is None:
+            return None
+        window, width, rotation = self.config.window, self.shape.key_width, None
+        if (base := self.config.rotary_base) is not None:
+            rotation = rotary_factors(state.tokens_seen, 1, heads=self.shape.queries, width=width, base=base, like=x)
+        cache = state.reserve()
+        at = cache.slots_used - 1, 0 if window is None else max(0, cache.slots_used - window)
+        heads = self.shape.queries, self.shape.keys
+        y = cpu.layer_step(x, cast(Any, weights), cache.buffers, heads, at, rotation, coupling, difference)
+        return y, cache if window is None else cache.trim()
+
+    def _difference(self) -> cpu.Difference | None:
+        """Return how the decoding step combines the maps of differential attention."""
+        return None
 
     def couple(self, q: Queries, k: Keys, *, skip_first_drift: bool = False) -> tuple[Queries, Keys]:
         """Apply the coupling; override it if the queries of a group are not adjacent."""
@@ -346,6 +396,7 @@ class StandardAttention(SoftmaxMechanism):
     """
 
     config_type: ClassVar[type[StandardConfig]] = StandardConfig
+    has_decode_step = True
 
     def __init__(
         self, width: int, heads: int, layer: int = 0, layers: int = 1, *, config: StandardConfig | None = None

@@ -9,6 +9,8 @@ x ──┬───────────────────────
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -17,7 +19,8 @@ from torch import Tensor, nn
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
 from qkflow.mechanisms.base import Mechanism, Stream, apply_linear, has_hooks, is_plain_linear, projection
-from qkflow.ops.groups import Group
+from qkflow.ops import few_rows
+from qkflow.ops.groups import TORUS, Group
 from qkflow.ops.norm import add_rms_norm, rms_norm
 from qkflow.ops.swiglu import swiglu
 from qkflow.state import State
@@ -83,6 +86,11 @@ class Block(nn.Module):
         mixed = _dropout(self, mixed)
         if self.feed_forward is None:
             return x + mixed, new_state
+        if not self.training and not torch.is_grad_enabled():
+            x = x + mixed
+            if (y := _add_swiglu(x, self.feed_forward, self.feed_forward_norm)) is not None:
+                return y, new_state
+            return x + self.feed_forward(self.feed_forward_norm(x)), new_state
         x, normed = _add_and_norm(x, mixed, self.feed_forward_norm)
         return x + _dropout(self, self.feed_forward(normed)), new_state
 
@@ -99,6 +107,7 @@ class PhaseBlock(nn.Module):
         if mechanism.group is None:
             raise UsageError(f"{type(mechanism).__name__} has no group: a PhaseBlock needs a mechanism on a group")
         self.group = mechanism.group
+        self._is_torus = self.group == TORUS
         elements = width // self.group.size
         self.mechanism = mechanism
         self.feed_forward: SwiGLU | None = None
@@ -109,9 +118,12 @@ class PhaseBlock(nn.Module):
     def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
         """Return the stream after the block, and the state of the mechanism."""
         change, new_state = self.mechanism(x, state, layout)
-        x = self._retract(self._elements(x), self._elements(_dropout(self, change)))
+        change = _dropout(self, change)
+        x = x + change if self._is_torus else self._retract(self._elements(x), self._elements(change))
         if self.feed_forward is None:
             return x, new_state
+        if self._is_torus and not self.training and (y := _add_swiglu(x, self.feed_forward, None)) is not None:
+            return y, new_state
         points = self.group.points(self._elements(x))
         motion = _dropout(self, self.feed_forward(points.flatten(-2))).unflatten(-1, (-1, self.group.dim))
         return self._retract(self._elements(x), self.group.push(points, motion)), new_state
@@ -141,6 +153,26 @@ def _add_and_norm(x: Stream, branch: Stream, norm: nn.Module) -> tuple[Stream, S
         return add_rms_norm(x, branch, norm.weight, norm.eps)
     x = x + branch
     return x, norm(x)
+
+
+def _add_swiglu(x: Stream, network: SwiGLU, norm: nn.Module | None) -> Stream | None:
+    """The feed-forward branch of a few rows added to the stream, in one native call; None if it cannot be used."""
+    weights = (
+        few_rows.plain_weight(network.gate),
+        few_rows.plain_weight(network.up),
+        few_rows.plain_weight(network.output),
+    )
+    if not few_rows.supports(x, *weights) or type(network) is not SwiGLU or few_rows.has_hooks(network):
+        return None
+    gate, up, output = cast(Any, weights)
+    (hidden, inputs), width = gate.shape, x.shape[2]
+    if inputs != width * (1 if norm is not None else 2) or up.shape != gate.shape or output.shape != (width, hidden):
+        return None
+    if norm is None or type(norm) is nn.Identity:
+        return few_rows.add_swiglu(x, None, 0.0, gate, up, output)
+    if type(norm) is not RMSNorm or few_rows.has_hooks(norm) or not few_rows.are_plain(x.dtype, (norm.weight,)):
+        return None
+    return None if len(norm.weight) != width else few_rows.add_swiglu(x, norm.weight, norm.eps, gate, up, output)
 
 
 def _dropout(block: Block | PhaseBlock, x: Stream) -> Stream:

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkflow.ops import few_rows
 from qkflow.ops.csrc import build
 from qkflow.ops.csrc.eager import has_kernels, is_transformed, n_threads
 
@@ -100,6 +101,8 @@ def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float 
     """
     if x.dtype in (torch.bfloat16, torch.float16):  # sum squares in float32
         return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
+    if not torch.is_grad_enabled() and few_rows.supports(x, weight) and weight.shape == x.shape[-1:]:
+        return few_rows.norm(x, weight, eps)
     if x.shape[-1:] == weight.shape != (0,) and has_kernels(x, weight):
         if torch.is_grad_enabled():
             return _AddRMSNorm.apply(x, None, weight, eps)

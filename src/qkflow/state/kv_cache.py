@@ -96,6 +96,14 @@ class KVCache(State):
         counts = self.length.new_full((rows,), t) if lengths is None else lengths
         return self._with_positions()._append([*new], counts)
 
+    def reserve(self) -> KVCache:
+        """The cache with a slot for one more token, which the caller fills; for inference, and rows of equal length."""
+        cache = self if self._has_room(1) else self._grown(1)
+        cache.extent.filled = cache.slots_used + 1
+        after = object.__new__(KVCache)  # `replace` takes longer than the attention of a short sequence
+        vars(after).update(vars(cache), slots_used=cache.slots_used + 1, tokens_seen=cache.tokens_seen + 1)
+        return after
+
     def trim(self) -> KVCache:
         """The cache without tokens outside the window (in inference, only once there are many of them)."""
         if self.window is None:

@@ -63,7 +63,9 @@ def attention(
     reach = 0 if not causal else cpu.UNLIMITED if window is None else window
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attention.apply(q, k, v, reach, scale)  # pyright: ignore[reportReturnType]
-    return _forward(q, k, v, reach, scale, False)[0]
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return torch.ops.qkflow.attention(q, k, v, reach, scale, False)[0]
+    return cpu.outputs(q, k, v, reach, scale)  # bypasses the dispatcher, whose overhead matters in decoding
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, mask: Tensor | None) -> None:
@@ -109,6 +111,11 @@ def use_backend(backend: str | None) -> Iterator[None]:
         yield
     finally:
         _requested = previous
+
+
+def requested_backend() -> str | None:
+    """The backend that `use_backend` or the environment asks for."""
+    return _requested
 
 
 def choose_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, backend: str | None = None) -> str:
@@ -212,7 +219,7 @@ class _Attention(torch.autograd.Function):
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return torch.ops.qkflow.attention(*args)
-    return cpu.forward(*args)  # bypasses the dispatcher, whose overhead matters in decoding
+    return cpu.forward(*args)
 
 
 def _checked_forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, save: bool) -> tuple[Tensor, Tensor]:

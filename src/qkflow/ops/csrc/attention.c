@@ -19,7 +19,7 @@
 #endif
 
 enum { QUERIES = 64, KEYS = 64, STRIP = 16 }; /* a partly visible tile is computed in strips of keys */
-enum { FEW = 4, SPLIT = 1024, NO_MEMORY = 1 }; /* queries of a decoding step; keys of a unit of its work */
+enum { FEW = 4, SPLIT = 256, NO_MEMORY = 1 }; /* queries of a decoding step; keys of a unit of its work */
 #define LOWEST ((real)(sizeof(real) == 4 ? -1e38 : -1e307)) /* a hidden score: finite, since inf - inf is NaN */
 #define LOG2_E 1.4426950408889634
 
@@ -36,9 +36,10 @@ typedef struct {
 typedef struct {
     Shape s;
     int K, V; /* padded widths */
+    long shared; /* query heads per value head, for a few queries */
     real scale;
     const real *q, *k, *v;
-    Swaps swaps;
+    Swaps swaps; /* not for a few queries */
     Lanes lanes; /* 0, 1, ... */
 } Attention;
 
@@ -47,8 +48,9 @@ typedef struct { /* a range of columns or rows of a tile */
 } Range;
 
 static Attention attention(const long *shape, double scale, const real *q, const real *k, const real *v) {
-    Attention a = {.scale = (real)scale, .q = q, .k = k, .v = v, .swaps = swaps()};
+    Attention a = {.scale = (real)scale, .q = q, .k = k, .v = v};
     memcpy(&a.s, shape, sizeof(Shape));
+    a.shared = a.s.heads / a.s.groups;
     a.K = padded(grouped((int)a.s.key)), a.V = padded(grouped((int)a.s.value));
     for (int l = 0; l < LANES; l++) a.lanes[l] = l;
     return a;
@@ -299,83 +301,113 @@ static void forward_unit(const Attention *a, long unit, const void *what, real *
 /* ---- forward for a few queries: one lane per coordinate, since most lanes of a tile would be empty */
 
 typedef struct {
-    real *partial; /* per unit and query: the sum of weighted values, then the largest score and the sum of weights */
+    real *partial; /* per unit, query and head: the sum of weighted values, the largest score and the sum of weights */
     long splits; /* of the keys: each is a unit of work, and their results are added in order */
 } Splits;
 
-/* SPLIT keys of one head */
+/* p = K q for `many` keys of all heads, [heads, KEYS]: token by token, as they are stored. Fetches the values too. */
+static void decode_scores(const Attention *a, int many, const real *k, const real *v, const real *q, real *p) {
+    const Shape *s = &a->s;
+    long shared = s->heads / s->groups;
+    for (int j = 0; j < many; j++, k += s->k.token, v += s->v.token)
+        for (long head = 0; head < s->heads; head++) {
+            const real *key = k + head / shared * s->k.head, *value = v + head / a->shared * s->v.head;
+            vector dots = {0};
+            int c = 0;
+            for (; c + LANES <= s->key; c += LANES) dots += OF(q + head * a->K + c) * *(const loose *)(key + c);
+            real rest = 0;
+            for (; c < s->key; c++) rest += q[head * a->K + c] * key[c];
+            p[head * KEYS + j] = total(dots) + rest;
+            if (head % a->shared == 0)
+                for (c = 0; c < s->value; c += 64 / sizeof(real)) __builtin_prefetch(value + c, 0, 2);
+        }
+}
+
+/* scores become weights, 2^(p - largest); returns the factor of what has been summed before */
+static real decode_weights(const Attention *a, int many, real *p, real *largest, real *sum) {
+    vector m = fill(*largest), l = {0};
+    real before = *largest, now = before;
+    for (int j = many; j < padded(many); j++) p[j] = LOWEST;
+    EACH(j, many) m = larger(AT(p + j), m);
+    for (int c = 0; c < LANES; c++) now = m[c] > now ? m[c] : now;
+    EACH(j, many) {
+        AT(p + j) = exp2_vector(AT(p + j) - now);
+        if (j + LANES > many) AT(p + j) = (vector)((Lanes)AT(p + j) & (a->lanes < many - j));
+        l += AT(p + j);
+    }
+    real by = exp2_vector(fill(before - now))[0];
+    *largest = now, *sum = *sum * by + total(l);
+    return by;
+}
+
+/* o = by o + V p */
+static void decode_values(const Attention *a, int many, const real *v, const real *p, real by, real *o) {
+    long stride = a->s.v.token;
+    int width = (int)a->s.value, c = 0;
+    for (; c + LANES <= width; c += LANES) {
+        vector even = AT(o + c) * by, odd = {0};
+        int j = 0;
+        for (; j + 2 <= many; j += 2) {
+            even += p[j] * *(const loose *)(v + j * stride + c);
+            odd += p[j + 1] * *(const loose *)(v + (j + 1) * stride + c);
+        }
+        if (j < many) even += p[j] * *(const loose *)(v + j * stride + c);
+        AT(o + c) = even + odd;
+    }
+    for (; c < width; c++) {
+        real sum = o[c] * by;
+        for (int j = 0; j < many; j++) sum += p[j] * v[j * stride + c];
+        o[c] = sum;
+    }
+}
+
+/* SPLIT keys of one row */
 static void decode_unit(const Attention *a, long unit, const void *what, real *memory) {
     const Splits *to = what;
     const Shape *s = &a->s;
-    long split = unit % to->splits, head = unit / to->splits % s->heads, row = unit / to->splits / s->heads;
-    long group = head / (s->heads / s->groups), from, until, begin = split * SPLIT;
-    real *q = memory, *keys = q + a->K, *values = keys + (long)KEYS * a->K, *p = values + (long)KEYS * a->V;
+    long row = unit / to->splits, begin = unit % to->splits * SPLIT, width = a->V + LANES, from, until;
+    real *q = memory, *p = q + s->heads * a->K;
     for (long i = 0; i < s->queries; i++) {
-        real *o = to->partial + (unit * s->queries + i) * (a->V + LANES), largest = LOWEST, sum = 0;
-        memset(o, 0, sizeof(real) * a->V);
-        load(at(a->q, s->q, row, i, head), 0, 1, 1, (int)s->key, a->K, q);
-        scale(a->K, a->scale * (real)LOG2_E, q);
+        real *o = to->partial + (unit * s->queries + i) * s->heads * width;
+        memset(o, 0, sizeof(real) * s->heads * width);
+        for (long head = 0; head < s->heads; head++) {
+            load(at(a->q, s->q, row, i, head), 0, 1, 1, (int)s->key, a->K, q + head * a->K);
+            scale(a->K, a->scale * (real)LOG2_E, q + head * a->K);
+            o[head * width + a->V] = LOWEST;
+        }
         visible_keys(a, i, 1, &from, &until);
         from = from < begin ? begin : from, until = until < begin + SPLIT ? until : begin + SPLIT;
         for (; from < until; from += KEYS) {
             int many = (int)clamp(until - from, 0, KEYS);
-            const real *k = at(a->k, s->k, row, from, group), *v = at(a->v, s->v, row, from, group);
-            long k_stride = s->k.token, v_stride = s->v.token;
-            if (a->K != s->key) load(k, k_stride, many, many, (int)s->key, a->K, keys), k = keys, k_stride = a->K;
-            if (a->V != s->value) load(v, v_stride, many, many, (int)s->value, a->V, values), v = values, v_stride = a->V;
-            vector m = fill(largest), l = {0};
-            for (int j = 0; j < many; j++) {
-                vector dots = {0};
-                EACH(c, a->K) dots += OF(q + c) * *(const loose *)(k + j * k_stride + c);
-                p[j] = total(dots);
-            }
-            for (int j = many; j < padded(many); j++) p[j] = LOWEST;
-            EACH(j, many) m = larger(AT(p + j), m);
-            real before = largest;
-            for (int c = 0; c < LANES; c++) largest = m[c] > largest ? m[c] : largest;
-            EACH(j, many) {
-                AT(p + j) = exp2_vector(AT(p + j) - largest);
-                if (j + LANES > many) AT(p + j) = (vector)((Lanes)AT(p + j) & (a->lanes < many - j));
-                l += AT(p + j);
-            }
-            real by = exp2_vector(fill(before - largest))[0];
-            sum = sum * by + total(l);
-            EACH(c, a->V) {
-                vector even = AT(o + c) * by, odd = {0};
-                int j = 0;
-                for (; j + 2 <= many; j += 2) {
-                    even += p[j] * *(const loose *)(v + j * v_stride + c);
-                    odd += p[j + 1] * *(const loose *)(v + (j + 1) * v_stride + c);
-                }
-                if (j < many) even += p[j] * *(const loose *)(v + j * v_stride + c);
-                AT(o + c) = even + odd;
+            decode_scores(a, many, at(a->k, s->k, row, from, 0), at(a->v, s->v, row, from, 0), q, p);
+            for (long head = 0; head < s->heads; head++) {
+                real *sums = o + head * width, *weights = p + head * KEYS;
+                real by = decode_weights(a, many, weights, sums + a->V, sums + a->V + 1);
+                decode_values(a, many, at(a->v, s->v, row, from, head / a->shared), weights, by, sums);
             }
         }
-        o[a->V] = largest, o[a->V + 1] = sum;
     }
 }
 
 static int decode(const Attention *a, int threads, real *o) {
     const Shape *s = &a->s;
     Splits to = {.splits = (s->keys + SPLIT - 1) / SPLIT};
-    long units = s->rows * s->heads * to.splits, width = a->V + LANES;
-    to.partial = aligned(units * s->queries * width);
+    long units = s->rows * to.splits, width = a->V + LANES, next = s->queries * s->heads * width;
+    to.partial = aligned(units * next);
     if (!to.partial) return NO_MEMORY;
-    int status = for_each_unit(a, units, threads, a->K + (size_t)KEYS * (a->K + a->V + 1), decode_unit, &to);
-    for (long head = 0; head < s->rows * s->heads && !status; head++)
-        for (long i = 0; i < s->queries; i++) {
-            real *first = to.partial + (head * to.splits * s->queries + i) * width, *next = first;
-            for (long split = 1; split < to.splits; split++) { /* add the next one to the first */
-                next += s->queries * width;
-                real m = next[a->V] > first[a->V] ? next[a->V] : first[a->V];
-                real by = exp2_vector(fill(first[a->V] - m))[0], next_by = exp2_vector(fill(next[a->V] - m))[0];
-                first[a->V] = m, first[a->V + 1] = by * first[a->V + 1] + next_by * next[a->V + 1];
-                EACH(c, a->V) AT(first + c) = by * AT(first + c) + next_by * AT(next + c);
-            }
-            long row = head / s->heads;
-            scale(a->V, 1 / first[a->V + 1], first);
-            copy((int)s->value, first, o + ((row * s->queries + i) * s->heads + head % s->heads) * s->value);
+    int status = for_each_unit(a, units, threads, (size_t)s->heads * (a->K + KEYS), decode_unit, &to);
+    for (long one = 0; one < s->rows * s->queries * s->heads && !status; one++) { /* add the splits to the first */
+        long row = one / (s->queries * s->heads);
+        real *first = to.partial + row * to.splits * next + one % (s->queries * s->heads) * width, *other = first + next;
+        for (long split = 1; split < to.splits; split++, other += next) {
+            real m = other[a->V] > first[a->V] ? other[a->V] : first[a->V];
+            real by = exp2_vector(fill(first[a->V] - m))[0], other_by = exp2_vector(fill(other[a->V] - m))[0];
+            first[a->V] = m, first[a->V + 1] = by * first[a->V + 1] + other_by * other[a->V + 1];
+            EACH(c, a->V) AT(first + c) = by * AT(first + c) + other_by * AT(other + c);
         }
+        scale(a->V, 1 / first[a->V + 1], first);
+        copy((int)s->value, first, o + one * s->value);
+    }
     free(to.partial);
     return status;
 }
@@ -384,10 +416,81 @@ int NAME(attention_forward)(const long *shape, double scale, int threads, const 
                             real *o, real *lse) {
     Attention a = attention(shape, scale, q, k, v);
     if (a.s.queries <= FEW && !lse) return decode(&a, threads, o);
+    a.swaps = swaps();
     long blocks = (a.s.queries + QUERIES - 1) / QUERIES, heads = a.s.rows * a.s.heads;
     long unit = clamp(blocks * heads / (4 * threads), 1, 16) * QUERIES, units = (a.s.queries + unit - 1) / unit;
     Results to = {o, lse, unit};
     return for_each_unit(&a, heads * units, threads, forward_memory(&a), forward_unit, &to);
+}
+
+/* ---- one token of a whole layer: project, couple, rotate, append to the cache, attend, project */
+
+int NAME(linear_few)(long rows, long inputs, int count, int threads, const long *outputs, const real *const *weights,
+                     const real *x, real *y); /* few_rows.c */
+int NAME(norm_few)(long rows, long width, double eps, const real *x, const real *weight, real *y);
+int NAME(drift_kick_few)(long rows, int width, int hidden, int activation, int steps, int threads, double dt,
+                         const double *coefficients, const real *w1, const real *b1, const real *w2, const real *b2,
+                         const real *q, const real *k, real *q_out, real *k_out); /* symplectic.c */
+
+typedef struct { /* as passed by the caller */
+    long rows, width, heads, groups, key, values, value; /* `width` of the stream; heads of queries, keys and values */
+    long slot, first, capacity; /* where the token is stored, and the first slot that it sees, of `capacity` slots */
+    long hidden, activation, steps; /* of the coupling */
+} Step;
+
+typedef struct {
+    const real *x, *projections[3], *output; /* queries, keys and values */
+    real *keys, *values; /* the cache, [rows, capacity, groups, key or value] */
+    const real *rotation; /* cosine and sine per pair of coordinates, or null */
+    const double *coefficients; /* of the coupling, or null; then its force */
+    const real *w1, *b1, *w2, *b2;
+    const real *head_norm; /* of differential attention, or null */
+    real *y;
+} StepArrays;
+
+static void rotate(long rows, long width, const real *rotation, real *x) {
+    for (; rotation && rows; rows--, x += width)
+        for (long i = 0; i < width; i += 2) {
+            real even = x[i], odd = x[i + 1], cosine = rotation[i], sine = rotation[i + 1];
+            x[i] = even * cosine - odd * sine, x[i + 1] = even * sine + odd * cosine;
+        }
+}
+
+/* differential attention: the first of each pair of maps minus `lam` times the second, normalized and scaled */
+static void subtract_maps(long pairs, long width, double lam, double by, const real *norm, real *o) {
+    for (long i = 0; i < pairs; i++)
+        for (long j = 0; j < width; j++) o[i * width + j] = o[2 * i * width + j] - (real)lam * o[(2 * i + 1) * width + j];
+    NAME(norm_few)(pairs, width, 1e-5, o, norm, o);
+    for (long i = 0; i < pairs * width; i++) o[i] *= (real)by;
+}
+
+int NAME(attention_layer_few)(double scale, double dt, double lam, double norm_scale, int threads, int linear_threads, const Step *s,
+                              const StepArrays *to) {
+    long q_size = s->heads * s->key, k_size = s->groups * s->key, v_size = s->values * s->value, o_size = s->heads * s->value;
+    long sizes[] = {q_size, k_size, v_size};
+    real *q = aligned(s->rows * (q_size + k_size + v_size + o_size));
+    if (!q) return NO_MEMORY;
+    real *k = q + s->rows * q_size, *v = k + s->rows * k_size, *o = v + s->rows * v_size;
+    int status = NAME(linear_few)(s->rows, s->width, 3, linear_threads, sizes, to->projections, to->x, q);
+    if (to->coefficients)
+        status |= NAME(drift_kick_few)(s->rows * s->heads, (int)s->key, (int)s->hidden, (int)s->activation, (int)s->steps, 1,
+                                       dt, to->coefficients, to->w1, to->b1, to->w2, to->b2, q, k, q, k);
+    rotate(s->rows * s->heads, s->key, to->rotation, q);
+    rotate(s->rows * s->groups, s->key, to->rotation, k);
+    for (long row = 0; row < s->rows; row++) {
+        long at = row * s->capacity + s->slot;
+        memcpy(to->keys + at * k_size, k + row * k_size, sizeof(real) * k_size);
+        memcpy(to->values + at * v_size, v + row * v_size, sizeof(real) * v_size);
+    }
+    long shape[] = {s->rows, 1, s->slot + 1 - s->first, s->heads, s->groups, s->key, s->value, 0,
+                    q_size, q_size, s->key, s->capacity * k_size, k_size, s->key, s->capacity * v_size, v_size, s->value, 0, 0, 0};
+    Attention a = attention(shape, scale, q, to->keys + s->first * k_size, to->values + s->first * v_size);
+    a.shared = s->heads / s->values;
+    status |= decode(&a, threads, o);
+    if (to->head_norm) subtract_maps(s->rows * s->heads / 2, s->value, lam, norm_scale, to->head_norm, o), o_size /= 2;
+    status |= NAME(linear_few)(s->rows, o_size, 1, linear_threads, &s->width, &to->output, o, to->y);
+    free(q);
+    return status;
 }
 
 /* ---- backward */
@@ -511,6 +614,7 @@ static void backward_group(const Attention *a, long unit, const void *what, real
 int NAME(attention_backward)(const long *shape, double scale, int threads, const real *q, const real *k, const real *v,
                              const real *go, const real *o, const real *lse, real *gq, real *gk, real *gv) {
     Attention a = attention(shape, scale, q, k, v);
+    a.swaps = swaps();
     Gradients g = {go, o, lse, gq, gk, gv};
     return for_each_unit(&a, a.s.rows * a.s.groups, threads, backward_memory(&a), backward_group, &g);
 }

@@ -120,13 +120,19 @@ def supports(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and is_loaded()
 
 
-def call(name: str, signature: str, scalars: Sequence[Any], tensors: Sequence[Tensor | None]) -> int:
-    """Call a kernel in the dtype of the first tensor and return its status code, 0 on success.
+def call(
+    name: str,
+    signature: str,
+    scalars: Sequence[Any],
+    tensors: Sequence[Tensor | None],
+    dtype: torch.dtype | None = None,
+) -> int:
+    """Call a kernel in the given dtype, or that of the first tensor, and return its status code, 0 on success.
 
     The signature has a letter per scalar: i (int), l (long), d (double) or p (pointer). Tensors follow as pointers to
     contiguous memory, None as a null pointer. Decoding calls this once per layer and token, so it is kept short.
     """
-    dtype = cast(Tensor, tensors[0]).dtype  # the first tensor is never optional
+    dtype = cast(Tensor, tensors[0]).dtype if dtype is None else dtype  # the first tensor is never optional
     held = [  # keeps the copies alive
         x
         if x is None or (x.dtype is dtype and x.is_cpu and x.is_contiguous() and not x.is_neg())

@@ -206,3 +206,65 @@ int NAME(shift_points_backward)(long rows, long t, long size, int threads, const
     }
     return 0;
 }
+
+/* ---- one token of a layer of Kuramoto attention: points, queries, drift, shift, append to the cache, attend, step.
+   The equations are those of qkflow/mechanisms/kuramoto.py. */
+
+int NAME(linear_few)(long rows, long inputs, int count, int threads, const long *outputs, const real *const *weights,
+                     const real *x, real *y); /* few_rows.c */
+int NAME(attention_forward)(const long *shape, double scale, int threads, const real *q, const real *k, const real *v,
+                            real *o, real *lse); /* attention.c */
+
+typedef struct { /* as passed by the caller */
+    long rows, heads, angles; /* per head */
+    long slot, first, capacity; /* where the token is stored, and the first slot that it sees, of `capacity` slots */
+} Step;
+
+typedef struct {
+    const real *theta, *query, *temperature, *step, *lag; /* the lag may be null */
+    const real *rotation; /* cosine and sine per angle, or null */
+    const real *last_key, *last_value; /* of the token before; without a value, a token's own is next to the last key */
+    real *keys, *values; /* the cache, [rows, capacity, heads, 2 angles] */
+    real *next_key, *next_value, *y;
+} StepArrays;
+
+static void drift(long rows, long width, const real *rotation, real *x) {
+    for (; rotation && rows; rows--, x += width)
+        for (long i = 0; i < width; i += 2) {
+            real c = x[i], s = x[i + 1];
+            x[i] = c * rotation[i] - s * rotation[i + 1], x[i + 1] = c * rotation[i + 1] + s * rotation[i];
+        }
+}
+
+int NAME(kuramoto_layer_few)(int threads, int linear_threads, const Step *s, const StepArrays *to) {
+    long width = 2 * s->angles, size = s->heads * width, all = s->rows * size, bytes = sizeof(real) * size;
+    real *point = aligned(3 * all), *q = point + all, *mean = q + all;
+    if (!point) return 1;
+    int not_finite = NAME(points)(all / 2, 1, to->theta, point);
+    int status = NAME(linear_few)(s->rows, size, 1, linear_threads, &size, &to->query, point, q);
+    for (long i = 0; i < all; i += width) {
+        real tau = (real)exp(to->temperature[i / width % s->heads]);
+        for (long j = 0; j < width; j++) q[i + j] *= tau;
+    }
+    drift(s->rows * s->heads, width, to->rotation, q);
+    memcpy(to->next_key, point, bytes * s->rows);
+    drift(s->rows * s->heads, width, to->rotation, to->next_key);
+    if (to->next_value) memcpy(to->next_value, point, bytes * s->rows);
+    const real *value = to->last_value ? to->last_value : point;
+    for (long row = 0; row < s->rows; row++) {
+        long slot = (row * s->capacity + s->slot) * size;
+        memcpy(to->keys + slot, to->last_key + row * size, bytes);
+        memcpy(to->values + slot, value + row * size, bytes);
+    }
+    long shape[] = {s->rows, 1, s->slot + 1 - s->first, s->heads, s->heads, width, width, 0, size, size, width,
+                    s->capacity * size, size, width, s->capacity * size, size, width, 0, 0, 0};
+    status |= NAME(attention_forward)(shape, 1, threads, q, to->keys + s->first * size, to->values + s->first * size, mean, NULL);
+    for (long i = 0; i < all / 2; i++) {
+        const real *p = point + 2 * i, *m = mean + 2 * i;
+        long j = i % (size / 2);
+        real along = p[0] * m[1] - p[1] * m[0], across = p[0] * m[0] + p[1] * m[1];
+        to->y[i] = to->step[j] * (to->lag ? (real)cos(to->lag[j]) * along + (real)sin(to->lag[j]) * across : along);
+    }
+    free(point);
+    return not_finite ? 2 : status;
+}

@@ -192,8 +192,8 @@ int NAME(drift_kick_few)(long rows, int width, int hidden, int activation, int s
     if (!memory) return 1;
     for (long row = 0; row < rows; row++) {
         real *Q = q_out ? q_out + row * width : memory, *K = k_out + row * width, *Z = memory + width;
-        memcpy(Q, q + row * width, sizeof(real) * width);
-        memcpy(K, k + row * width, sizeof(real) * width);
+        memmove(Q, q + row * width, sizeof(real) * width); /* in place if the caller wishes */
+        memmove(K, k + row * width, sizeof(real) * width);
         for (int step = 0; step <= steps; step++) {
             if (coefficients[step] != 0) add_scaled(width, (real)(coefficients[step] * dt), K, Q);
             if (step == steps) break;

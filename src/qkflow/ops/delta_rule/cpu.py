@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import sys
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qkflow.ops import few_rows
 from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule.chunked import Forward, Saved
 from qkflow.ops.delta_rule.inputs import MAX_CHUNK, MAX_KEY_WIDTH, DeltaInputs, check_gates
@@ -22,6 +23,7 @@ _MAX_RECURRENT = 4
 """Number of tokens up to which the recurrence is faster than a chunk."""
 _BAD_GATES = 2
 """Status code of the kernel for gates out of range."""
+_Step, _StepArrays = ctypes.c_long * 9, ctypes.c_void_p * 29
 _HUGE_PAGES_FROM, _PAGE, _MADV_HUGEPAGE = 2**22, 2**12, 14
 
 
@@ -70,6 +72,49 @@ def backward(
     tensors = (*inputs, go, gfinal, *saved, *grads, gstate)
     _call("delta_backward", "iiidi", (n, t, h, width, value_width), settings, tensors)
     return *(gstate.new_empty(0) if x is None else x for x in grads), gstate
+
+
+class StepWeights(NamedTuple):
+    """The weights of a layer in the order of the kernel; None for what it does not have."""
+
+    projections: tuple[Tensor | None, ...]
+    """Of queries, keys, values, beta, the rate of the decay, lambda and the gate."""
+    convs: tuple[Tensor, ...]
+    decay: tuple[Tensor | None, Tensor | None]
+    """A_log and dt_bias."""
+    head_norm: Tensor
+    output: Tensor
+
+
+def layer_step(
+    x: Tensor,
+    weights: StepWeights,
+    memory: Tensor,
+    conv_state: tuple[Tensor, ...],
+    lam: float,
+    lam_bias: float,
+    coupling: few_rows.Coupling,
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]] | None:
+    """One token of a layer in one native call: the output, the next memory and the next convolution states.
+
+    `lam` is the constant lambda of a layer that does not project it. None if the gates are not finite.
+    """
+    (rows, _, width), (_, heads, value, key), taps = x.shape, memory.shape, weights.convs[0].shape[1]
+    x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    final, tails = torch.empty_like(memory), tuple([torch.empty_like(state) for state in conv_state])
+    coupling_sizes, coupling_pointers = few_rows.coupling_arguments(coupling)
+    tensors = (x, *weights.projections, *weights.convs, *conv_state, memory, *weights.decay, *weights[3:])
+    pointers = [None if w is None else w.data_ptr() for w in tensors]
+    outputs = [w.data_ptr() for w in (*tails, final, y)]
+    threads = 1 if weights.output.numel() <= few_rows.SINGLE_THREAD else torch.get_num_threads()
+    sizes = _Step(rows, width, heads, key, value, taps, *coupling_sizes)
+    arrays = _StepArrays(*pointers, *coupling_pointers, *outputs)
+    status = build.call("delta_layer_few", "dddipp", (coupling.dt, lam, lam_bias, threads, sizes, arrays), (), x.dtype)
+    if status & _BAD_GATES:
+        return None
+    if status:
+        raise MemoryError("the C kernel of the delta rule could not allocate its buffers")
+    return y, final, tails
 
 
 def _call(

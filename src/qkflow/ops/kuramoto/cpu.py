@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import torch
@@ -9,9 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from qkflow.ops.csrc import build
+from qkflow.ops.few_rows import SINGLE_THREAD
 
 _SINGLE_THREAD = 1 << 14
 """Number of angles up to which one thread is faster."""
+_NOT_FINITE = 2
+_Step, _StepArrays = ctypes.c_long * 6, ctypes.c_void_p * 13
 
 
 def supports(first: Tensor, *others: Tensor | None) -> bool:
@@ -81,6 +85,37 @@ def shift_points_backward(gkey: Tensor, gvalue: Tensor | None, points: Tensor, r
     gtheta = points.new_empty(points.shape[:-1])
     _call("shift_points_backward", _sizes(points), gkey, gvalue, points, rotation, gtheta)
     return gtheta
+
+
+def layer_step(
+    theta: Tensor,
+    query: Tensor,
+    temperature: Tensor,
+    step: Tensor,
+    lag: Tensor | None,
+    rotation: Tensor | None,
+    last: tuple[Tensor, ...],
+    buffers: tuple[Tensor, ...],
+    slots: tuple[int, int],
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """One token of a layer in one native call, which writes to `buffers`: the output, and the next `last`.
+
+    `slots` are the slot of the token and the first that it sees. None if a phase is not finite.
+    """
+    (h, e), (rows, capacity), (slot, first) = step.shape, buffers[0].shape[:2], slots
+    theta, y = theta.contiguous(), torch.empty_like(theta, memory_format=torch.contiguous_format)
+    following = tuple([torch.empty_like(x) for x in last])
+    inputs = (theta, query, temperature, step, lag, rotation, *(*last, None)[:2], *buffers, *(*following, None)[:2], y)
+    pointers = [None if x is None else x.data_ptr() for x in inputs]
+    threads = 1 if rows * h * (slot + 1 - first) * 4 * e <= SINGLE_THREAD else torch.get_num_threads()
+    linear_threads = 1 if query.numel() <= SINGLE_THREAD else torch.get_num_threads()
+    scalars = (threads, linear_threads, _Step(rows, h, e, slot, first, capacity), _StepArrays(*pointers))
+    status = build.call("kuramoto_layer_few", "iipp", scalars, (), theta.dtype)
+    if status == _NOT_FINITE:
+        return None
+    if status:
+        raise MemoryError("the C kernel of Kuramoto attention could not allocate its buffers")
+    return y, following
 
 
 def _sizes(points: Tensor) -> tuple[int, int, int]:

@@ -155,13 +155,14 @@ def _call(
 ) -> None:
     width = q.shape[-1]
     sizes = (q.numel() // width, width, force[0].shape[0], activation, len(coefficients) - 1, torch.get_num_threads())
-    scalars = (*sizes, dt.item(), _doubles(tuple(coefficients)))
+    scalars = (*sizes, dt.item(), doubles(tuple(coefficients)))
     if build.call(name, "liiiiidp", scalars, (*force, *tensors)):
         raise MemoryError("the C kernel of the coupling could not allocate its buffers")
 
 
 @lru_cache(maxsize=64)
-def _doubles(values: tuple[float, ...]) -> Any:
+def doubles(values: tuple[float, ...]) -> Any:
+    """The numbers as a C array."""
     return (ctypes.c_double * len(values))(*values)
 
 
