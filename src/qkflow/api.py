@@ -25,6 +25,7 @@ def compare(
     budget: str | float | None = None,
     seeds: int | None = None,
     first_seed: int = 0,
+    adaptive: bool = True,
     match: Match = "tokens",
     size: str | None = None,
     model: DecoderConfig | None = None,
@@ -52,6 +53,8 @@ def compare(
             is given.
         seeds: The most runs per arm; as many as the budget allows if not given.
         first_seed: The first seed; the others follow it.
+        adaptive: Whether arms get no further seeds once they are decided. If not, every arm has `seeds` runs and is
+            judged once.
         match: What all arms share besides the number of parameters: training tokens, FLOPs or measured training time.
         size: A named model size, such as "1m"; what the budget allows if not given.
         model: A model shape instead of a named size; each arm replaces its mechanism.
@@ -81,6 +84,7 @@ def compare(
         budget=parse_duration(budget) if isinstance(budget, str) else budget,
         seeds=seeds,
         first_seed=first_seed,
+        adaptive=adaptive,
         match=match,
         size=size,
         model=model,

@@ -49,6 +49,7 @@ def test_every_field_of_a_spec_is_an_argument(tmp_path: Path) -> None:
         "tokens": 5000,
         "seeds": 3,
         "first_seed": 7,
+        "adaptive": False,
         "learning_rates": (1e-3, 2e-3),
         "optimizer": "adamw",
         "context": 32,

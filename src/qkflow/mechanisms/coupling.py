@@ -251,7 +251,7 @@ class Coupling(nn.Module, ABC):
         """Whether `native_step` may return one."""
         return False
 
-    def native_step(self, like: Tensor) -> few_rows.Coupling | None:
+    def native_step(self, like: Tensor) -> few_rows.CouplingStep | None:
         """Return what a decoding step needs to apply the map; None if it cannot."""
         return None
 
@@ -296,7 +296,7 @@ class DriftKick(Coupling):
         is_shared = isinstance(self.force, MLP) and not self.force.is_per_head
         return type(self) is DriftKick and self.config.dynamics == "hamiltonian" and is_shared
 
-    def native_step(self, like: Tensor) -> few_rows.Coupling | None:
+    def native_step(self, like: Tensor) -> few_rows.CouplingStep | None:
         """Return the weights of (1)."""
         dt = cast(Tensor, self._parameters["dt"])  # faster than attribute access
         weights, width = cast(MLP, self._modules["force"]).perceptron(), self.width
@@ -308,7 +308,7 @@ class DriftKick(Coupling):
             or not few_rows.have_shapes(weights, shapes)
         ):
             return None
-        return few_rows.Coupling(dt.item(), doubles(self._drifts), 0, weights)
+        return few_rows.CouplingStep(dt.item(), doubles(self._drifts), 0, weights)
 
     def stages(self) -> list[Move]:
         """One integration step per stage."""

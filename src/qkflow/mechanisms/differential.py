@@ -78,8 +78,8 @@ class DifferentialAttention(SoftmaxMechanism):
         """Equation (3)."""
         return differential_lambda(self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2, self.lambda_init)
 
-    def _difference(self) -> cpu.Difference | None:
-        return cpu.Difference(self.lam.item(), 1 - self.lambda_init, self.head_norm)
+    def _difference(self) -> cpu.MapDifference | None:
+        return cpu.MapDifference(self.lam.item(), 1 - self.lambda_init, self.head_norm)
 
     def attend(self, inputs: AttentionInputs) -> Float[Tensor, "n t h v"]:
         """Equation (1) times the values, without the maps in memory."""

@@ -243,7 +243,7 @@ class SoftmaxMechanism(QKMechanism):
         y = cpu.layer_step(x, cast(Any, weights), cache.buffers, heads, at, rotation, coupling, difference)
         return y, cache if window is None else cache.trim()
 
-    def _difference(self) -> cpu.Difference | None:
+    def _difference(self) -> cpu.MapDifference | None:
         """Return how the decoding step combines the maps of differential attention."""
         return None
 

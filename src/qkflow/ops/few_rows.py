@@ -56,7 +56,14 @@ def supports(x: Tensor, *weights: Tensor | None) -> bool:
 def are_plain(dtype: torch.dtype, weights: Iterable[Tensor | None]) -> bool:
     """Whether these are contiguous CPU tensors of one dtype, as the kernels take them."""
     for w in weights:
-        if w is None or w.dtype is not dtype or type(w) not in _TENSORS or not w.is_cpu or not w.is_contiguous():
+        if (
+            w is None
+            or w.dtype is not dtype
+            or type(w) not in _TENSORS
+            or not w.is_cpu
+            or not w.is_contiguous()
+            or w.is_neg()
+        ):
             return False
     return True
 
@@ -103,7 +110,7 @@ def add_swiglu(x: Rows, norm: Tensor | None, eps: float, gate: Tensor, up: Tenso
     return y
 
 
-class Coupling(NamedTuple):
+class CouplingStep(NamedTuple):
     """The drift and kick of queries and keys (`qkflow.ops.symplectic`)."""
 
     dt: float
@@ -113,10 +120,10 @@ class Coupling(NamedTuple):
     force: tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-NO_COUPLING = Coupling(0.0, None, 0, cast(Any, ()))
+NO_COUPLING = CouplingStep(0.0, None, 0, cast(Any, ()))
 
 
-def coupling_arguments(coupling: Coupling) -> tuple[tuple[int, int, int], list[int | None]]:
+def coupling_arguments(coupling: CouplingStep) -> tuple[tuple[int, int, int], list[int | None]]:
     """Hidden width, activation and steps, and the pointers to coefficients and force, as the kernels take them."""
     _, coefficients, activation, force = coupling
     if coefficients is None:

@@ -18,6 +18,7 @@ from qkflow.cli import main
 from qkflow.cli.claims import outcome_table, run_claim
 from qkflow.config import to_dict
 from qkflow.errors import UsageError
+from qkflow.experiment.executors.local import LocalExecutor
 from qkflow.experiment.result import ExperimentResult
 from qkflow.experiment.stats.rounds import Rule
 from qkflow.experiment.stats.verdict import judge_round
@@ -178,7 +179,7 @@ def test_an_outcome_is_printed_in_80_columns_and_recorded(
 
     monkeypatch.setattr(cli_claims, "run_and_present", run_and_present)
     console = Console(width=80, record=True)
-    verdict = run_claim(chosen, tmp_path, executor=None, console=console, budget=900.0)  # pyright: ignore
+    verdict = run_claim(chosen, tmp_path, executor=LocalExecutor(), console=console, budget=900.0)
     assert verdict.outcome == "confirmed"
     (spec, folder), text = requested[0], console.export_text()
     assert (spec.budget, spec.tokens, spec.learning_rates, folder) == (900.0, None, None, tmp_path / chosen.name / MAIN)

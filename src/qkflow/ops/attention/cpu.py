@@ -37,7 +37,7 @@ def outputs(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, lse: Ten
         if lse is not None:
             lse.zero_()
         return o.zero_()
-    q, k, v = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v)]
+    q, k, v = _readable(q), _readable(k), _readable(v)
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
     shape = _Shape(n, t, s, h, g, width, value_width, window, *strides)
     n_threads = 1 if pairs <= _SINGLE_THREAD else torch.get_num_threads()
@@ -58,7 +58,7 @@ def backward(
     return gq, gk, gv
 
 
-class Difference(NamedTuple):
+class MapDifference(NamedTuple):
     """How differential attention combines two maps: lambda, the scale of the normalised heads, and their norm."""
 
     lam: float
@@ -73,8 +73,8 @@ def layer_step(
     heads: tuple[int, int],
     slots: tuple[int, int],
     rotation: Tensor | None,
-    coupling: few_rows.Coupling,
-    difference: Difference | None = None,
+    coupling: few_rows.CouplingStep,
+    difference: MapDifference | None = None,
 ) -> Tensor:
     """One token of a layer: project, couple, rotate, write to `buffers`, attend and project, in one native call.
 
@@ -113,6 +113,11 @@ def layer_step(
     return y
 
 
+def _readable(x: Tensor) -> Tensor:
+    """The tensor, or a copy of it if the kernel cannot read its memory."""
+    return x if x.stride(3) == 1 and not x.is_neg() else x.resolve_neg().contiguous()
+
+
 def _call(
     name: str, strided: tuple[Tensor, ...], window: int, scale: float, contiguous: tuple[Tensor | None, ...]
 ) -> None:
@@ -120,9 +125,7 @@ def _call(
     (n, t, h, width), (_, s, g, _), value_width = strided[0].shape, strided[1].shape, strided[2].shape[3]
     strides: list[int] = []
     pointers: list[int] = []
-    held = [
-        x if x.stride(3) == 1 and not x.is_neg() else x.resolve_neg().contiguous() for x in strided
-    ]  # keeps the copies alive
+    held = [_readable(x) for x in strided]  # keeps the copies alive
     for x in held:
         strides += x.stride()[:3]
         pointers.append(x.data_ptr())

@@ -93,7 +93,7 @@ def layer_step(
     conv_state: tuple[Tensor, ...],
     lam: float,
     lam_bias: float,
-    coupling: few_rows.Coupling,
+    coupling: few_rows.CouplingStep,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]] | None:
     """One token of a layer in one native call: the output, the next memory and the next convolution states.
 
