@@ -148,6 +148,8 @@ def _check_angles(theta: Tensor, points: Tensor) -> None:
 
 
 def _check_tensors(first: Tensor, *others: Tensor | None) -> None:
+    if torch.compiler.is_compiling():  # it cannot trace `layout` in a backward pass, and checks devices itself
+        return
     for x in (first, *others):
         if x is not None and (not x.is_floating_point() or x.device != first.device or x.layout != torch.strided):
             raise UsageError(f"got {x.dtype} on {x.device}: expected dense floating-point tensors on {first.device}")
