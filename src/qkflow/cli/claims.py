@@ -8,19 +8,16 @@ OUT/
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from qkflow.cli.compare import run_and_present
-from qkflow.cli.options import command_line, with_absolute_paths
+from qkflow.cli.options import command_line
 from qkflow.config import to_dict
-from qkflow.data import CorpusConfig
 from qkflow.experiment.executors.base import Executor
 from qkflow.experiment.result import ExperimentResult
-from qkflow.experiment.spec import ExperimentSpec
 from qkflow.experiment.study_dir import holds_study
 from qkflow.experiment.summary import read_result
 from qkflow.io import write_json
@@ -29,6 +26,8 @@ from qkflow.recipes.criteria import ClaimVerdict, Reading
 from qkflow.training.run_dir import read_json
 
 FILE = "claims.json"
+_NUMBERS = {"times": "{:.2f}", "points": "{:+.1f}", "runs": "{:.0f}"}
+"""How numbers are written, by unit."""
 
 
 def claims_table() -> Table:
@@ -60,9 +59,8 @@ def run_claim(
     names = [name for name in claim.studies if controls or name in claim.deciding]
     results: dict[str, ExperimentResult] = {}
     for name in names:
-        spec = _local_spec(claim.studies[name], corpus, data_dir)
-        if budget is not None:
-            spec = _within(spec, budget / len(names))
+        share = None if budget is None else budget / len(names)
+        spec = claim.studies[name].spec(data_dir, corpus=corpus, budget=share)
         folder = out / claim.name / name
         console.print(f"\n{claim.name}, {name}: {', '.join(spec.arms)}", highlight=False)
         reuse = [path.parent for path in out.glob("*/*/design.json") if path.parent != folder]
@@ -107,32 +105,14 @@ def outcome_table(claim: Claim, verdict: ClaimVerdict) -> Table:
 def _numbers(reading: Reading) -> tuple[str, str]:
     if reading.value is None:
         return "-", "-"
-    is_difference = reading.unit != "times"
-    number = "{:+.4f}".format if is_difference else "{:.2f}".format
+    number = _NUMBERS.get(reading.unit, "{:+.4f}").format
     if reading.low is None or reading.high is None:
         return number(reading.value), "-"
     return number(reading.value), f"{number(reading.low)} to {number(reading.high)}"
 
 
-def _local_spec(spec: ExperimentSpec, corpus: str | None, data_dir: str | None) -> ExperimentSpec:
-    """The spec with the text where it is on this machine: a file of the data folder, or another text."""
-    data = spec.data
-    if not isinstance(data, CorpusConfig):
-        return spec
-    source = corpus or data.source
-    if corpus is None and data_dir is not None and (Path(data_dir) / source).is_file():
-        source = str(Path(data_dir) / source)
-    return replace(spec, data=with_absolute_paths(replace(data, source=source, data_dir=data_dir)))
-
-
-def _within(spec: ExperimentSpec, seconds: float) -> ExperimentSpec:
-    """The same question within a budget: shorter runs, default learning rates, and as many seeds as fit."""
-    seeds = None if spec.adaptive else max(4, (spec.seeds or 0) // 2)
-    return replace(spec, tokens=None, learning_rates=None, budget=seconds, seeds=seeds)
-
-
 def _planned_runs(claim: Claim) -> int:
-    return sum(len(claim.studies[name].arms) * (claim.studies[name].seeds or 0) for name in claim.deciding)
+    return sum(len(claim.studies[name].arms) * claim.studies[name].seeds for name in claim.deciding)
 
 
 def _is_finished(claim: Claim, out: Path) -> bool:

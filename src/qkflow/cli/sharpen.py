@@ -33,14 +33,16 @@ class Sharpen:
       qkflow sharpen --task synthetic --form CACO --ratios 1,2,5
       qkflow sharpen --data lm_syneval.jsonl.xz --published
       qkflow sharpen --task hatexplain --data hatexplain/
-      qkflow sharpen --task squad --data squad/
+      qkflow sharpen --task squad-sentences --data squad/
       qkflow sharpen --resume runs/sharpen-agreement   after Ctrl-C or a crash
     """
 
-    task: Annotated[TaskName | None, flag("{agreement,synthetic,squad,hatexplain}", "agreement")] = None
+    task: Annotated[
+        TaskName | None, flag("{agreement,synthetic,squad,squad-sentences,hatexplain,sst2}", "agreement")
+    ] = None
     """Task."""
     data: Annotated[str | None, flag("PATH", "the built-in grammar")] = None
-    """Files of the task: Marvin and Linzen's or BLiMP's for agreement, the folder of SQuAD or of HateXplain."""
+    """Files of the task: Marvin and Linzen's or BLiMP's for agreement, the folder of SQuAD, HateXplain or SST-2."""
     ratios: Annotated[str | None, flag("R,R,...", "those of the task")] = None
     """Learning-rate ratios of W_Q and W_K, one arm each. The first is the baseline."""
     growth: Annotated[str | None, flag("R,R,...")] = None

@@ -77,6 +77,12 @@ PRESETS: dict[str, Preset] = {
         clip=1.0,
         published=(("r = 1", 56.11, 12.65, 0.38), ("faster QK", 56.86, 42.95, 0.53)),
     ),
+    # A form of SQuAD that small models learn.
+    "squad-sentences": Preset(
+        optimizer="adamw", rates=(5e-4, 1e-3, 2e-3), ratios=(1.0, 5.0, 20.0), steps=1500, batch=64, clip=1.0
+    ),
+    # No rationales: for comparisons of accuracy.
+    "sst2": Preset(optimizer="adamw", rates=(5e-4, 1e-3, 2e-3), ratios=(1.0, 5.0), steps=1000, batch=64, clip=1.0),
 }
 
 
@@ -92,6 +98,7 @@ def preset_for(task: TaskConfig) -> Preset:
 def sharpen_spec(
     data: TaskConfig,
     *,
+    arms: Sequence[str] | None = None,
     ratios: Sequence[float] | None = None,
     growths: Sequence[float] = (),
     published: bool = False,
@@ -107,25 +114,15 @@ def sharpen_spec(
     """An experiment on whether faster query-key learning sharpens attention on a task.
 
     There is one arm per ratio, one per growth (r grows linearly from 1) and, if `published`, one with the ratios of the
-    published code, which speeds up embeddings, too. None takes the value of the task's preset.
+    published code, which speeds up embeddings, too. None takes the value of the task's preset. `arms` are compared
+    instead of ratios, if given.
 
     >>> sharpen_spec(TaskConfig(), ratios=(1.0, 20.0), growths=(40.0,)).arms
     ('standard:r=1', 'standard:r=20', 'standard:r=1,growth=40')
     """
     preset = preset_for(data)
-    ratios = preset.ratios if ratios is None else tuple(ratios)
-    _check(data, ratios, tuple(growths), published=published, mechanism=mechanism, form=form)
-    options = [f"r={r:g}" for r in ratios] + [f"r=1,growth={r:g}" for r in growths]
-    if published:
-        if preset.published_ratios is None:
-            raise UsageError(
-                f"the published ratios for {data.name} are unknown: leave out --published, or give --data with "
-                "Marvin & Linzen's pairs or HateXplain"
-            )
-        qk, embeddings = preset.published_ratios
-        options.append(f"r={qk:g},embeddings={embeddings:g}")
-    separator = "," if ":" in mechanism else ":"
-    arms = tuple(f"{mechanism}{separator}{option}" for option in options)
+    if arms is None:
+        arms = _ratio_arms(data, preset, ratios, tuple(growths), published=published, mechanism=mechanism, form=form)
     refuse_duplicate_arms(arms)
     learning_rates = preset.rates if rates is None else tuple(rates)
     steps = preset.steps if steps is None else steps
@@ -142,7 +139,7 @@ def sharpen_spec(
     )
     return ExperimentSpec(
         data=data,
-        arms=arms,
+        arms=tuple(arms),
         seeds=seeds,
         learning_rates=learning_rates,
         jobs=jobs,
@@ -164,11 +161,40 @@ def model_for(data: TaskConfig, task: Task, *, mechanism: str, form: Form) -> Mo
         case "hatexplain":
             shape = ClassifierConfig(width=64, layers=1, heads=4, hidden=168, classes=classes)
             return replace(shape, vocabulary=words, mechanism=mechanism)
+        case "squad-sentences" | "sst2":
+            shape = ClassifierConfig(width=64, layers=2, heads=4, hidden=168, norm=True, classes=classes)
+            return replace(shape, vocabulary=words, mechanism=mechanism)
         case "agreement":
             heads = 2 if mechanism.startswith("differential") else 1  # differential heads come in pairs
             shape = ClassifierConfig(width=64, layers=1, heads=heads, classes=classes)
             qk_start = 0.1 if _is_built_in(data) else 1.0
             return replace(shape, vocabulary=words, mechanism=mechanism, qk_start=qk_start)
+
+
+def _ratio_arms(
+    data: TaskConfig,
+    preset: Preset,
+    ratios: Sequence[float] | None,
+    growths: tuple[float, ...],
+    *,
+    published: bool,
+    mechanism: str,
+    form: Form,
+) -> tuple[str, ...]:
+    """One arm per ratio and per growth, and one with the published ratios."""
+    ratios = preset.ratios if ratios is None else tuple(ratios)
+    _check(data, ratios, growths, published=published, mechanism=mechanism, form=form)
+    options = [f"r={r:g}" for r in ratios] + [f"r=1,growth={r:g}" for r in growths]
+    if published:
+        if preset.published_ratios is None:
+            raise UsageError(
+                f"the published ratios for {data.name} are unknown: leave out --published, or give --data with "
+                "Marvin & Linzen's pairs or HateXplain"
+            )
+        qk, embeddings = preset.published_ratios
+        options.append(f"r={qk:g},embeddings={embeddings:g}")
+    separator = "," if ":" in mechanism else ":"
+    return tuple(f"{mechanism}{separator}{option}" for option in options)
 
 
 def _is_built_in(task: TaskConfig) -> bool:

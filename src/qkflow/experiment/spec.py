@@ -85,11 +85,15 @@ class RationaleSpec:
     """How the attention maps of several layers are pooled."""
     fraction: float = 0.05
     """The fraction of tokens that is deleted to measure comprehensiveness."""
+    level: float = 0.95
+    """The confidence level of intervals."""
 
     def __post_init__(self) -> None:
         for name in ("tau", "fraction"):
             if not 0 < getattr(self, name) <= 1:
                 raise UsageError(f"{name} must be above 0 and at most 1, got {getattr(self, name):g}")
+        if not 0 < self.level < 1:
+            raise UsageError(f"level must be between 0 and 1, got {self.level:g}")
         if self.pooling not in get_args(Pooling):
             raise unknown("pooling", self.pooling, get_args(Pooling))
 

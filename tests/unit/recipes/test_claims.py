@@ -23,7 +23,7 @@ from qkflow.experiment.result import ExperimentResult
 from qkflow.experiment.stats.rounds import Rule
 from qkflow.experiment.stats.verdict import judge_round
 from qkflow.mechanisms import mechanism
-from qkflow.recipes import CLAIMS, RECIPES, ClaimVerdict, claim
+from qkflow.recipes import CLAIMS, RECIPES, Claim, ClaimVerdict, claim
 from qkflow.recipes.criteria import (
     MAIN,
     Criterion,
@@ -35,6 +35,7 @@ from qkflow.recipes.criteria import (
     superiority,
     variance_ratio,
 )
+from qkflow.recipes.studies import LanguageStudy
 
 Measure = Callable[..., ExperimentResult]
 LOSS = 2.0
@@ -154,11 +155,38 @@ def test_claims_have_names_of_their_own_and_arms_that_exist() -> None:
     assert not {*names} & {*RECIPES}
     for candidate in CLAIMS:
         assert {*candidate.deciding} <= {*candidate.studies}
-        for spec in candidate.studies.values():
+        for study in candidate.studies.values():
+            for arm in study.arms:
+                if isinstance(study, LanguageStudy):
+                    mechanism(arm)
+
+
+def test_all_eighteen_claims_are_tested() -> None:
+    assert [candidate.number for candidate in CLAIMS] == list(range(1, 19))
+
+
+@pytest.mark.parametrize("candidate", CLAIMS, ids=lambda candidate: candidate.name)
+def test_language_studies_try_the_same_rates_for_every_arm(candidate: Claim) -> None:
+    for name, study in candidate.studies.items():
+        if isinstance(study, LanguageStudy):
+            spec = study.spec(None)
             assert spec.learning_rates is not None
-            assert len(spec.learning_rates) == 3
-            for arm in spec.arms:
-                mechanism(arm)
+            assert len(spec.learning_rates) == (1 if candidate.name == "qdelta-stable" else 3), name
+            assert study.spec(None, budget=60.0).budget == 60.0
+
+
+def test_a_task_needs_its_files_and_takes_no_text(tmp_path: Path) -> None:
+    study = claim("coupled-glue").studies[MAIN]
+    with pytest.raises(UsageError, match="--data-dir"):
+        study.spec(None)
+    with pytest.raises(UsageError, match="leave it out"):
+        study.spec(str(tmp_path), corpus="enwik8")
+
+
+def test_generated_tasks_need_no_files() -> None:
+    spec = claim("factorised-collapsed").studies["collapsed"].spec(None)
+    assert spec.arms == ("standard:r=1", "standard:r=1,growth=10")
+    assert spec.rationale is not None
 
 
 def test_a_claim_is_named_by_its_number_too_and_unknown_ones_are_refused() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qkflow.data.tasks import blimp, hatexplain, squad
+from qkflow.data.tasks import blimp, hatexplain, squad, squad_sentences, sst2
 from qkflow.data.tasks.agreement import agreement
 from qkflow.data.tasks.base import Task, TaskConfig
 from qkflow.data.tasks.marvin_linzen import marvin_linzen
@@ -15,6 +16,14 @@ from qkflow.errors import UsageError
 
 EXPECTED_PAIRS = "Marvin & Linzen's pairs (.jsonl, .jsonl.xz) or BLiMP (.tar.xz or its folder)"
 ARCHIVES = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", ".tgz", ".txz", ".zip")
+
+_READERS: dict[str, tuple[Callable[[Path, TaskConfig], Task], str]] = {
+    "hatexplain": (hatexplain.hatexplain, hatexplain.EXPECTED),
+    "squad": (squad.squad, squad.EXPECTED),
+    "squad-sentences": (squad_sentences.squad_sentences, squad.EXPECTED),
+    "sst2": (sst2.sst2, sst2.EXPECTED),
+}
+"""For each task that reads files: its reader, and what it expects."""
 
 
 def open_task(config: TaskConfig) -> Task:
@@ -27,9 +36,8 @@ def open_task(config: TaskConfig) -> Task:
         return agreement(config) if config.data is None else _read_agreement(config)
     if config.name == "synthetic":
         return synthetic(config)
-    if config.name == "squad":
-        return squad.squad(data_path(config, squad.EXPECTED), config)
-    return hatexplain.hatexplain(data_path(config, hatexplain.EXPECTED), config)
+    read, expected = _READERS[config.name]
+    return read(data_path(config, expected), config)
 
 
 def data_path(config: TaskConfig, expected: str) -> Path:

@@ -61,18 +61,8 @@ class SquadExample:
 
 def squad(path: Path, config: TaskConfig) -> Task:
     """Read a folder or file: `train*` files train, `*dev*` files test; without `train*`, all but `*dev*` train."""
-    train_files, test_files, split_note = _assign_files(path)
     skipped = Counter[str]()
-    max_length = config.longest or MAX_LENGTH
-    splits: dict[SplitName, list[SquadExample]] = {
-        "train": list(_read_examples(train_files, max_length, skipped)),
-        "validation": [],
-        "test": list(_read_examples(test_files, max_length, skipped)),
-    }
-    shares: dict[SplitName, float] = {"validation": VALIDATION_SHARE}
-    if not test_files:
-        shares["test"] = 2 * VALIDATION_SHARE
-    _hold_out_articles(splits, shares, config.seed)
+    splits, split_note = read_examples(path, config, config.longest or MAX_LENGTH, skipped)
     texts = (text for example_texts in _distinct_texts(splits["train"]) for text in example_texts)
     vocabulary = build_vocabulary(texts, markers=MARKERS, max_size=config.vocabulary or MAX_VOCABULARY)
     answerable = [example for example in splits["train"] if all(word in vocabulary for word in example.answer)]
@@ -97,6 +87,23 @@ def squad(path: Path, config: TaskConfig) -> Task:
             "answer: the first one that starts and ends at word borders; rationale: its position in the context",
         ),
     )
+
+
+def read_examples(
+    path: Path, config: TaskConfig, max_length: int, skipped: Counter[str]
+) -> tuple[dict[SplitName, list[SquadExample]], str]:
+    """Return the examples of each split, and a note on the splits."""
+    train_files, test_files, split_note = _assign_files(path)
+    splits: dict[SplitName, list[SquadExample]] = {
+        "train": list(_read_examples(train_files, max_length, skipped)),
+        "validation": [],
+        "test": list(_read_examples(test_files, max_length, skipped)),
+    }
+    shares: dict[SplitName, float] = {"validation": VALIDATION_SHARE}
+    if not test_files:
+        shares["test"] = 2 * VALIDATION_SHARE
+    _hold_out_articles(splits, shares, config.seed)
+    return splits, split_note
 
 
 def split_words(text: str) -> list[tuple[str, int, int]]:

@@ -26,8 +26,6 @@ from qkflow.probes.attention import reaches
 from qkflow.training.run_dir import read_json
 from qkflow.training.tensors import load_tensors
 
-LEVEL = 0.95
-"""Confidence level of all intervals."""
 _SMALLEST_LOSS = 1e-12
 """Smaller losses count as this: in single precision they may be zero, which has no logarithm."""
 _LEARNED = 0.95
@@ -215,7 +213,7 @@ def read_rationale(
     if not isinstance(data, TaskConfig):
         raise TypeError(f"rationales are measured on tasks, got {type(data).__name__}")
     metrics = metrics_of(task["kind"], spec.tau)
-    labels = {arm.name: arm_label(arm.name) for arm in design.arms}
+    labels = arm_labels([arm.name for arm in design.arms])
     measured = {
         labels[name]: {seed: RationaleRun(folder, records, spec.tau) for seed, (folder, records) in by_seed.items()}
         for name, by_seed in runs.items()
@@ -240,7 +238,7 @@ def read_rationale(
     )
     values = {label: {seed: run.values for seed, run in by_seed.items()} for label, by_seed in measured.items()}
     baseline = values.pop(arms[0].name)
-    changes = metric_changes([metric.name for metric in metrics], baseline, values, level=LEVEL)
+    changes = metric_changes([metric.name for metric in metrics], baseline, values, level=spec.level)
     return RationaleSummary(
         task=task["name"],
         digest=design.digest,
@@ -254,7 +252,7 @@ def read_rationale(
         metrics=metrics,
         changes=changes,
         tau=spec.tau,
-        level=LEVEL,
+        level=spec.level,
         pooling=spec.pooling,
         fraction=spec.fraction,
         equal_loss=equal,
@@ -262,7 +260,7 @@ def read_rationale(
         published=preset_for(data).published,
         runs=len(arms) * design.seeds,
         finished=sum(len(by_seed) for by_seed in measured.values()),
-        answer=answer(task["name"], arms, changes, LEVEL),
+        answer=answer(task["name"], arms, changes, spec.level),
         command=design.command,
         design=to_dict(design),
         environment=environment,
@@ -312,6 +310,18 @@ def metrics_of(kind: str, tau: float) -> tuple[RationaleMetric, ...]:
         RationaleMetric(name=name, title=title, unit=unit, better=better, description=description)  # pyright: ignore[reportArgumentType]
         for name, title, unit, better, description in columns
     )
+
+
+def arm_labels(arms: Sequence[str]) -> dict[str, str]:
+    """The labels of arms: their names if they differ in more than how fast queries and keys learn.
+
+    >>> arm_labels(["standard:r=1", "standard:r=20"])
+    {'standard:r=1': 'r = 1', 'standard:r=20': 'r = 20'}
+    >>> arm_labels(["standard", "coupled"])
+    {'standard': 'standard', 'coupled': 'coupled'}
+    """
+    one_mechanism = len({parse_arm(arm).mechanism for arm in arms}) == 1
+    return {arm: arm_label(arm) if one_mechanism else arm for arm in arms}
 
 
 def arm_label(arm: str) -> str:
