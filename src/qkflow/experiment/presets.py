@@ -78,7 +78,7 @@ PRESETS: dict[str, Preset] = {
         published=(("r = 1", 56.11, 12.65, 0.38), ("faster QK", 56.86, 42.95, 0.53)),
     ),
     # A form of SQuAD that small models learn.
-    "squad-sentences": Preset(
+    "squad-entities": Preset(
         optimizer="adamw", rates=(5e-4, 1e-3, 2e-3), ratios=(1.0, 5.0, 20.0), steps=1500, batch=64, clip=1.0
     ),
     # No rationales: for comparisons of accuracy.
@@ -161,7 +161,7 @@ def model_for(data: TaskConfig, task: Task, *, mechanism: str, form: Form) -> Mo
         case "hatexplain":
             shape = ClassifierConfig(width=64, layers=1, heads=4, hidden=168, classes=classes)
             return replace(shape, vocabulary=words, mechanism=mechanism)
-        case "squad-sentences" | "sst2":
+        case "squad-entities" | "sst2":
             shape = ClassifierConfig(width=64, layers=2, heads=4, hidden=168, norm=True, classes=classes)
             return replace(shape, vocabulary=words, mechanism=mechanism)
         case "agreement":

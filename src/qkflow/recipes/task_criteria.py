@@ -171,7 +171,8 @@ def _judge_accuracy(results: Results, *, arm: str, rule: _Rule, study: str) -> C
 def _judge_stability(results: Results, *, arm: str, studies: Sequence[str]) -> ClaimVerdict:
     if any(name not in results for name in studies):
         return combine([])
-    limit = DIVERGED * statistics.median(_arm(results[studies[0]], arm).losses)
+    at_best_rate = _arm(results[studies[0]], arm).losses
+    limit = DIVERGED * statistics.median(at_best_rate) if at_best_rate else math.inf
     readings: list[Reading] = []
     for name in studies:
         summary = _arm(results[name], arm)

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 from qkflow.data.text.splits import SPLITS, SplitName
 from qkflow.errors import UsageError, unknown
 
-TaskName = Literal["agreement", "synthetic", "squad", "squad-sentences", "hatexplain", "sst2"]
+TaskName = Literal["agreement", "synthetic", "squad", "squad-entities", "hatexplain", "sst2"]
 Kind = Literal["classification", "generation"]
 
 

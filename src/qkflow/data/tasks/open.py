@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qkflow.data.tasks import blimp, hatexplain, squad, squad_sentences, sst2
+from qkflow.data.tasks import blimp, hatexplain, squad, squad_entities, sst2
 from qkflow.data.tasks.agreement import agreement
 from qkflow.data.tasks.base import Task, TaskConfig
 from qkflow.data.tasks.marvin_linzen import marvin_linzen
@@ -20,7 +20,7 @@ ARCHIVES = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", ".tgz", ".txz", ".zip")
 _READERS: dict[str, tuple[Callable[[Path, TaskConfig], Task], str]] = {
     "hatexplain": (hatexplain.hatexplain, hatexplain.EXPECTED),
     "squad": (squad.squad, squad.EXPECTED),
-    "squad-sentences": (squad_sentences.squad_sentences, squad.EXPECTED),
+    "squad-entities": (squad_entities.squad_entities, squad.EXPECTED),
     "sst2": (sst2.sst2, sst2.EXPECTED),
 }
 """For each task that reads files: its reader, and what it expects."""

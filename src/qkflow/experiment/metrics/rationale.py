@@ -36,6 +36,12 @@ MetricName = Literal[
     "performance", "mass", "confident", "comprehensiveness", "sufficiency", "effective", "random", "gradient"
 ]
 
+_LARGEST_CHANGE: dict[MetricName, float] = {
+    **dict.fromkeys(("performance", "mass", "confident"), 1.0),  # fractions, from 0 to 1
+    **dict.fromkeys(("comprehensiveness", "sufficiency", "random", "gradient"), 2.0),  # of probabilities: from -1 to 1
+}
+"""The largest possible difference of two means of a metric; an interval ends there at the latest."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RationaleMetric:
@@ -368,7 +374,9 @@ def metric_changes(
             if known.any():
                 differences[arm] = mean_difference(ours[:, known], theirs[:, known], level=level)
         corrected = holm([difference.p for difference in differences.values()])
+        most = _LARGEST_CHANGE.get(metric, math.inf)
         for (arm, (mean, low, high, p)), p_holm in zip(differences.items(), corrected, strict=True):
+            low, high = (None if end is None else min(most, max(-most, end)) for end in (low, high))
             changes.append(MetricChange(arm=arm, metric=metric, mean=mean, low=low, high=high, p=p, p_holm=p_holm))
     return tuple(changes)
 
