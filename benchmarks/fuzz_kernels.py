@@ -111,6 +111,13 @@ def strided(rng: random.Random, x: Tensor) -> Tensor:
     return torch._neg_view(-x) if kind == "negated" else x
 
 
+def unit_vectors(rng: random.Random, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Vectors of length 1 in any memory layout: the delta rule amplifies rounding if keys are longer."""
+    x = strided(rng, F.normalize(torch.randn(*shape, dtype=dtype), dim=-1))
+    is_expanded = x.stride(-1) == 0 and x.shape[-1] > 1
+    return (x[..., :1].sign() * x.shape[-1] ** -0.5).expand(x.shape) if is_expanded else x
+
+
 def noise(rng: random.Random, dtype: torch.dtype, *shape: int) -> Tensor:
     return strided(rng, torch.randn(shape, dtype=dtype))
 
@@ -199,7 +206,7 @@ def delta_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None
         n, lengths = 1, [0, *cuts, t]
     layout = None if lengths is None else Layout.packed(lengths)
     sequences = n if lengths is None else len(lengths) - 1
-    q, k = (strided(rng, F.normalize(torch.randn(n, t, heads, width, dtype=dtype), dim=-1)) for _ in range(2))
+    q, k = (unit_vectors(rng, dtype, n, t, heads, width) for _ in range(2))
     v, beta = noise(rng, dtype, n, t, heads, values), uniform(rng, dtype, 0.0, rng.choice((1.0, 1.9)), n, t, heads)
     optional: dict[str, Tensor] = {}
     decay = rng.choice((None, (n, t, heads), (n, t, heads, width)))
@@ -209,7 +216,7 @@ def delta_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None
     if erase == "weight":
         optional["erase"] = uniform(rng, dtype, -0.3, 0.3, n, t, heads)
     elif erase == "direction":
-        optional["erase"] = strided(rng, F.normalize(torch.randn(n, t, heads, width, dtype=dtype), dim=-1))
+        optional["erase"] = unit_vectors(rng, dtype, n, t, heads, width)
     if rng.random() < 0.5:
         optional["state"] = noise(rng, dtype, sequences, heads, values, width)
     chunk, scale = rng.choice((None, None, 1, 2, 4, 16, 32)), rng.choice((None, 1.0, 0.3))
@@ -580,7 +587,7 @@ def projection_call(rng: random.Random, dtype: torch.dtype, tokens: int | None =
         arguments = {"x": x, **dict(zip("qkv", weights, strict=True))}
         free = frozenset({"x.0", "k.0", "v.0", "q.0"})
         free |= {f"{name}.{change}" for name in "xqkv" for change in ("sparse", "device")}
-        free |= {"x.1"} if len(x) == 1 else frozenset()
+        free |= {"x.1"} if 1 in x.shape[:2] else frozenset()  # the factors of one token are broadcast
         queries = project_heads(x, weights, widths)[0].detach()
         valid = (str(factors.ndim - 2), "broadcast", "rank", "int", "float", "device", "sparse")  # more heads are valid
         rotary = Entry(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from qkflow.cli.compare import run_and_present
+from qkflow.cli.console import Console
 from qkflow.cli.options import new_folder, parse_duration, with_absolute_paths
 from qkflow.data import CorpusConfig
 from qkflow.experiment.executors.base import Executor

@@ -11,7 +11,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from qkflow.errors import UsageError, unknown
+from qkflow.errors import UsageError, short_repr, unknown
 
 Config = TypeVar("Config")
 
@@ -66,6 +66,9 @@ def _build(cls: type[Config], data: Mapping[str, Any], path: str, where: str) ->
 
 def _convert(value: Any, expected: Any, path: str, where: str) -> Any:
     """Convert `value` to the annotated type `expected`."""
+    if (isinstance(value, int) and abs(value) >= 2**63) or (isinstance(value, str) and "\0" in value):
+        limit = "at most 64 bits" if isinstance(value, int) else "text without NUL characters"
+        raise UsageError(f"config key {path!r}{where} got {short_repr(value)}: expected {limit}")
     origin, args = get_origin(expected), get_args(expected)
     if origin in (Union, types.UnionType):
         configs = [alternative for alternative in args if dataclasses.is_dataclass(alternative)]
@@ -111,7 +114,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _type_error(value: Any, expected: Any, path: str, where: str) -> UsageError:
-    return UsageError(f"config key {path!r}{where} got {value!r}: expected {_type_name(expected)}")
+    return UsageError(f"config key {path!r}{where} got {short_repr(value)}: expected {_type_name(expected)}")
 
 
 def _type_name(expected: Any) -> str:

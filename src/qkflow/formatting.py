@@ -32,6 +32,15 @@ def shorten(text: str, max_length: int = 40) -> str:
     return f"{text[: max_length - 1 - tail]}…{text[len(text) - tail :]}"
 
 
+def plural(count: int, noun: str) -> str:
+    """A count and its noun.
+
+    >>> plural(1, "row"), plural(2000, "token")
+    ('1 row', '2,000 tokens')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def token_label(piece: bytes, *, is_end: bool = False) -> str:
     r"""A printable label for the bytes of one token.
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,14 @@ def cache_folder() -> Path:
         raise UsageError(
             f"cannot determine the home directory for the cache {folder}: set QKFLOW_CACHE to a writable folder"
         ) from None
+
+
+def refuse_special_files(path: Path) -> None:
+    """Raise `UsageError` if a file, or a file in a folder, is a pipe, a device or a socket: reading it may not end."""
+    folders = os.walk(path) if path.is_dir() else []
+    for file in (path, *(Path(folder, name) for folder, _, names in folders for name in names)):
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise UsageError(f"{file} is not a regular file: remove it, or give another path")
 
 
 def checksum(path: Path) -> str:
@@ -55,9 +63,14 @@ def write_file(path: Path, content: bytes | str) -> None:
     replace(path, lambda temporary: temporary.write_bytes(data))
 
 
+def render_json(value: Any) -> str:
+    """Indented JSON with sorted keys. NaN and infinity raise a `ValueError`."""
+    return json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Write a value atomically as indented JSON with sorted keys. NaN and infinity raise a `ValueError`."""
-    write_file(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+    """Write a value atomically; see `render_json`."""
+    write_file(path, render_json(value))
 
 
 def write_folder(path: Path, fill: Callable[[Path], object]) -> None:
@@ -114,11 +127,13 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold an exclusive lock on the file `path`, which is created. The kernel releases it if the process dies.
 
     If another process holds the lock, wait for it if `wait` is true; otherwise raise a `BusyError`.
+    Folders that are created for the lock are removed if the block raises and has written nothing into them.
     """
-    with disk_errors(f"write {path}"):
+    missing = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
+    with _removed_on_failure(path, missing), disk_errors(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+")  # noqa: SIM115
-    with file:
+    with file, _removed_on_failure(path, missing):
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -132,3 +147,18 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), str(os.getpid()).encode())
         yield
+
+
+@contextlib.contextmanager
+def _removed_on_failure(lock: Path, created: Sequence[Path]) -> Iterator[None]:
+    """If the block raises, remove the folders that were created for the lock, as long as they hold nothing else."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if created and lock.exists() and list(lock.parent.iterdir()) == [lock]:
+                lock.unlink()
+        for folder in created:  # the innermost first; one that is not empty stays, and its parents with it
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise

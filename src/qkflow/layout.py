@@ -24,13 +24,16 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from qkflow.errors import UsageError
+from qkflow.formatting import plural
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Layout:
-    """The sequences of a batch. Create it with `padded`, `packed` or `segmented`.
+    """The sequences of a batch. Create it with `from_mask`, `padded`, `packed` or `segmented`.
 
     >>> layout = Layout.padded([1, 3], 3, side="left")
+    >>> layout
+    Layout(2 sequences of 1 to 3 tokens in a batch of 2 x 3)
     >>> layout.positions.tolist(), layout.sequences.tolist()
     ([[0, 0, 0], [0, 1, 2]], [[-1, -1, 0], [1, 1, 1]])
     >>> layout.to_rows(torch.tensor([[0, 0, 7], [4, 5, 6]])).tolist()
@@ -72,6 +75,26 @@ class Layout:
         valid = (positions >= 0) & (positions < counts[:, None])
         rows = torch.arange(len(counts), device=counts.device)[:, None]
         return cls._create(torch.where(valid, rows, -1), positions, counts, t if side == "right" else None)
+
+    @classmethod
+    def from_mask(cls, mask: Bool[Tensor, "b t"]) -> Layout:
+        """One sequence per row, where `mask` is true: padding is on the left or the right, or both.
+
+        An `attention_mask` of Hugging Face is `mask.long()`, a `src_key_padding_mask` of PyTorch is `~mask`.
+
+        >>> Layout.from_mask(torch.tensor([[False, True], [True, True]])).lengths.tolist()
+        [1, 2]
+        """
+        if mask.ndim != 2 or mask.dtype != torch.bool:
+            raise UsageError(f"the mask must be boolean, [b, t], and true at tokens, got {mask.dtype} {[*mask.shape]}")
+        n_starts = mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
+        if bool((n_starts > 1).any()):
+            rows = (n_starts > 1).nonzero().flatten().tolist()
+            raise UsageError(f"the mask has holes in the rows {rows}: the tokens of a row must be adjacent")
+        rows = torch.arange(len(mask), device=mask.device)[:, None]
+        is_row_form = not bool((mask[:, 1:] & ~mask[:, :-1]).any())
+        positions, span = mask.cumsum(1) - 1, mask.shape[1] if is_row_form else None
+        return cls._create(torch.where(mask, rows, -1), positions, mask.sum(1), span)
 
     @classmethod
     def packed(
@@ -118,6 +141,10 @@ class Layout:
         is_full = bool((lengths == span).all())
         return cls(sequences, positions.masked_fill(~valid, 0), valid, lengths, span, is_full, index)
 
+    def __repr__(self) -> str:
+        b, t = self.valid.shape
+        return f"Layout({format_lengths(self.lengths, 'sequence')} in a batch of {b} x {t})"
+
     def check(self, x: Shaped[Tensor, "b t ..."]) -> None:
         """Raise a `UsageError` if a batch has another shape or device than the layout."""
         if x.shape[:2] != self.valid.shape:
@@ -146,3 +173,16 @@ class Layout:
     def zero_padding(self, x: Shaped[Tensor, "b t ..."]) -> Shaped[Tensor, "b t ..."]:
         """Return the batch with zeros at padding."""
         return x.masked_fill(~self.valid.view(*self.valid.shape, *[1] * (x.ndim - 2)), 0)
+
+
+def format_lengths(lengths: Int[Tensor, " n"], noun: str) -> str:
+    """How many sequences there are, and of how many tokens; tensors without data have no lengths.
+
+    >>> format_lengths(torch.tensor([3, 5]), "row")
+    '2 rows of 3 to 5 tokens'
+    """
+    count = plural(len(lengths), noun)
+    if len(lengths) == 0 or lengths.is_meta or type(lengths) is not Tensor:
+        return count
+    low, high = int(lengths.min()), int(lengths.max())
+    return f"{count} of {plural(high, 'token') if low == high else f'{low} to {high} tokens'}"

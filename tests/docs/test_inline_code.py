@@ -102,7 +102,11 @@ def check_options(words: list[str], where: str) -> None:
         types = [hint[name] for hint in hints if (name := option[2:].replace("-", "_")) in hint]
         assert types or option in other_options(), where
         if types and not value.startswith("--") and not value.isupper():
-            assert any(value in type_arguments(kind) or str in type_arguments(kind) for kind in types), where
+            assert any(accepts(type_arguments(kind), value) for kind in types), where
+
+
+def accepts(arguments: set[Any], value: str) -> bool:
+    return value in arguments or str in arguments or (int in arguments and value.isdigit())
 
 
 def type_arguments(kind: Any) -> set[Any]:

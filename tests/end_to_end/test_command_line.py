@@ -1,6 +1,7 @@
 """`qkflow train`, `eval`, `generate` and `check`: what they print, which files they write, and their exit codes."""
 
 import gzip
+import io
 import json
 import pickle
 import signal
@@ -12,10 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from qkflow.cli import check, main
+from qkflow.cli import check, main, progress, train
+from qkflow.cli.console import Console
+from qkflow.data import CorpusConfig
 from qkflow.laws.kernels import KernelCheck
+from qkflow.models import DecoderConfig
 from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import choose_backend
+from qkflow.training import TrainConfig, read_metrics
+from qkflow.training import train as qkflow_train
 
 Command = Callable[..., str]
 pytestmark = pytest.mark.usefixtures("workspace")
@@ -44,6 +50,22 @@ def test_a_finished_run_is_not_trained_again(qkflow: Command, run_copy: str) -> 
     weights = Path(run_copy, "weights.safetensors").read_bytes()
     assert "nothing to do" in qkflow("train", "--resume", run_copy)
     assert Path(run_copy, "weights.safetensors").read_bytes() == weights
+
+
+def test_logs_are_written_continued_and_made_from_a_finished_run(
+    qkflow: Command, run_copy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(run_copy)
+    qkflow("train", "--resume", run_copy, "--log", "csv")
+    rows = (run / "metrics.csv").read_text().splitlines()
+    assert len(rows) == 1 + len((run / "metrics.jsonl").read_text().splitlines())
+    (run / "weights.safetensors").unlink()
+    (run / "metrics.csv").write_text("torn")
+    (run / "tensorboard").mkdir()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    printed = qkflow("train", "--resume", run_copy)
+    assert "the log tensorboard of run is not continued" in " ".join(printed.split())
+    assert (run / "metrics.csv").read_text().splitlines() == rows
 
 
 def test_a_run_can_be_resumed_from_another_directory(
@@ -89,6 +111,31 @@ def test_a_budget_is_converted_to_steps_and_recorded(qkflow: Command) -> None:
     steps = json.loads(Path("run/config.json").read_text())["steps"]
     assert steps >= 1
     assert f"budget  1s: {steps:,} steps" in output
+
+
+def test_train_evaluates_a_stated_sample_at_the_end_unless_asked_for_all(
+    qkflow: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "_FINAL_TOKENS", 256)
+    write("short.json", tiny(steps=1, final_tokens=None, evaluate_tokens=64))
+    assert "a sample of 256 of 851 held-out tokens" in qkflow("train", "text.txt", "--config", "short.json")
+    assert "a sample of" not in qkflow("train", "text.txt", "--config", "short.json", "--evaluate-all")
+    runs = [read_metrics(Path("runs", name, "metrics.jsonl")) for name in ("standard-seed0", "standard-seed0-2")]
+    scored = [[record["scored_tokens"] for record in run if record["kind"] == "eval"][-1] for run in runs]
+    assert scored == [256, 851]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_shown_during_an_evaluation(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    monkeypatch.setattr(progress, "_LINES_EVERY", 0.0)
+    output = io.StringIO()
+    shown = progress.TrainProgress(Console(file=output, force_terminal=is_terminal, width=120))
+    corpus = CorpusConfig(source=str(workspace / "text.txt"))
+    model = DecoderConfig(width=16, layers=1, heads=2, hidden=8)
+    qkflow_train(TrainConfig(data=corpus, model=model, steps=1, context=16, batch=4), "run", callbacks=[shown])
+    assert "evaluating 100% of 851 tokens" in output.getvalue()
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -210,6 +257,7 @@ BAD_CALLS = {
     "budget without a unit": (["train", "text.txt", "--config", "no_steps.json", "--budget", "20"], "2m"),
     "resume with another flag": (["train", "--resume", "run", "--lr", "0.1"], "--lr"),
     "resume with a flag of value zero": (["train", "--resume", "run", "--seed", "0"], "--seed"),
+    "unknown log": (["train", "text.txt", "--log", "csv,tensorbord"], "'tensorboard'"),
     "resume of a missing run": (["train", "--resume", "nowhere"], "nowhere"),
     "generate from a missing run": (["generate", "nowhere", "hello"], "nowhere"),
     "generate from a directory that is not a run": (["generate", "."], "config.json"),
@@ -226,6 +274,9 @@ BAD_CALLS = {
     "missing attribute": (["check", "qkflow:Thing"], "'Thing'"),
     "module with a syntax error": (["check", "broken_module:Thing"], "broken_module"),
     "heads that do not divide the width": (["check", "standard", "--heads", "5"], "divide"),
+    "no width": (["check", "standard", "--width", "0"], "at least 1"),
+    "factory of another signature": (["check", "os:system"], "layer=0, layers=1) raised TypeError"),
+    "factory of something else": (["check", "builtins:dict"], "expected an nn.Module"),
 }
 
 
@@ -268,6 +319,16 @@ def test_check_prints_every_law_and_fails_if_one_is_broken(qkflow: Command) -> N
     assert "failed" in output
     assert "t=2, first 1 tokens" in output
     assert "passed" in qkflow("check", "standard:window=3", "--law", "causality")
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore")  # torch.compile emits warnings
+def test_check_compiles_with_the_backend_asked_for(qkflow: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    backends: list[str] = []
+    compile_layer = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *a, **k: backends.append(k["backend"]) or compile_layer(*a, **k))
+    assert "passed" in qkflow("check", "standard", "--law", "compilation", "--backend", "eager")
+    assert {*backends} == {"eager"}
 
 
 def test_check_kernels_prints_what_runs_and_fails_if_an_error_is_too_large(

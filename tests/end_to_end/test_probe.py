@@ -126,6 +126,6 @@ def test_probe_prints_how_sharp_attention_is_and_how_much_lies_on_the_rationale(
     assert len(results["maps"]["layers"]) == 2
     assert f"{sum(mass[5:]):.2f} of it is on the rationale" in results["maps"]["verdict"]
     assert not Path(run_copy, "probe.html").exists()  # --json writes a page only with --out
-    assert "TEXT is empty" in usage_error("probe", run_copy, "")
+    assert "an argument is empty" in usage_error("probe", run_copy, "")
     assert "only one of them" in usage_error("probe", run_copy, "a", "--file", "text.txt")
     assert "'cat'" in usage_error("probe", run_copy, "the fox", "--rationale", "cat")

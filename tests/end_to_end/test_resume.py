@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import random
@@ -97,6 +98,10 @@ def run_content(folder: Path) -> dict[str, Any]:
     """The content of a finished run without times; the metrics include a checksum of each batch."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = sorted((folder / "checkpoints").iterdir())[-1]
+    if (folder / "metrics.csv").exists():
+        with open(folder / "metrics.csv", newline="") as file:
+            rows = [{key: value for key, value in row.items() if value} for row in csv.DictReader(file)]
+        assert rows == [{key: str(value) for key, value in record.items()} for record in records]
     return {
         "metrics": [{key: value for key, value in record.items() if key not in TIMES} for record in records],
         "weights": (folder / "weights.safetensors").read_bytes(),
@@ -128,7 +133,7 @@ def finish(server: Server, **request: Any) -> None:
 def test_a_run_stopped_at_random_times_resumes_bit_for_bit(
     server: Server, workspace: Path, tmp_path: Path, kind: signal.Signals, times: int, changes: dict[str, Any]
 ) -> None:
-    request = {"config": config(workspace, **changes)}
+    request = {"config": config(workspace, **changes), "log": not changes}
     finish(server, **request, folder=tmp_path / "uninterrupted")  # also prepares the corpus
     uninterrupted = run_content(tmp_path / "uninterrupted")
     repeated = server(**request, folder=tmp_path / "repeated")

@@ -9,6 +9,7 @@ It reads one JSON request per line on stdin and writes one JSON response per lin
     step             ... by the child to itself at the end of this step
     full_from        the disk is full from the n-th such call on
     max_file_bytes   the largest size of a file
+    log              write metrics.csv as well
     hold             the child waits in its first step; the response follows immediately, with the `pid` of the child
     release          kill the held_pids child with this pid
 
@@ -35,7 +36,7 @@ import torch._dynamo  # optimizers import it: once here instead of once per chil
 import qkflow.training.tensors
 from qkflow.config import from_dict
 from qkflow.ops.csrc import build
-from qkflow.training import Callback, Run, TrainConfig, train
+from qkflow.training import Callback, CSVLogger, Run, TrainConfig, train
 
 CALLS = ("fsync", "rename", "mkdir", "rmdir", "unlink", "open", "ftruncate")
 """The counted functions of `os`. `save_file` of safetensors is counted too; a kill leaves half of its file."""
@@ -98,7 +99,8 @@ class Child(Callback):
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.request["max_file_bytes"],) * 2)
         try:
-            train(config, folder, callbacks=[self], resume=(folder / "config.json").exists())
+            callbacks = [self, CSVLogger()] if self.request.get("log") else [self]
+            train(config, folder, callbacks=callbacks, resume=(folder / "config.json").exists())
             self.respond("finished")
         except BaseException as error:
             self.respond(type(error).__name__, str(error))

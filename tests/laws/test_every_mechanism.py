@@ -24,6 +24,8 @@ VARIANTS = (
     "standard:rotary_base=None",
     "standard:conv=4",
     "standard:key_shift=True",
+    "standard:head_width=6,key_heads=2",
+    "standard:bias=True",
     "differential:window=4,key_heads=1,qk_norm=True",
     "coupled:steps=7",
     "coupled:integrator=leapfrog,force=potential,steps=3",
@@ -51,6 +53,8 @@ VARIANTS = (
     "group:group=torus,gate=static",
 )
 COMBINATIONS = (
+    "differential:head_width=6,bias=True",
+    "coupled:head_width=6",
     "standard:key_heads=2",
     "differential+hamiltonian:key_heads=1,qk_norm=True",
     "differential:conv=4,key_shift=True",
@@ -73,6 +77,8 @@ COMBINATION_LAWS = ("splitting", "packing", "cost", "precision", "attention_map"
 """The laws on which a wrong combination shows: state, layout, declared costs, dtypes, map and circuits."""
 COMPILED = (
     "coupled",
+    "standard:causal=False",
+    "kuramoto:causal=False",
     "coupled:integrator=leapfrog,force=potential,steps=3",
     "coupled:conv=3,key_shift=True,window=3,key_heads=2,qk_norm=before",
     "standard+euler:steps=2,window=3,key_heads=1,qk_norm=True",
@@ -86,7 +92,19 @@ INDUCTOR = ("coupled", "qdelta", "kuramoto")
 """One mechanism of each family, for the default compiler backend; the others stop after AOTAutograd."""
 SPECS = (*BASES, *VARIANTS, *sorted(set(mechanisms()) - set(BASES)))
 """Includes mechanisms registered in the future."""
-EAGER_LAWS = [law for law in LAWS if law != "compilation"]
+EAGER_LAWS = [law for law in LAWS if law not in ("compilation", "permutation")]
+BIDIRECTIONAL = (
+    "standard:causal=False",
+    "standard:causal=False,rotary_base=None,key_heads=2,bias=True",
+    "differential:causal=False,rotary_base=None,qk_norm=True",
+    "coupled:causal=False,rotary_base=None",
+    "kuramoto:causal=False",
+    "kuramoto:causal=False,rotary_base=None,values=projected",
+    "kuramoto:causal=False,rotary_base=None,strict=False",
+    "group:causal=False,rotary_base=None",
+)
+CAUSAL_LAWS = ("causality", "splitting", "decoding", "states")
+"""The laws about earlier and later tokens."""
 
 
 def test_every_registered_mechanism_is_tested() -> None:
@@ -104,6 +122,20 @@ def test_every_dynamics_is_tested_in_every_family(family: tuple[str, ...]) -> No
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_mechanism_satisfies(spec: str, law: str) -> None:
     assert outcome(spec, law) == ("passed", "")
+
+
+@pytest.mark.parametrize("law", [law for law in LAWS if law not in (*CAUSAL_LAWS, "compilation")])
+@pytest.mark.parametrize("spec", BIDIRECTIONAL)
+def test_a_bidirectional_mechanism_satisfies(spec: str, law: str) -> None:
+    if law == "permutation" and "rotary_base=None" not in spec:
+        assert outcome(spec, law) == ("skipped", "the order of the tokens matters")
+    else:
+        assert outcome(spec, law) == ("passed", "")
+
+
+@pytest.mark.parametrize("law", CAUSAL_LAWS)
+def test_laws_of_causality_are_skipped_without_it(law: str) -> None:
+    assert outcome("standard:causal=False", law) == ("skipped", "not causal")
 
 
 @pytest.mark.parametrize("law", COMBINATION_LAWS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkflow.laws import LAWS, LawReport, check
 from qkflow.layout import Layout
-from qkflow.mechanisms import Circuits, Cost, StandardAttention
+from qkflow.mechanisms import Circuits, Cost, StandardAttention, StandardConfig
 from qkflow.mechanisms.masking import AttentionInputs
 from qkflow.ops.attention import attention
 from qkflow.state import KVCache
@@ -50,6 +50,19 @@ class ForgetsTheRotaryOffset(StandardAttention):
         even, odd = rows.q[..., 0::2], rows.q[..., 1::2]
         turned = [even * back.cos() - odd * back.sin(), even * back.sin() + odd * back.cos()]
         return super().attend(rows._replace(q=torch.stack(turned, -1).flatten(-2)))
+
+
+class SeesOnlyThePast(StandardAttention):
+    """Said to be bidirectional and without positions, but the mask is causal."""
+
+    def __init__(self, width: int, heads: int, layer: int = 0, layers: int = 1) -> None:
+        super().__init__(width, heads, layer, layers, config=StandardConfig(causal=False, rotary_base=None))
+
+    def attend(self, rows: AttentionInputs) -> Tensor:
+        return super().attend(rows._replace(causal=True, mask=None))
+
+    def map(self, rows: AttentionInputs) -> Tensor:
+        return super().map(rows._replace(causal=True, mask=None))
 
 
 # State.
@@ -164,6 +177,23 @@ class LeavesOutputAtPadding(StandardAttention):
     def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
         y, after = super().forward(x, state, layout)
         return y if layout is None else torch.where(layout.valid[..., None], y, 1.0), after
+
+
+class MultipliesPaddingByZero(StandardAttention):
+    """Padding is multiplied by zero, which leaves NaN and infinity as they are."""
+
+    def forward(self, x: Tensor, state: Any = None, layout: Layout | None = None) -> Answer:
+        if layout is None:
+            return super().forward(x, state)
+        trusting = TrustsItsPadding(**{field.name: getattr(layout, field.name) for field in fields(layout)})
+        return super().forward(x * layout.valid[..., None], state, trusting)
+
+
+class TrustsItsPadding(Layout):
+    """A layout whose batches are said to have zeros at padding already."""
+
+    def zero_padding(self, x: Tensor) -> Tensor:
+        return x * self.valid.view(*self.valid.shape, *[1] * (x.ndim - 2))
 
 
 class SkipsTheGradientOfPaddedKeys(StandardAttention):
@@ -333,6 +363,7 @@ BUGS: dict[type[StandardAttention], set[str]] = {
     PeeksAhead: {"causality", "splitting", "decoding", "padding", "packing", "precision", "attention_map"},
     PeeksAheadInGradients: {"causality", "splitting", "decoding", "padding", "packing", "attention_map"},
     ForgetsTheRotaryOffset: {"splitting", "decoding", "padding", "packing", "precision"},
+    SeesOnlyThePast: {"permutation", "cost"},
     ForgetsItsLength: {"splitting", "decoding", "padding", "packing", "states", "precision"},
     CountsPadding: {"padding", "packing"},
     ChangesTheStateItWasGiven: {"states"},
@@ -343,6 +374,7 @@ BUGS: dict[type[StandardAttention], set[str]] = {
     CutsGradientsAtTheState: {"splitting", "decoding"},
     TakesPaddingForTokens: {"padding", "packing"},
     LeavesOutputAtPadding: {"padding"},
+    MultipliesPaddingByZero: {"padding"},
     SkipsTheGradientOfPaddedKeys: {"padding", "packing"},
     JoinsTheFirstTwoSegments: {"packing"},
     MixesRows: {"padding", "packing", "batching", "states", "attention_map"},
@@ -354,7 +386,7 @@ BUGS: dict[type[StandardAttention], set[str]] = {
     KeepsAParameterOutOfItsState: {"state_dict"},
     AddsAFloat32Constant: {"precision"},
     RoundsToBfloat16TooOften: {"precision"},
-    DropsAtRandom: set(LAWS) - {"cost", "circuits"},
+    DropsAtRandom: set(LAWS) - {"permutation", "cost", "circuits"},
     AccumulatesOverCalls: {"determinism"},
     LooksAtTheData: {"compilation"},
     IsAnotherFunctionInInference: {"decoding"},

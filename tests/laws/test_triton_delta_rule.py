@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("quick")]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile emits warnings
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", [law for law in LAWS if law != "permutation"])
 def test_qdelta_satisfies_with_triton_kernels(law: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeltaNet and Gated DeltaNet run the same kernels without some inputs, which `test_triton.py` covers."""
     monkeypatch.setattr(sequences, "LENGTHS", ([2], [3, 1]))

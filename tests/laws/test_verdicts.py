@@ -35,6 +35,7 @@ def test_laws_on_missing_methods_are_absent_and_the_others_hold() -> None:
     outcomes = verdicts(OnlyForward, *(law for law in LAWS if law != "compilation"))
     missing = {law: answer for law, answer in outcomes.items() if answer[0] == "skipped"}
     assert missing == {
+        "permutation": ("skipped", "the order of the tokens matters"),
         "cost": ("skipped", "no cost()"),
         "attention_map": ("skipped", "no weights()"),
         "circuits": ("skipped", "no circuits()"),
@@ -75,12 +76,26 @@ def test_an_exception_without_a_message_is_named() -> None:
     assert verdicts(Silent, "causality") == {"causality": ("failed", "NotImplementedError: ")}
 
 
-def test_a_factory_that_fails_breaks_every_law_and_raises_nothing() -> None:
+def test_a_factory_that_fails_is_a_usage_error_instead_of_broken_laws() -> None:
     def factory(width: int, heads: int, layer: int, layers: int) -> StandardAttention:
-        raise UsageError("not today")
+        raise ValueError("not today")
 
-    outcomes = verdicts(factory, *(law for law in LAWS if law != "compilation"))
-    assert set(outcomes.values()) == {("failed", "UsageError: not today")}
+    with pytest.raises(UsageError, match="raised ValueError: not today"):
+        check(factory)
+
+
+def test_a_factory_that_fails_at_some_sizes_breaks_laws_and_raises_nothing() -> None:
+    calls = iter(range(100))
+
+    def factory(width: int, heads: int, layer: int, layers: int) -> StandardAttention:
+        if next(calls):
+            raise UsageError("not today")
+        return StandardAttention(width, heads)
+
+    assert verdicts(factory, "batching", "padding") == {
+        "batching": ("failed", "UsageError: not today"),
+        "padding": ("failed", "UsageError: not today"),
+    }
 
 
 def test_an_output_of_the_wrong_form_is_explained() -> None:

@@ -55,6 +55,34 @@ def test_padded_has_one_sequence_per_row(counts: list[int], more: int, side: Any
     check_layout(Layout.padded(counts, t, side=side), expected)
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=4))
+@few_examples
+def test_a_mask_has_one_sequence_per_row(rows: list[tuple[int, int]]) -> None:
+    t = max(1, *(before + count for before, count in rows))
+    mask = torch.tensor([[before <= column < before + count for column in range(t)] for before, count in rows])
+    expected = [[i * t + before + p for p in range(count)] for i, (before, count) in enumerate(rows)]
+    layout = Layout.from_mask(mask)
+    check_layout(layout, expected)
+    assert (layout.index is None) == all(before == 0 or count == 0 for before, count in rows)
+
+
+def test_a_mask_with_holes_raises() -> None:
+    with pytest.raises(UsageError, match=r"holes in the rows \[1, 2\]: the tokens of a row must be adjacent"):
+        Layout.from_mask(torch.tensor([[1, 1, 0], [1, 0, 1], [1, 0, 1]]).bool())
+
+
+@pytest.mark.parametrize("bad", [torch.ones(2, 3), torch.ones(3, dtype=torch.bool)])
+def test_a_mask_of_another_type_raises(bad: Any) -> None:
+    with pytest.raises((UsageError, TypeCheckError), match="mask"):
+        Layout.from_mask(bad)
+
+
+def test_a_layout_prints_as_a_summary() -> None:
+    assert repr(Layout.padded([2, 5], 6)) == "Layout(2 sequences of 2 to 5 tokens in a batch of 2 x 6)"
+    assert repr(Layout.packed([0, 1])) == "Layout(1 sequence of 1 token in a batch of 1 x 1)"
+    assert repr(Layout.padded([2, 5], 6).to("meta")) == "Layout(2 sequences in a batch of 2 x 6)"
+
+
 @given(lengths.filter(any))
 @few_examples
 def test_packed_sequences_follow_each_other(counts: list[int]) -> None:

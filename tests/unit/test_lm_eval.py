@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import json
 import random
+import re
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,6 +187,46 @@ def test_lm_eval_tasks_run(run: Path, lm: Any, tmp_path: Path) -> None:
     size = sum(len(d["text"].encode()) for d in first)
     assert results["rolling"]["bits_per_byte,none"] == pytest.approx(-nats / size / np.log(2), rel=1e-5)
     assert results["writing"]["exact_match,none"] == 0.0
+
+
+def test_the_documented_command_runs_without_cuda(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "huggingface.md").read_text()
+    command = re.search(r"python -m (qkflow\.lm_eval) (run .*?run=)runs/mine (--tasks )blimp", page)
+    assert command is not None
+    documents = [{"text": f"{word} is", "choices": ["a", "bb"], "gold": 0} for word in "uv"]
+    (tmp_path / "data.json").write_text("\n".join(json.dumps(document) for document in documents))
+    task = {
+        "task": "choosing",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": str(tmp_path / "data.json"), "cache_dir": str(tmp_path / "cache")},
+        "test_split": "train",
+        "doc_to_text": "{{text}}",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{gold}}",
+    }
+    (tmp_path / "choosing.yaml").write_text(json.dumps(task))
+    tasks = importlib.import_module("lm_eval.tasks")
+    only_mine = functools.partial(tasks.TaskManager, include_defaults=False)  # indexing lm-eval's own takes long
+    monkeypatch.setattr(tasks, "TaskManager", only_mine)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = f"{command[2]}{run} {command[3]}choosing --include_path {tmp_path}".split()
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *words])
+    runpy.run_module(command[1], run_name="__main__", alter_sys=False)
+    assert re.search(r"\|choosing\|.*\|acc", capsys.readouterr().out)
+
+
+def test_a_device_that_was_asked_for_is_not_replaced(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    create = qkflow_lm_eval.QKFlowLM.create_from_arg_string
+    assert create(f"run={run}", {"device": "cuda:0"}).device.type != "cuda"
+    assert create(f"run={run}", {"device": "cpu"}).device.type == "cpu"
+    with pytest.raises(UsageError, match="'cuda' is not available"):
+        create(f"run={run}", {"device": "cuda"})
+    with pytest.raises(UsageError, match="'cuda' is not available"):
+        qkflow_lm_eval.QKFlowLM(run, device="cuda:0")
 
 
 def test_invalid_requests_are_refused(run: Path, lm: Any) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from qkflow.errors import UsageError
+from qkflow.layout import Layout
+from qkflow.mechanisms import mechanism
+from qkflow.models.stack import DecoderState
 from qkflow.state import KVCache, RecurrentState
 
 MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
@@ -195,6 +199,27 @@ def test_a_state_can_be_continued_twice(mode: Callable[[], Any], uneven: bool) -
                 assert_close(x[:, :3], root.tensors[WIDTHS.index(x.shape[-1])][:, :3])
 
 
+def test_threads_that_continue_a_state_do_not_share_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.no_grad():
+        state = started().extend(tokens(2, 1)).extend(tokens(2, 1, 1))
+    has_room, others = KVCache._has_room, []
+
+    def interrupted(cache: KVCache, t: int) -> bool:
+        """Let another thread continue the state at the worst moment: it has to wait."""
+        is_free = has_room(cache, t)
+        if not others:
+            others.append(threading.Thread(target=lambda: continued.append(state.reserve())))
+            others[0].start()
+            others[0].join(0.05)
+        return is_free
+
+    monkeypatch.setattr(KVCache, "_has_room", interrupted)
+    continued: list[KVCache] = []
+    continued.append(state.reserve())
+    others[0].join()
+    assert continued[0].buffers[0] is not continued[1].buffers[0]
+
+
 def test_adding_a_position_table_does_not_change_the_previous_state() -> None:
     with torch.no_grad():
         alike = started().extend(tokens(2, 3))
@@ -307,3 +332,12 @@ def test_a_recurrent_state_has_a_size_moves_and_detaches() -> None:
     assert grown.matrix.requires_grad
     assert not grown.detach().matrix.requires_grad
     assert grown.detach().length.tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("spec", ["standard", "qdelta", "kuramoto"])
+def test_a_state_prints_as_a_summary(spec: str) -> None:
+    layer = mechanism(spec)(16, 2, 0, 1)
+    _, state = layer(torch.randn(2, 5, 16), layout=Layout.padded([3, 5], 5))
+    name = type(state).__name__
+    assert repr(state) == f"{name}(2 rows of 3 to 5 tokens, {state.nbytes:,} bytes)"
+    assert repr(DecoderState((state, state))).startswith("DecoderState(2 rows of 3 to 5 tokens, ")

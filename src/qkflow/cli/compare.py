@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as ProgressBar
 
+from qkflow.cli.console import Console
 from qkflow.cli.options import (
     command_line,
     flag,
@@ -35,7 +35,7 @@ from qkflow.experiment.result import ExperimentResult
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec, all_arms, split_arms
 from qkflow.experiment.summary import read_result
-from qkflow.formatting import format_clock
+from qkflow.formatting import escape_unprintable, format_clock
 from qkflow.report import export_csv, export_json, terminal, write_report
 from qkflow.training.regime import OptimizerName
 
@@ -105,6 +105,8 @@ class Compare:
     """Field of .jsonl lines that holds the text."""
     data_dir: Annotated[str | None, flag("DIR")] = None
     """Folder with the files of named corpora."""
+    binary: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Accept bytes that are not text, such as UTF-16 or programs."""
     out: Annotated[Path | None, flag("STUDY", "a new folder in runs/")] = None
     """Folder of the study. If it holds the same study, it is resumed."""
     resume: Annotated[Path | None, flag("STUDY")] = None
@@ -141,6 +143,7 @@ class Compare:
             vocabulary_files=self.vocabulary_files,
             field=self.field,
             data_dir=self.data_dir,
+            binary=self.binary or None,
         )
         return ExperimentSpec(
             data=with_absolute_paths(CorpusConfig(**corpus)),
@@ -258,7 +261,7 @@ class ExperimentDisplay(Observer):
 
     def print(self, text: str) -> None:
         """Print one line, above the bar if there is one."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(escape_unprintable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def _format_seeds(round_: Round) -> str:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
+from qkflow.cli.console import Console
 from qkflow.cli.options import flag, print_notices
 from qkflow.data import Corpus, open_corpus
 from qkflow.formatting import MISSING, format_accuracy
 from qkflow.training import CellResult, Evaluation, by_cell, evaluate, load_run, together
+from qkflow.training.run_dir import recorded_digest
 
 _MAX_DEPTHS = 21
 """Maximum number of rows; more depths are grouped into bands, since training instances have any depth."""
@@ -46,6 +47,8 @@ class Eval:
     """Evaluate about this many tokens, as evenly spaced whole documents."""
     data_dir: Annotated[str | None, flag("DIR")] = None
     """Folder with the files of named corpora."""
+    binary: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Accept bytes that are not text, such as UTF-16 or programs."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Device."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -56,6 +59,7 @@ class Eval:
         run = load_run(self.run_folder, device=self.device)
         own = run.data
         source = replace(own, source=self.corpus or own.source, data_dir=self.data_dir or own.data_dir)
+        source = replace(source, binary=self.binary or own.binary)
         corpus = open_corpus(source, tokenizer=run.tokenizer)
         config = run.config
         result = evaluate(
@@ -67,7 +71,10 @@ class Eval:
             limit=self.limit,
         )
         console = Console(soft_wrap=True, highlight=False)
-        print_notices(run)
+        print_notices(run.notices + corpus.notices)
+        digest = recorded_digest(run.folder)
+        if source.source == own.source and digest is not None and digest != corpus.digest:
+            print_notices([f"{corpus.name} has changed since the run was trained on it (SHA-256 {digest[:12]} then)"])
         if self.json:
             record = {"run": str(run.folder), "step": run.step, "data": corpus.name, "digest": corpus.digest}
             record |= {"split": self.split, **result.summary(), **_recall_record(corpus, result)}

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
+
+from qkflow.cli.console import Console
 
 
 @dataclass(frozen=True, kw_only=True)

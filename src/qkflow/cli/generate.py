@@ -54,7 +54,7 @@ class Generate:
             raise UsageError(f"--tokens must be at least 1, got {self.tokens}")
         sampling = Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
         run = load_run(self.run_folder, device=self.device)
-        print_notices(run)
+        print_notices(run.notices)
         prompts = [os.fsencode(prompt) for prompt in self.prompts or [""]]
         stops = [text.replace("\\n", "\n").replace("\\t", "\t").encode() for text in self.stop]
         tokenizer = run.tokenizer

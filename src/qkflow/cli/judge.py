@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
+from qkflow.cli.console import Console
 from qkflow.cli.options import flag
 from qkflow.io import write_file
 from qkflow.judge import judge

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tyro
-from rich.console import Console
 
+from qkflow.cli.console import Console
 from qkflow.data import CORPUS_NAMES, CorpusConfig, is_recall_task
 from qkflow.errors import UsageError
-from qkflow.training import LoadedRun
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -21,6 +21,33 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def flag(metavar: str, default: str | None = None) -> Any:
     """The help of an optional flag; `default` describes what happens without it."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="" if default is None else f"(default: {default})")
+
+
+def refuse_empty(args: Sequence[str]) -> None:
+    """Raise `UsageError` for an empty argument: an empty path would be the current folder. Prompts may be empty."""
+    for before, arg in zip(("", *args), args, strict=False):
+        flag = arg.removesuffix("=") if arg.startswith("--") and arg.endswith("=") else before
+        is_prompt = args[0] == "generate" and not before.startswith("--")
+        if arg == f"{flag}=" or (not arg and not is_prompt):
+            name = flag if flag.startswith("--") else "an argument"
+            raise UsageError(f"{name} is empty: give a value, or leave it out")
+
+
+def refuse_extreme(command: object) -> None:
+    """Raise `UsageError` for flags that are not finite, or integers of more than 64 bits."""
+    for name, value in vars(command).items():
+        if isinstance(value, int | float) and not abs(value) < 2**63:
+            number = "an integer" if isinstance(value, int) else "a finite number"
+            raise UsageError(f"{as_flag(name)} must be {number} below 2^63, got {value}")
+
+
+def as_flag(name: str) -> str:
+    """The flag of a field, as typed.
+
+    >>> as_flag("data_seed")
+    '--data-seed'
+    """
+    return f"--{name.replace('_', '-')}"
 
 
 def parse_duration(text: str) -> float:
@@ -76,7 +103,7 @@ def flags_given(command: object, exclude: tuple[str, ...]) -> str:
         for name, value in vars(command).items()
         if value is not None and value is not False and name not in exclude
     ]
-    return ", ".join("CORPUS" if name == "corpus" else f"--{name.replace('_', '-')}" for name in names)
+    return ", ".join("CORPUS" if name == "corpus" else as_flag(name) for name in names)
 
 
 def with_absolute_paths(config: CorpusConfig) -> CorpusConfig:
@@ -94,9 +121,9 @@ def with_absolute_paths(config: CorpusConfig) -> CorpusConfig:
     )
 
 
-def print_notices(run: LoadedRun) -> None:
-    """Print the notices of a loaded run to stderr."""
-    for notice in run.notices:
+def print_notices(notices: Sequence[str]) -> None:
+    """Print messages for the user to stderr."""
+    for notice in notices:
         Console(stderr=True, soft_wrap=True).print(f"note: {notice}", markup=False, highlight=False)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 
+from qkflow.cli.console import Console
 from qkflow.cli.options import command_line, flag, print_notices
 from qkflow.cli.probe_tables import attention_section, coupling_section, memory_section, phase_section
 from qkflow.config import to_dict
@@ -83,7 +83,7 @@ class Probe:
         if self.text and self.file is not None:
             raise UsageError("got both TEXT and --file: pass only one of them")
         run = load_run(self.run_folder, device=self.device)
-        print_notices(run)
+        print_notices(run.notices)
         tokens, source, remarks = self._tokens(run)
         result, statistics = self._probe(run, tokens, source, [*run.notices, *remarks])
         console = Console(highlight=False)
@@ -152,9 +152,7 @@ class Probe:
     def _text(self, limit: int) -> bytes:
         """Return TEXT, or enough of --file for `limit` tokens."""
         if self.file is None:
-            if not (text := os.fsencode(" ".join(self.text))):
-                raise UsageError("TEXT is empty: pass a text, or none to read held-out text of the corpus")
-            return text
+            return os.fsencode(" ".join(self.text))
         try:
             with self.file.open("rb") as file:
                 start = file.read(limit * _BYTES_PER_TOKEN)

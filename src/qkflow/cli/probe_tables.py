@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import TypeVar
 
-from qkflow.formatting import MISSING, format_number, format_signed, shorten
+from qkflow.formatting import MISSING, format_number, format_signed, plural, shorten
 from qkflow.probes import AttentionStats, CouplingStats, MemoryStats, PhaseStats, RationaleConfidence
 from qkflow.probes.attention import TAU, LayerAttention
 from qkflow.report.probe_page import ProbePart
@@ -106,7 +106,7 @@ def coupling_verdict(layers: Sequence[CouplingStats | None]) -> str:
     on_key = [layer.strength.query_on_key for layer in coupled]
     if not _all_finite(on_query + on_key):
         return _NOT_FINITE
-    n_layers = _plural(len(coupled), "coupled layer")
+    n_layers = plural(len(coupled), "coupled layer")
     n_keys, n_queries = (sum(size >= _MIN_DEPENDENCE for size in sizes) for sizes in (on_query, on_key))
     if not n_keys and not n_queries:
         return f"Hardly used on this text: |dk'/dq| and |dq'/dk| are below {_MIN_DEPENDENCE} in all of {n_layers}."
@@ -156,7 +156,7 @@ def _memory_verdict(layers: Sequence[MemoryStats | None]) -> str:
     ]
     if not _all_finite((*numbers, *(norms.max for layer in stats for norms in layer.growth))):
         return _NOT_FINITE
-    n_layers = _plural(len(stats), "delta layer")
+    n_layers = plural(len(stats), "delta layer")
     outside = sum(layer.steps.outside for layer in stats) / len(stats)
     if outside == 0:
         rho = max(layer.rho for layer in stats)
@@ -230,7 +230,7 @@ def _phase_verdict(layers: Sequence[PhaseStats | None], labels: Sequence[str]) -
     return (
         f"On this text the order parameter {change} from the first layer's input ({first:.2f}) to the last layer's"
         f" output ({last:.2f}), and attention lowers the energy by at least {_MIN_CHANGE} in {n_lower} of"
-        f" {_plural(len(stats), 'layer')}.{largest}"
+        f" {plural(len(stats), 'layer')}.{largest}"
         " Whether synchronization helps is a different question: qkflow compare answers it."
     )
 
@@ -262,7 +262,3 @@ def _significant(value: float) -> str:
 
 def _short(label: str) -> str:
     return shorten(label, 8)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import Any, cast
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from qkflow.formatting import format_accuracy
+from qkflow.cli.console import Console
+from qkflow.formatting import escape_unprintable, format_accuracy
 from qkflow.models import DecoderConfig
 from qkflow.training import Callback, Result, Run
 
@@ -35,7 +35,7 @@ class TrainProgress(Callback):
         )
         self.task = None
         self.steps = 0
-        self.shown_at = 0.0
+        self.shown_at = self.said_at = 0.0
 
     def on_start(self, run: Run) -> None:
         """Print model, corpus and run, and start the bar."""
@@ -65,6 +65,14 @@ class TrainProgress(Callback):
             step = f"step {record['step']:,}/{self.steps:,}"
             self.say(f"{step}  loss {record['loss']:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left")
 
+    def on_evaluation_progress(self, done: int, total: int) -> None:
+        """Update the bar, or print a line every few seconds."""
+        status = f"evaluating {done / total:.0%} of {total:,} tokens"
+        if not self.bar.disable and self.task is not None:
+            self.bar.update(self.task, status=f"{status} ·")
+        elif time.monotonic() - self.said_at > _LINES_EVERY:
+            self.say(status)
+
     def on_evaluate(self, record: Mapping[str, Any]) -> None:
         """Print the held-out results."""
         perplexity = record["perplexity"]
@@ -88,4 +96,5 @@ class TrainProgress(Callback):
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.said_at = time.monotonic()
+        self.console.print(escape_unprintable(text), markup=False, highlight=False, soft_wrap=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from qkflow.cli.compare import present
+from qkflow.cli.console import Console
 from qkflow.experiment.summary import read_result
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from qkflow.cli.compare import run_and_present
+from qkflow.cli.console import Console
 from qkflow.cli.options import command_line, flag, flags_given, new_folder, parse_numbers, without_none
 from qkflow.data.tasks import TaskConfig, TaskName
 from qkflow.errors import UsageError
@@ -33,12 +33,12 @@ class Sharpen:
       qkflow sharpen --task synthetic --form CACO --ratios 1,2,5
       qkflow sharpen --data lm_syneval.jsonl.xz --published
       qkflow sharpen --task hatexplain --data hatexplain/
-      qkflow sharpen --task squad-sentences --data squad/
+      qkflow sharpen --task squad-entities --data squad/
       qkflow sharpen --resume runs/sharpen-agreement   after Ctrl-C or a crash
     """
 
     task: Annotated[
-        TaskName | None, flag("{agreement,synthetic,squad,squad-sentences,hatexplain,sst2}", "agreement")
+        TaskName | None, flag("{agreement,synthetic,squad,squad-entities,hatexplain,sst2}", "agreement")
     ] = None
     """Task."""
     data: Annotated[str | None, flag("PATH", "the built-in grammar")] = None

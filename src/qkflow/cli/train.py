@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import tomllib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import tyro
-from rich.console import Console
 
+from qkflow.cli.console import Console
 from qkflow.cli.options import (
     command_line,
     flag,
@@ -31,6 +32,7 @@ from qkflow.formatting import format_accuracy
 from qkflow.models import SIZES, DecoderConfig, parameters, size
 from qkflow.training import Result, TrainConfig, load_run, read_metrics, read_recall, steps_for_budget, train
 from qkflow.training.distributed import LostProcessError, Parallel, SingleProcess, is_on_all_ranks, is_torchrun, join
+from qkflow.training.loggers import Logger, existing_logs, make_loggers
 from qkflow.training.regime import OptimizerName, default_batch, default_regime
 from qkflow.training.run_dir import read_config, read_json
 from qkflow.training.tensors import model_tensors
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from qkflow.hub import ModelFolder  # imports the tokenizers library, which other commands do not need
 
 _DEFAULT_BUDGET = "2m"
+_FINAL_TOKENS = 1 << 20
+"""Tokens of the evaluation after the last step, unless all are asked for."""
 _UNDECIDED = 10**9
 """A placeholder for the number of steps until the budget has decided it."""
 
@@ -55,6 +59,7 @@ class Train:
       qkflow train my.txt --qk-ratio 20          queries and keys learn faster
       qkflow train mqar --mechanism qdelta       accuracy of associative recall
       qkflow train my.txt --init exported        start from existing weights
+      qkflow train my.txt --log tensorboard      curves of the loss in TensorBoard
       qkflow train --resume runs/diff            resume after Ctrl-C or a crash
       torchrun --nproc-per-node 2 -m qkflow train my.txt --out runs/two
     """
@@ -94,6 +99,10 @@ class Train:
     """Field of .jsonl lines that contains the text."""
     data_dir: Annotated[str | None, flag("DIR")] = None
     """Folder with the files of named corpora."""
+    binary: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Accept bytes that are not text, such as UTF-16 or programs."""
+    evaluate_all: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """After the last step, evaluate all held-out text, and not a sample of a million tokens."""
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"] | None, flag("{auto,cpu,cuda,mps}", "auto")] = None
     """Device."""
     compile: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -106,8 +115,10 @@ class Train:
     """TOML or JSON file with settings of the run; flags override it."""
     out: Annotated[Path | None, flag("RUN", "a new one in runs/")] = None
     """Run folder."""
+    log: Annotated[str | None, flag("{csv,tensorboard}")] = None
+    """Also write the metrics as metrics.csv, or for TensorBoard, in the run folder; both: csv,tensorboard."""
     resume: Annotated[Path | None, flag("RUN")] = None
-    """Resume the run in this folder; no other flags are needed."""
+    """Resume the run in this folder, with its logs; no other flags are needed."""
 
     def run(self) -> int:
         """Train and show progress; with several processes, on rank 0 only."""
@@ -134,12 +145,14 @@ class Train:
     def _run(self, group: SingleProcess) -> int:
         console = Console(quiet=not group.is_main)
         progress = TrainProgress(console)
+        with group.raise_on_all_ranks():
+            loggers = self._loggers(progress.on_notice)
         if self.parallel is not None and group.size == 1:
             progress.on_notice(f"--parallel {self.parallel} has no effect: it is for processes started by torchrun")
         try:
             if self.resume is not None:
                 with group.raise_on_all_ranks():
-                    if flags := flags_given(self, exclude=("resume", "parallel")):
+                    if flags := flags_given(self, exclude=("resume", "parallel", "log")):
                         raise UsageError(f"--resume uses the settings of the run: omit {flags}")
                 config, folder, weights = None, self.resume, None
             else:
@@ -155,7 +168,7 @@ class Train:
             result = train(
                 config,
                 folder,
-                callbacks=[progress],
+                callbacks=[progress, *loggers],
                 resume=self.resume is not None,
                 command=command_line(),
                 initial=weights,
@@ -163,8 +176,22 @@ class Train:
             )
         finally:
             progress.close()
+        if result.was_finished and group.is_main:  # training has not called them
+            for logger in loggers:
+                logger.write(result.folder)
         progress.say(f"held-out {_improvement(result)}; saved in {result.folder}")
         return 0
+
+    def _loggers(self, notify: Callable[[str], None]) -> list[Logger]:
+        """The loggers that were asked for, and those of the run that is resumed, if their packages are installed."""
+        loggers = {} if self.log is None else make_loggers(self.log)
+        folder = self.resume or self.out  # torchrun may restart a run in --out
+        for kind in [] if folder is None else existing_logs(folder):
+            try:
+                loggers = make_loggers(kind) | loggers
+            except UsageError as error:
+                notify(f"the log {kind} of {folder} is not continued: {error}")
+        return list(loggers.values())
 
     def _config(self, initial: ModelFolder | None) -> TrainConfig:
         """Combine flags, the config file and defaults, in this order of precedence; the vocabulary is the corpus's."""
@@ -177,6 +204,7 @@ class Train:
             vocabulary_files=self.vocabulary_files,
             field=self.field,
             data_dir=self.data_dir,
+            binary=self.binary or None,
         )
         model = _table(settings, "model")
         if initial is not None:
@@ -214,7 +242,10 @@ class Train:
             compile=self.compile or None,
         )
         flags |= ratio
+        if self.evaluate_all:
+            flags["final_tokens"] = None
         if opened.task is None:
+            settings.setdefault("final_tokens", _FINAL_TOKENS)
             settings = self._regime(decoder, {**settings, **flags}) | settings
         if self.steps is None and self.budget is not None:
             flags["steps"] = _UNDECIDED
@@ -319,14 +350,12 @@ def read_settings(path: Path) -> dict[str, Any]:
     """A config file as plain data."""
     if not path.is_file():
         raise UsageError(f"config file {path} does not exist: expected a .toml or .json file")
+    if path.suffix not in (".json", ".toml"):
+        raise UsageError(f"a config file must end in .toml or .json, got {path}")
     try:
-        if path.suffix == ".json":
-            value = json.loads(path.read_text())
-        elif path.suffix == ".toml":
-            value = tomllib.loads(path.read_text())
-        else:
-            raise UsageError(f"a config file must end in .toml or .json, got {path}")
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise UsageError(f"{path} must contain a table of settings, got {type(value).__name__}")

@@ -57,6 +57,8 @@ def make_design(
     if isinstance(spec.data, TaskConfig):
         raise UsageError(f"the task {spec.data.name} needs a training config")
     corpus = open_corpus(spec.data)
+    for text in corpus.notices:
+        notice(f"note: {text}")
     _refuse_small_corpus(corpus)
     _refuse_context(spec, corpus)
     device = cast(Device, pick_device("auto").type) if spec.device == "auto" else spec.device

@@ -24,6 +24,7 @@ from qkflow.models import SIZES, DecoderConfig
 from qkflow.probes.attention import Pooling
 from qkflow.training import TrainConfig
 from qkflow.training.regime import OptimizerName
+from qkflow.training.reproducibility import validate_threads
 
 Match = Literal["tokens", "flops", "seconds"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -176,8 +177,11 @@ class ExperimentSpec:
         for name in ("margin", "error_rate"):
             if not 0 < getattr(self, name) < 1:
                 raise UsageError(f"{name} must be between 0 and 1, got {getattr(self, name):g}")
+        validate_threads(self.threads)
         if self.first_seed < 0:
             raise UsageError(f"first_seed must be at least 0, got {self.first_seed}")
+        if self.first_seed >= 2**63 - MOST_SEEDS:
+            raise UsageError(f"first_seed must be below 2^63 - {MOST_SEEDS}, got {self.first_seed}")
         if self.seeds is not None and self.seeds > MOST_SEEDS:
             raise UsageError(f"seeds must be at most {MOST_SEEDS}, got {self.seeds}")
         if not self.adaptive and self.seeds is None:

@@ -26,7 +26,7 @@ from qkflow.errors import UsageError
 from qkflow.experiment.decisions import Decisions
 from qkflow.experiment.design import FORMAT, Design
 from qkflow.experiment.spec import ExperimentSpec, spec_differences
-from qkflow.io import checksum, discard, locked, write_json
+from qkflow.io import checksum, discard, locked, refuse_special_files, write_json
 from qkflow.training.run_dir import read_json
 
 
@@ -90,7 +90,8 @@ def read_decisions(study: Path, design: Design) -> Decisions:
 
 
 def refuse_links(study: Path) -> None:
-    """Raise `UsageError` if a link in a study's folder leads out of it: nothing is written elsewhere."""
+    """Raise `UsageError` if a link in a study's folder leads out of it, or a file in it is a pipe or a device."""
+    refuse_special_files(study)
     for folder, folders, files in os.walk(study):
         for path in (Path(folder, name) for name in (*folders, *files)):
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(study)):
@@ -121,18 +122,12 @@ def resume_study_command(study: Path) -> str:
 
 @contextlib.contextmanager
 def locked_study(study: Path) -> Iterator[None]:
-    """Hold the lock of the study's folder; remove the folder if no study was created in it."""
+    """Hold the lock of the study's folder, and remove temporary files of earlier processes."""
     with locked(study / "lock"):
         for pattern in (".*.tmp", "runs/*/.*.tmp", "tuning/*/.*.tmp"):
             for path in study.glob(pattern):
                 discard(path)
-        try:
-            yield
-        finally:
-            if not holds_study(study):
-                discard(study / "lock")
-                with contextlib.suppress(OSError):
-                    study.rmdir()
+        yield
 
 
 def resumed_design(spec: ExperimentSpec | None, study: Path) -> Design:

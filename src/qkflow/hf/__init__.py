@@ -14,7 +14,7 @@ except ImportError as error:
 
 from qkflow.hf.cache import QKFlowCache
 from qkflow.hf.configuration import QKFlowConfig, to_transformers
-from qkflow.hf.modeling import QKFlowForCausalLM, QKFlowForSequenceClassification
+from qkflow.hf.modeling import QKFlowForCausalLM, QKFlowForSequenceClassification, QKFlowModel
 from qkflow.hf.retrofit import RetrofitConfig, is_retrofitted, load_retrofitted, remove_retrofit, retrofit
 from qkflow.hub import ModelFolder, export_run, read_folder
 
@@ -24,6 +24,7 @@ __all__ = [
     "QKFlowConfig",
     "QKFlowForCausalLM",
     "QKFlowForSequenceClassification",
+    "QKFlowModel",
     "RetrofitConfig",
     "export_run",
     "is_retrofitted",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 transformers.AutoConfig.register("qkflow", QKFlowConfig, exist_ok=True)
+transformers.AutoModel.register(QKFlowConfig, QKFlowModel, exist_ok=True)
 transformers.AutoModelForCausalLM.register(QKFlowConfig, QKFlowForCausalLM, exist_ok=True)
 transformers.AutoModelForSequenceClassification.register(QKFlowConfig, QKFlowForSequenceClassification, exist_ok=True)
 transformers.AutoTokenizer.register(

@@ -61,8 +61,8 @@ class QKFlowConfig(PretrainedConfig):
         self.use_cache = use_cache
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
         self.tie_word_embeddings = tie_word_embeddings
-        super().__init__(**kwargs)
-        self.classifier_config(self.num_labels or 2)
+        self.classifier_config(kwargs.get("num_labels") or 2)  # before transformers compares the values
+        super().__init__(**{key: value for key, value in kwargs.items() if value is not None})
 
     @classmethod
     def from_model_config(cls, config: DecoderConfig | ClassifierConfig, *, end: int | None = None) -> QKFlowConfig:

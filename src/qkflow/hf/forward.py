@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qkflow.layout import Layout
 from qkflow.models import DecoderState
 from qkflow.models.blocks import Block
-from qkflow.models.stack import Stack, Tokens
+from qkflow.models.stack import Stack
 from qkflow.state import KVCache, ShiftedKVCache, State
 
 AttentionMaps = tuple[Float[Tensor, "b _ t _"], ...]
@@ -32,7 +32,7 @@ class StackOutput(NamedTuple):
 
 def forward(
     stack: Stack,
-    tokens: Tokens,
+    x: Float[Tensor, "b t d"],
     state: DecoderState | None,
     layout: Layout | None,
     *,
@@ -40,13 +40,12 @@ def forward(
     output_hidden_states: bool = False,
     checkpoint: Callable[..., Any] | None = None,
 ) -> StackOutput:
-    """`Stack.read` with optional outputs.
+    """`Stack.read_embedded` with optional outputs.
 
     With a `checkpoint` function, blocks recompute their activations in the backward pass and return no state.
     """
     if not (output_attentions or output_hidden_states or checkpoint):
-        return StackOutput(*stack.read(tokens, state, layout))
-    x = stack.embed(tokens)
+        return StackOutput(*stack.read_embedded(x, state, layout))
     past = [None] * len(stack.blocks) if state is None else state.layers
     states, hidden_states, attentions = [], [x], []
     for block, layer_state in zip(stack.blocks, past, strict=True):

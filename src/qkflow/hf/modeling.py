@@ -1,7 +1,9 @@
-"""qkflow models as transformers models: a causal language model and a sequence classifier over any mechanism."""
+"""qkflow models as transformers models, over any mechanism: the blocks, a language model and a classifier."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -9,9 +11,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
 
 from qkflow.errors import CheckpointError, UsageError
 from qkflow.hf.cache import QKFlowCache
@@ -19,15 +25,20 @@ from qkflow.hf.configuration import QKFlowConfig
 from qkflow.hf.forward import StackOutput, expand_to_columns, forward
 from qkflow.hf.inputs import batch_layout, is_packed
 from qkflow.hub.config_json import MODEL_KEYS, label_count
-from qkflow.hub.load import HEAD, check_folder, read_config_json
+from qkflow.hub.load import GENERATION_CONFIG, HEAD, check_folder, read_config_json
+from qkflow.hub.safe_files import first_line, read_json_object
 from qkflow.layout import Layout
 from qkflow.models import Classifier, Decoder
-from qkflow.models.stack import Stack, Tokens
+from qkflow.models.decoder import EMBEDDING_STD
+from qkflow.models.stack import Stack
 from qkflow.training.tensors import model_tensors
 
-Output = TypeVar("Output", CausalLMOutputWithPast, SequenceClassifierOutputWithPast)
-for _output_type in (CausalLMOutputWithPast, SequenceClassifierOutputWithPast):
+Output = TypeVar("Output", BaseModelOutputWithPast, CausalLMOutputWithPast, SequenceClassifierOutputWithPast)
+for _output_type in (BaseModelOutputWithPast, CausalLMOutputWithPast, SequenceClassifierOutputWithPast):
     _output_type()  # the first instance registers the type with torch's pytrees
+
+_NOT_FORWARDED = ("labels", "position_ids", "tokenizer", "assistant_tokenizer")
+"""Arguments of `generate` that `forward` does not take, or computes itself."""
 
 
 class QKFlowPreTrainedModel(PreTrainedModel):
@@ -69,13 +80,21 @@ class QKFlowPreTrainedModel(PreTrainedModel):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
-        """Return the token embedding; resizing it is not supported."""
-        if new_num_tokens not in (None, self.config.vocab_size) or pad_to_multiple_of is not None:
-            raise UsageError(
-                f"the vocabulary of a qkflow model is fixed at {self.config.vocab_size} tokens: to use another one,"
-                " train a model with it (`qkflow train --tokens`)"
-            )
-        return self.model.embedding
+        """As in transformers: new tokens get the mean embedding or, without `mean_resizing`, an initial one."""
+        if new_num_tokens is not None and new_num_tokens < 1:
+            raise UsageError(f"new_num_tokens must be at least 1, got {new_num_tokens}")
+        n_kept = self.config.vocab_size
+        embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of)
+        vocabulary = self.config.vocab_size = embedding.num_embeddings
+        if vocabulary > n_kept and not mean_resizing:
+            kept = embedding.weight.detach()[:n_kept].clone()
+            self.model.init_embedding(getattr(self.model.config, "spread", EMBEDDING_STD))
+            with torch.no_grad():
+                embedding.weight[:n_kept] = kept
+                if (head := self.get_output_embeddings()) is not None:
+                    nn.init.normal_(head.weight[n_kept:], std=EMBEDDING_STD)
+        self.model.config = replace(self.model.config, vocabulary=vocabulary)
+        return embedding
 
     @classmethod
     def from_pretrained(
@@ -112,22 +131,31 @@ class QKFlowPreTrainedModel(PreTrainedModel):
         if names:
             raise CheckpointError(f"the weights lack {sorted(names)[0]!r}: they do not match this model")
 
-    def _forward(
+    def _read(
         self,
-        tokens: Tokens | None,
-        cache: QKFlowCache | None,
-        layout: Layout | None,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: TransformersCache | None,
+        use_cache: bool | None,
         output_attentions: bool | None,
         output_hidden_states: bool | None,
-    ) -> StackOutput:
+    ) -> tuple[StackOutput, Layout | None, QKFlowCache | None]:
         """Run the blocks. Options that are None come from the config; attentions cover all columns of the cache."""
-        if tokens is None:
-            raise UsageError("a qkflow model needs input_ids, got None")
+        if cache is not None and not isinstance(cache, QKFlowCache):
+            raise UsageError(
+                f"past_key_values must be a QKFlowCache, which this model returns, got {type(cache).__name__}"
+            )
+        x, state, layout = self._embed(input_ids, inputs_embeds), None if cache is None else cache.state, None
+        if attention_mask is not None or position_ids is not None:
+            past_columns = 0 if cache is None else cache.columns
+            past_lengths = None if state is None or position_ids is None else state.length
+            layout = batch_layout(x, attention_mask, position_ids, past_columns, past_lengths)
         config = vars(self.config)  # attribute access on a transformers config is slow
-        state = None if cache is None else cache.state
         outputs = forward(
             self.model,
-            tokens,
+            x,
             state,
             layout,
             output_attentions=bool(config["_output_attentions"] if output_attentions is None else output_attentions),
@@ -136,10 +164,39 @@ class QKFlowPreTrainedModel(PreTrainedModel):
             ),
             checkpoint=self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None,
         )
-        if outputs.attentions is None or cache is None:
-            return outputs
-        attentions = expand_to_columns(outputs.attentions, state, cache.columns, cache.valid())
-        return outputs._replace(attentions=attentions)
+        if outputs.attentions is not None and cache is not None:
+            attentions = expand_to_columns(outputs.attentions, state, cache.columns, cache.valid())
+            outputs = outputs._replace(attentions=attentions)
+        return outputs, layout, self._update_cache(cache, use_cache, outputs.state, layout, x)
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """The stream before the first block."""
+        if inputs_embeds is None:
+            if input_ids is None:
+                raise UsageError("a qkflow model needs input_ids or inputs_embeds, got None")
+            return self.model.embed(input_ids)
+        if input_ids is not None:
+            raise UsageError("a qkflow model needs either input_ids or inputs_embeds, got both")
+        if inputs_embeds.ndim != 3 or inputs_embeds.shape[2] != self.config.hidden_size:
+            shape = list(inputs_embeds.shape)
+            raise UsageError(f"inputs_embeds must be [batch, tokens, {self.config.hidden_size}], got {shape}")
+        return self.model.to_stream(inputs_embeds)
+
+    def _update_cache(
+        self, cache: QKFlowCache | None, use_cache: bool | None, state: Any, layout: Any, tokens: Any
+    ) -> QKFlowCache | None:
+        """The cache after this call; None if it is not requested or there is no state."""
+        if is_packed(layout, tokens):
+            if cache is not None or use_cache:
+                raise UsageError("a packed row contains several sequences and cannot be cached: set use_cache=False")
+            return None
+        if use_cache is None:
+            use_cache = cache is not None or self.config.use_cache
+        if state is None or not use_cache:
+            return None
+        cache = QKFlowCache() if cache is None else cache
+        cache.advance(state, tokens.shape[1], None if layout is None else layout.valid)
+        return cache
 
     def _output(self, output_type: type[Output], values: dict[str, Any], return_dict: bool | None) -> Any:
         """`output_type(**values)` or a tuple, in a fifth of the time, which matters in cached generation steps."""
@@ -153,6 +210,45 @@ class QKFlowPreTrainedModel(PreTrainedModel):
         return (
             output if (vars(self.config)["return_dict"] if return_dict is None else return_dict) else output.to_tuple()
         )
+
+
+class QKFlowModel(QKFlowPreTrainedModel):
+    """The blocks of a language model without its head, for `AutoModel`.
+
+    >>> config = QKFlowConfig(hidden_size=32, num_hidden_layers=1, intermediate_size=64, mechanism="qdelta")
+    >>> QKFlowModel(config)(torch.tensor([[72, 105]])).last_hidden_state.shape
+    torch.Size([1, 2, 32])
+    """
+
+    _keys_to_ignore_on_load_unexpected = [re.escape(HEAD)]  # noqa: RUF012
+
+    def __init__(self, config: QKFlowConfig) -> None:
+        decoder = Decoder(config.decoder_config())
+        decoder.head = None
+        super().__init__(config, decoder)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: TransformersCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """The input of the head: the normalised stream after the last block or, of a phase stream, its points."""
+        inputs = input_ids, inputs_embeds, attention_mask, position_ids
+        outputs, _, cache = self._read(*inputs, past_key_values, use_cache, output_attentions, output_hidden_states)
+        values = {"last_hidden_state": outputs.x, "past_key_values": cache}
+        values |= {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
+        return self._output(BaseModelOutputWithPast, values, return_dict)
+
+    @classmethod
+    def _check_folder(cls, folder: Path, options: dict[str, Any]) -> bool:
+        return check_folder(folder, with_head=False, overrides=_config_overrides(options))
 
 
 class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
@@ -175,6 +271,16 @@ class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
         model.model = decoder
         return model.train(decoder.training)
 
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The head; None if it shares the weight of the token embedding."""
+        return self.model.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the head."""
+        if self.model.head is None:
+            raise UsageError("the head of this model is the token embedding: use set_input_embeddings")
+        self.model.head = new_embeddings
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -195,19 +301,8 @@ class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
         Padding may be on the left or on the right. With a cache, the mask may include the past columns. Positions that
         restart at 0 inside a row separate packed sequences.
         """
-        _refuse_embeddings(inputs_embeds)
-        cache = past_key_values
-        if cache is not None and not isinstance(cache, QKFlowCache):
-            raise UsageError(
-                f"past_key_values must be a QKFlowCache, which this model returns, got {type(cache).__name__}"
-            )
-        layout = None
-        if input_ids is not None and (attention_mask is not None or position_ids is not None):
-            past_columns = 0 if cache is None else cache.columns
-            past_lengths = None if cache is None or cache.state is None or position_ids is None else cache.state.length
-            layout = batch_layout(input_ids, attention_mask, position_ids, past_columns, past_lengths)
-        outputs = self._forward(input_ids, cache, layout, output_attentions, output_hidden_states)
-        cache = self._update_cache(cache, use_cache, outputs.state, layout, input_ids)
+        inputs = input_ids, inputs_embeds, attention_mask, position_ids
+        outputs, _, cache = self._read(*inputs, past_key_values, use_cache, output_attentions, output_hidden_states)
         x = outputs.x
         if not isinstance(logits_to_keep, int):
             x = x[:, logits_to_keep]
@@ -225,22 +320,6 @@ class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
             values |= {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
         return self._output(CausalLMOutputWithPast, values, return_dict)
 
-    def _update_cache(
-        self, cache: QKFlowCache | None, use_cache: bool | None, state: Any, layout: Any, tokens: Any
-    ) -> QKFlowCache | None:
-        """The cache after this call; None if it is not requested or there is no state."""
-        if is_packed(layout, tokens):
-            if cache is not None or use_cache:
-                raise UsageError("a packed row contains several sequences and cannot be cached: set use_cache=False")
-            return None
-        if use_cache is None:
-            use_cache = cache is not None or self.config.use_cache
-        if state is None or not use_cache:
-            return None
-        cache = QKFlowCache() if cache is None else cache
-        cache.advance(state, tokens.shape[1], None if layout is None else layout.valid)
-        return cache
-
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
@@ -252,10 +331,12 @@ class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The arguments of the next `forward` call. Positions are left out, since the state counts them."""
-        _refuse_embeddings(inputs_embeds)
-        new_ids = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
-        others = {name: value for name, value in kwargs.items() if name not in ("labels", "position_ids")}
-        return {"input_ids": new_ids, "past_key_values": past_key_values, "attention_mask": attention_mask, **others}
+        name, inputs = "input_ids", input_ids
+        if inputs_embeds is not None and is_first_iteration:
+            name, inputs = "inputs_embeds", inputs_embeds
+        new_inputs = inputs if next_sequence_length is None else inputs[:, -next_sequence_length:]
+        others = {key: value for key, value in kwargs.items() if key not in _NOT_FORWARDED}
+        return {name: new_inputs, "past_key_values": past_key_values, "attention_mask": attention_mask, **others}
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -272,6 +353,12 @@ class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
+
+    @classmethod
+    def _check_folder(cls, folder: Path, options: dict[str, Any]) -> bool:
+        is_new_head = super()._check_folder(folder, options)
+        _check_generation_config(folder)
+        return is_new_head
 
 
 class QKFlowForSequenceClassification(QKFlowPreTrainedModel):
@@ -304,9 +391,8 @@ class QKFlowForSequenceClassification(QKFlowPreTrainedModel):
         return_dict: bool | None = None,
     ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
         """Logits of every label for each sequence and, if `labels` are given, the loss of the problem type."""
-        _refuse_embeddings(inputs_embeds)
-        layout = None if input_ids is None else batch_layout(input_ids, attention_mask, position_ids, 0, None)
-        outputs = self._forward(input_ids, None, layout, output_attentions, output_hidden_states)
+        inputs = input_ids, inputs_embeds, attention_mask, position_ids
+        outputs, layout, _ = self._read(*inputs, None, False, output_attentions, output_hidden_states)
         x, last = outputs.x, -1
         if layout is not None:
             if is_packed(layout, x) or bool((layout.lengths == 0).any()):
@@ -346,9 +432,15 @@ def _config_overrides(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key in MODEL_KEYS}
 
 
-def _refuse_embeddings(inputs_embeds: Tensor | None) -> None:
-    if inputs_embeds is not None:
-        raise UsageError("qkflow models do not support inputs_embeds: give input_ids")
+def _check_generation_config(folder: Path) -> None:
+    """Raise `CheckpointError` unless transformers accepts the generation config of the folder, if it has one."""
+    if not (folder / GENERATION_CONFIG).exists():
+        return
+    values = read_json_object(folder, GENERATION_CONFIG)
+    try:
+        GenerationConfig.from_dict(values).validate()
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{folder / GENERATION_CONFIG} is not valid ({first_line(error)}): remove it") from error
 
 
 _ALIGNMENT = 64

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from qkflow.config import from_dict, to_dict
-from qkflow.errors import UsageError, unknown
+from qkflow.errors import UsageError, short_repr, unknown
 from qkflow.models import ClassifierConfig, DecoderConfig
 
 MODEL_TYPE = "qkflow"
+BASE_MODEL = "QKFlowModel"
 CAUSAL_LM = "QKFlowForCausalLM"
 CLASSIFIER = "QKFlowForSequenceClassification"
 
@@ -126,9 +127,7 @@ def validate_keys(data: Mapping[str, Any], source: str = "config.json") -> None:
         if key not in MODEL_KEYS | TRANSFORMERS_KEYS.keys():
             raise unknown(f"key in {source}", key, MODEL_KEYS | TRANSFORMERS_KEYS.keys())
         if value is not None and key in TRANSFORMERS_KEYS and not TRANSFORMERS_KEYS[key].accepts(value):
-            text = repr(value)
-            text = text if len(text) <= 60 else f"{text[:60]}..."
-            raise UsageError(f"{source} has {key} = {text}: expected {TRANSFORMERS_KEYS[key].expected}")
+            raise UsageError(f"{source} has {key} = {short_repr(value)}: expected {TRANSFORMERS_KEYS[key].expected}")
 
 
 def decoder_config(data: Mapping[str, Any]) -> DecoderConfig:
@@ -168,10 +167,12 @@ def _model_config(kind: Any, data: Mapping[str, Any], fields: Mapping[str, str],
 
 
 def architecture(data: Mapping[str, Any]) -> str:
-    """The model class that a config.json names: `CAUSAL_LM` (the default) or `CLASSIFIER`."""
+    """The model class that a config.json names: `CAUSAL_LM` (the default), `CLASSIFIER` or `BASE_MODEL`."""
     names = data.get("architectures") or [CAUSAL_LM]
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in (CAUSAL_LM, CLASSIFIER):
-        raise UsageError(f"config.json has the architectures {names!r}: expected {CAUSAL_LM} or {CLASSIFIER}")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in (CAUSAL_LM, CLASSIFIER, BASE_MODEL):
+        raise UsageError(
+            f"config.json has the architectures {names!r}: expected {CAUSAL_LM}, {CLASSIFIER} or {BASE_MODEL}"
+        )
     return names[0]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from qkflow.data import Tokenizer, WordTokenizer
 from qkflow.errors import UsageError
 from qkflow.hub.config_json import CAUSAL_LM, MODEL_TYPE, model_keys
-from qkflow.hub.load import INDEX, PREFIX, WEIGHTS
+from qkflow.hub.load import GENERATION_CONFIG, INDEX, PREFIX, WEIGHTS
 from qkflow.hub.tokenizer import write_tokenizer
 from qkflow.io import write_folder, write_json
 from qkflow.training import LoadedRun, load_run, read_metrics
@@ -64,7 +64,7 @@ def _write_files(folder: Path, run: LoadedRun, max_bytes: int) -> None:
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     general = {"architectures": [CAUSAL_LM], "dtype": dtype, "model_type": MODEL_TYPE, "use_cache": True}
     write_json(folder / "config.json", {**model_keys(run.model.config), **special_tokens, **general})
-    write_json(folder / "generation_config.json", special_tokens)
+    write_json(folder / GENERATION_CONFIG, special_tokens)
     _write_weights(folder, weights, max_bytes)
     write_tokenizer(run.tokenizer, folder)
     evaluations = [record for record in read_metrics(run.folder / "metrics.jsonl") if record["kind"] == "eval"]

@@ -19,7 +19,6 @@ from qkflow.data import Tokenizer
 from qkflow.data.text.tokenizers import EXPORTED_TOKENIZER_FILE, TOKENIZER_FILE, find_tokenizer
 from qkflow.errors import CheckpointError, UsageError
 from qkflow.hub.config_json import (
-    CAUSAL_LM,
     CLASSIFIER,
     MODEL_TYPE,
     architecture,
@@ -35,6 +34,7 @@ from qkflow.training.tensors import model_tensors, refuse_foreign
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GENERATION_CONFIG = "generation_config.json"
 PREFIX = "model."
 """Precedes our tensor names: transformers stores the bare model under this attribute."""
 HEAD = f"{PREFIX}head.weight"
@@ -72,7 +72,7 @@ def read_folder(path: Path | str) -> ModelFolder:
     """
     folder = Path(path)
     data = read_config_json(folder)
-    if architecture(data) != CAUSAL_LM:
+    if architecture(data) == CLASSIFIER:
         raise UsageError(f"{folder} contains a classifier: expected a language model, as `qkflow export` writes")
     config, infos = decoder_config(data), tensor_infos(folder)
     empty = _build_on_meta(Decoder, config, infos, folder)
@@ -98,28 +98,33 @@ def read_folder(path: Path | str) -> ModelFolder:
     )
 
 
-def check_folder(folder: Path, *, labels: int | None = None, overrides: Mapping[str, Any] | None = None) -> bool:
+def check_folder(
+    folder: Path, *, labels: int | None = None, with_head: bool = True, overrides: Mapping[str, Any] | None = None
+) -> bool:
     """Raise `UsageError` unless the folder contains a complete language model or, if `labels` is given, classifier.
 
-    `overrides` replace keys of config.json. A classifier may also start from a language model; returns whether it
-    does, and therefore needs a new head.
+    Without `with_head`, the head of the language model may be missing. `overrides` replace keys of config.json. A
+    classifier may also start from a language model; returns whether it does, and therefore needs a new head.
     """
     refuse_overriding_files(folder)
+    if path_inside(folder, GENERATION_CONFIG).exists():
+        read_json_object(folder, GENERATION_CONFIG)
     data, infos = {**read_config_json(folder), **(overrides or {})}, tensor_infos(folder)
     kind = architecture(data)
     if labels is None:
-        if kind != CAUSAL_LM:
+        if kind == CLASSIFIER:
             raise UsageError(f"{folder} contains a classifier: load it with AutoModelForSequenceClassification")
-        _check_weights(folder, infos, _build_on_meta(Decoder, decoder_config(data), infos, folder))
+        empty = _build_on_meta(Decoder, decoder_config(data), infos, folder)
+        _check_weights(folder, infos, empty, ignore=frozenset() if with_head else frozenset({HEAD}))
         return False
     head = infos.get(HEAD)
     if kind == CLASSIFIER and (head is None or head.shape[0] != labels):
         saved = 0 if head is None else head.shape[0]
         raise CheckpointError(f"{folder} is a classifier with {saved} labels: expected {labels}, as requested")
     empty = _build_on_meta(Classifier, classifier_config(data, labels), infos, folder)
-    is_new_head = kind == CAUSAL_LM or labels == 1
+    is_new_head = kind != CLASSIFIER or labels == 1
     _check_weights(folder, infos, empty, ignore=frozenset({HEAD}) if is_new_head else frozenset())
-    return kind == CAUSAL_LM
+    return kind != CLASSIFIER
 
 
 def refuse_overriding_files(folder: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkflow.errors import UsageError
+from qkflow.io import refuse_special_files
 
 COLUMNS = ("arm", "seed", "loss", "block", "weight")
 _REQUIRED = COLUMNS[:3]
@@ -139,6 +140,7 @@ def _columns(header: Sequence[str], where: str) -> dict[str, int]:
 
 def read_csv(path: Path) -> Iterable[LossRow]:
     """The rows of a CSV file with a header."""
+    refuse_special_files(path)
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from qkflow.errors import UsageError
+from qkflow.io import refuse_special_files
 from qkflow.judge.loss_table import LossRow, LossTable, arrange
 
 _METRICS = ("bits_per_byte", "eval_loss", "val_loss", "loss")
@@ -22,6 +23,7 @@ def read_folder(folder: Path) -> LossTable:
 
     The run folder gives the arm and the seed: `ARM/seed-3`, `ARM/3`, `ARM-seed-3`, `ARM_s3` or `ARM-3`.
     """
+    refuse_special_files(folder)
     root = folder / "runs" if (folder / "runs").is_dir() else folder
     files = sorted(root.rglob("metrics.jsonl"))
     if not files:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import nn
 
-from qkflow.errors import unknown
+from qkflow.errors import UsageError, out_of_memory, unknown
 from qkflow.laws import modules, sequences
 from qkflow.laws.comparison import LawContext, LawNotApplicable, LawViolation
 from qkflow.mechanisms.base import Factory
@@ -24,6 +25,7 @@ LAWS: Mapping[str, Callable[[LawContext], None]] = {
     law.__name__: law
     for law in (
         sequences.causality,
+        sequences.permutation,
         sequences.splitting,
         sequences.decoding,
         sequences.padding,
@@ -64,6 +66,8 @@ def check(
 ) -> list[LawReport]:
     """Check a mechanism against all laws (or `only` some), smallest cases first. An exception counts as a failure.
 
+    A factory that cannot build a layer raises a `UsageError`.
+
     For a mechanism without float64, use `dtype=torch.float32`, with a tolerance of 1e-4 instead of 1e-10. `backend` is
     the torch.compile backend.
     """
@@ -72,7 +76,31 @@ def check(
     for name in names:
         if name not in LAWS:
             raise unknown("law", name, LAWS)
+    check_factory(factory, width, heads)
     return [_check_law(name, context) for name in names]
+
+
+def check_factory(factory: Factory, width: int, heads: int) -> None:
+    """Raise a `UsageError` unless the factory builds a layer: then no law is broken, the call is wrong."""
+    if width < 1 or heads < 1:
+        raise UsageError(f"width and heads must be at least 1, got {width} and {heads}")
+    name = getattr(factory, "__name__", type(factory).__name__)
+    try:
+        with torch.random.fork_rng(devices=()):
+            layer: object = factory(width, heads, layer=0, layers=1)
+    except UsageError:
+        raise
+    except Exception as error:  # it may raise anything
+        if out_of_memory(error) is not None:
+            raise
+        message = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        raise UsageError(
+            f"{name}({width}, {heads}, layer=0, layers=1) raised {message}: expected an nn.Module"
+        ) from error
+    if not isinstance(layer, nn.Module):
+        raise UsageError(
+            f"{name}(width, heads, layer, layers) returned a {type(layer).__name__}: expected an nn.Module"
+        )
 
 
 def _check_law(name: str, context: LawContext) -> LawReport:

@@ -66,6 +66,17 @@ def run(
     return result
 
 
+def is_causal(mechanism: Any) -> bool:
+    """Whether the mechanism is causal, as it is unless it says otherwise."""
+    return getattr(mechanism, "causal", True)
+
+
+def require_causal(mechanism: Any) -> None:
+    """Skip a law about earlier and later tokens, or about states, if the mechanism is not causal."""
+    if not is_causal(mechanism):
+        raise LawNotApplicable("not causal")
+
+
 def require_equal(case: str, name: str, actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
     """Raise a `LawViolation` unless both tensors agree, by default within the tolerance of their dtype."""
     if actual.shape != expected.shape:

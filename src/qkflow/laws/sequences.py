@@ -7,7 +7,16 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from qkflow.laws.comparison import LawContext, LawViolation, require_equal, require_equal_with_gradients, run
+from qkflow.laws.comparison import (
+    LawContext,
+    LawNotApplicable,
+    LawViolation,
+    is_causal,
+    require_causal,
+    require_equal,
+    require_equal_with_gradients,
+    run,
+)
 from qkflow.layout import Layout
 
 LENGTHS = ([2], [1, 3], [5, 1, 7])
@@ -17,6 +26,7 @@ LENGTHS = ([2], [1, 3], [5, 1, 7])
 def causality(context: LawContext) -> None:
     """No output, and no gradient of an output, depends on later tokens."""
     mechanism = context.make()
+    require_causal(mechanism)
     for t in (2, 3, 9):
         x = context.input(1, t).requires_grad_()
         y = run(mechanism, x)[0]
@@ -25,9 +35,24 @@ def causality(context: LawContext) -> None:
             require_equal_with_gradients(f"t={t}, first {cut} tokens", mechanism, [(y[:, :cut], head)], x)
 
 
+def permutation(context: LawContext) -> None:
+    """Without causality and positions, permuted tokens have permuted outputs, also in padded batches."""
+    mechanism = context.make()
+    if is_causal(mechanism) or getattr(mechanism, "has_positions", True):
+        raise LawNotApplicable("the order of the tokens matters")
+    generator = torch.Generator().manual_seed(3)
+    for t, layout in ((1, None), (2, None), (9, None), (9, Layout.padded([7, 9], 9))):
+        x, order = context.input(2, t).requires_grad_(), torch.randperm(t, generator=generator)
+        if layout is not None:  # the padding of the first row stays where it is
+            order = torch.cat([torch.randperm(7, generator=generator), torch.arange(7, t)])
+        pairs = [(run(mechanism, x[:, order], layout=layout)[0], run(mechanism, x, layout=layout)[0][:, order])]
+        require_equal_with_gradients(f"t={t}, order {order.tolist()}", mechanism, pairs, x)
+
+
 def splitting(context: LawContext) -> None:
     """A sequence split anywhere, with the state passed on, gives the outputs of the whole sequence."""
     mechanism = context.make()
+    require_causal(mechanism)
     for t in (2, 9):
         x = context.input(2, t).requires_grad_()
         y = run(mechanism, x)[0]
@@ -41,6 +66,7 @@ def splitting(context: LawContext) -> None:
 def decoding(context: LawContext) -> None:
     """Token by token gives the outputs of the whole sequence, with and without gradients, also when a buffer grows."""
     mechanism = context.make()
+    require_causal(mechanism)
     for t in (1, 2, 7):
         x = context.input(2, t).requires_grad_()
         pairs = [(_decode(mechanism, x), run(mechanism, x)[0])]
@@ -75,6 +101,26 @@ def padding(context: LawContext) -> None:
             case = f"lengths {lengths}, padded {side} to {t}"
             require_equal(case, "output at padding", y[~layout.valid], torch.zeros_like(y[~layout.valid]))
             _require_independent_sequences(case, context, mechanism, x, layout, y, state)
+            if lengths != LENGTHS[1]:
+                continue
+            y, state = run(mechanism, x + noise, layout=layout)
+            next_y = _next(context, mechanism, len(lengths), state)
+            for content in _bad_content(x.dtype):
+                bad = torch.zeros_like(x).masked_fill_(~layout.valid[..., None], content)
+                actual, state = run(mechanism, x + bad, layout=layout)
+                pairs = [(actual, y), (_next(context, mechanism, len(lengths), state), next_y)]
+                require_equal_with_gradients(f"{case} with {content:g}", mechanism, pairs, x)
+
+
+def _bad_content(dtype: torch.dtype) -> tuple[float, ...]:
+    """Content of padding that spreads through every sum, even where it is multiplied by zero."""
+    return float("nan"), float("inf"), min(1e200, torch.finfo(dtype).max)
+
+
+def _next(context: LawContext, mechanism: torch.nn.Module, rows: int, state: object) -> Tensor:
+    """The output of one more token per row."""
+    more = context.input(rows, 1, seed=9)
+    return run(mechanism, more, state if is_causal(mechanism) else None)[0]
 
 
 def packing(context: LawContext) -> None:
@@ -92,6 +138,11 @@ def _require_independent_sequences(
 ) -> None:
     """Each sequence of the layout, run alone, gives its part of y and continues like its row of the state."""
     n = len(layout.lengths)
+    if not is_causal(mechanism):
+        own = [layout.sequences == i for i in range(n)]
+        pairs = [(y[is_own], run(mechanism, x[is_own][None])[0][0]) for is_own in own]
+        require_equal_with_gradients(case, mechanism, pairs, x)
+        return
     counts = [1 + i % 3 for i in range(n)]
     more = context.input(n, 3, seed=9).requires_grad_()
     next_y, next_state = run(mechanism, more, state, Layout.padded(counts, 3))
@@ -120,6 +171,7 @@ def batching(context: LawContext) -> None:
 def states(context: LawContext) -> None:
     """A state is a value: continuing it does not change it; it has a length and can be selected, detached and moved."""
     mechanism = context.make()
+    require_causal(mechanism)
     x, more = context.input(2, 5), context.input(2, 2, seed=3)
     for name, mode in (("training", torch.enable_grad), ("inference", torch.no_grad)):
         with mode():

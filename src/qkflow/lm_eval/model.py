@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,10 @@ from qkflow.training.reproducibility import pick_device
 
 DEFAULT_LENGTH = 1024
 """Default `max_length` of an exported folder, which does not record the context of its run."""
+
+_DEFAULT_DEVICE = "cuda:0"
+"""The device that lm-eval's command line passes if none is given."""
+logger = logging.getLogger(__name__)
 
 Requests = list[Any]
 """Requests of lm-eval, with their arguments in `args`."""
@@ -55,6 +60,16 @@ class QKFlowLM(TemplateLM):
         for name in ("max_length", "max_gen_toks", "batch_size"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> QKFlowLM:
+        """As in lm-eval, on a device of this machine."""
+        return super().create_from_arg_string(arg_string, _with_available_device(additional_config))
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> QKFlowLM:
+        """As in lm-eval, on a device of this machine."""
+        return super().create_from_arg_obj(arg_dict, _with_available_device(additional_config))
 
     @property
     def eot_token_id(self) -> int:
@@ -235,6 +250,15 @@ def _is_exported(folder: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False  # load_run explains what is wrong
     return isinstance(data, dict) and "model_type" in data
+
+
+def _with_available_device(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Replace lm-eval's default device by the best one of this machine if there is no CUDA."""
+    config = dict(config or {})
+    if config.get("device") == _DEFAULT_DEVICE and not torch.cuda.is_available():
+        config["device"] = "auto"
+        logger.warning("%s is not available: using %s", _DEFAULT_DEVICE, pick_device("auto"))
+    return config
 
 
 def _parse_device(name: str | None) -> torch.device:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
+from qkflow.ops.csrc.eager import has_hooks
 from qkflow.ops.groups import Group
 from qkflow.ops.linear import linear
 from qkflow.state import State
@@ -70,7 +71,7 @@ class ParamOptions:
 
 
 class Mechanism(nn.Module, ABC):
-    """A causal map from a stream to a stream.
+    """A map from a stream to a stream, causal by default.
 
     By convention the projection back to the stream, if there is one, is called `output`: a model may zero it at
     initialisation.
@@ -101,6 +102,16 @@ class Mechanism(nn.Module, ABC):
         """Return the parameters of the QK and of the OV circuit; the others belong to neither."""
 
     @property
+    def causal(self) -> bool:
+        """Whether a token sees no later ones. If not, there is nothing to continue: the returned state is empty."""
+        return True
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether outputs depend on the order of the visible tokens."""
+        return True
+
+    @property
     def group(self) -> Group | None:
         """The group whose elements the stream holds; the output is then a tangent. `None` for an ordinary stream."""
         return None
@@ -113,10 +124,12 @@ class Mechanism(nn.Module, ABC):
         return {}
 
 
-def projection(inputs: int, outputs: int) -> nn.Linear:
-    """Return a linear layer without bias that preserves scale: weights start as N(0, 1 / inputs)."""
-    linear = nn.Linear(inputs, outputs, bias=False)
+def projection(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
+    """Return a linear layer that preserves scale: weights start as N(0, 1 / inputs), a bias as zero."""
+    linear = nn.Linear(inputs, outputs, bias=bias)
     nn.init.normal_(linear.weight, std=inputs**-0.5)
+    if bias:
+        nn.init.zeros_(linear.bias)
     return linear
 
 
@@ -135,19 +148,21 @@ def apply_linear(module: nn.Module, x: Float[Tensor, "... i"]) -> Float[Tensor, 
     return linear(x, module.weight) if torch.is_grad_enabled() and is_plain_linear(module) else module(x)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling `module` does more than its `forward`."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
 def wrong_state(mechanism: Mechanism, state: State, expected: type[State]) -> UsageError:
     """Return the error for a state that another mechanism produced."""
     name = type(mechanism).__name__
     return UsageError(
         f"{name} got a {type(state).__name__}, expected a {expected.__name__}: pass the state that {name} returned"
     )
+
+
+def refuse_state(mechanism: Mechanism, state: State | None) -> None:
+    """Raise if a call that is not causal gets a state."""
+    if state is not None:
+        raise UsageError(
+            f"{type(mechanism).__name__} got a state, but earlier tokens would see the new ones, so that there is"
+            " nothing to continue: pass whole sequences without a state, or use causal=True without memory"
+        )
 
 
 @runtime_checkable  # isinstance checks of the test suite's type checker need it

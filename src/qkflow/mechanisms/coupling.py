@@ -44,6 +44,7 @@ from qkflow.errors import UsageError, unknown
 from qkflow.mechanisms.base import Mechanism, Stream
 from qkflow.ops import few_rows
 from qkflow.ops.csrc import build
+from qkflow.ops.csrc.eager import has_hooks
 from qkflow.ops.sensitivity import Move
 from qkflow.ops.symplectic import naive
 from qkflow.ops.symplectic.cpu import Activation, MLPWeights, doubles
@@ -138,6 +139,8 @@ class MLP(nn.Module):
 
     def perceptron(self) -> MLPWeights:
         """Return weights and biases of the two layers."""
+        if type(self) is not MLP:  # parametrized weights are attributes only
+            return self.inner, self.inner_bias, self.outer, self.outer_bias
         p: Any = self._parameters  # attribute access through nn.Module is slow enough to matter when decoding
         return p["inner"], p["inner_bias"], p["outer"], p["outer_bias"]
 
@@ -190,7 +193,8 @@ def integrate(
     Not for several steps in half precision: running the steps backwards would lose too many digits.
     """
     dt = dt if dt.dtype == q.dtype else dt.to(q.dtype)
-    if force.is_per_head or (q.dtype.itemsize < 4 and len(drifts) > 2):
+    is_own_forward = type(force).forward in (MLP.forward, Potential.forward) and not has_hooks(force)
+    if not is_own_forward or force.is_per_head or (q.dtype.itemsize < 4 and len(drifts) > 2):
         return naive.drift_kick(q, k, force, dt, drifts)
     w1, b1, w2, b2 = force.perceptron()
     if w1.dtype != q.dtype:
@@ -298,15 +302,14 @@ class DriftKick(Coupling):
 
     def native_step(self, like: Tensor) -> few_rows.CouplingStep | None:
         """Return the weights of (1)."""
+        force: Any = self._modules["force"]
+        if type(self) is not DriftKick or type(force) is not MLP or has_hooks(self) or has_hooks(force):
+            return None
         dt = cast(Tensor, self._parameters["dt"])  # faster than attribute access
-        weights, width = cast(MLP, self._modules["force"]).perceptron(), self.width
+        weights, width = force.perceptron(), self.width
         hidden = weights[0].shape[0]
         shapes = ((hidden, width), (hidden,), (width, hidden), (width,))
-        if (
-            few_rows.has_hooks(self)
-            or not few_rows.are_plain(like.dtype, (dt, *weights))
-            or not few_rows.have_shapes(weights, shapes)
-        ):
+        if not (few_rows.are_plain(like.dtype, (dt, *weights)) and few_rows.have_shapes(weights, shapes)):
             return None
         return few_rows.CouplingStep(dt.item(), doubles(self._drifts), 0, weights)
 

@@ -47,6 +47,7 @@ from qkflow.mechanisms.coupling import CouplingConfig, QKMechanism
 from qkflow.mechanisms.masking import map_by_token, validate_input
 from qkflow.ops import few_rows
 from qkflow.ops.csrc import build
+from qkflow.ops.csrc.eager import has_hooks
 from qkflow.ops.delta_rule import MAX_KEY_WIDTH, DeltaInputs, choose_backend, cpu, delta_rule, delta_rule_flops
 from qkflow.ops.norm import rms_norm
 from qkflow.ops.short_conv import MAX_TAPS, next_conv_state, short_conv
@@ -73,12 +74,19 @@ class DeltaConfig:
     """Whether the output is gated by the input."""
     coupling: CouplingConfig | None = None
     """Moves queries and keys before the L2 norm."""
+    causal: bool = True
+    """Only True: a memory is written token by token."""
 
     has_decay: ClassVar[bool] = True
     has_own_direction: ClassVar[bool] = False
     """Whether there is a fourth projection, for a direction e that is neither the query nor the key."""
 
     def __post_init__(self) -> None:
+        if not self.causal:
+            raise UsageError(
+                "causal=False: a delta rule writes its memory token by token, so that it has no bidirectional form; use"
+                " standard, differential, coupled or kuramoto"
+            )
         for name in ("heads", "key_width", "value_expansion"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
@@ -183,8 +191,20 @@ class DeltaMechanism(QKMechanism):
 
     # What all have in common
 
-    def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
+    def forward(
+        self,
+        x: Stream,
+        state: State | None = None,
+        layout: Layout | None = None,
+        memory: Tensor | None = None,
+        memory_layout: Layout | None = None,
+    ) -> tuple[Stream, State]:
         """Return the output of each token, and the memory after the last token of each sequence."""
+        if memory is not None or memory_layout is not None:
+            raise UsageError(
+                f"{type(self).__name__} got a memory, but a delta rule reads and writes the tokens of one sequence in"
+                " turn: for cross attention use standard or differential attention"
+            )
         if self._can_step and layout is None and isinstance(state, RecurrentState) and x.shape[1] == 1:
             step = self._step(x, state)
             if step is not None:
@@ -208,6 +228,10 @@ class DeltaMechanism(QKMechanism):
         """Decode a token in one native call; None if that is not possible. The law of decoding compares it."""
         modules, parameters = cast(Any, self._modules), cast(Any, self._parameters)  # faster than attribute access
         decay = modules.get("decay")
+        if not type(self).__dict__.get("has_decode_step", False):  # a parametrization has replaced the class
+            return None
+        if decay is not None and (type(decay) is not Decay or has_hooks(decay)):
+            return None
         names = ("query", "key", "value", "beta", "rate", "lam", "gate")
         maps = [modules.get(name) if name != "rate" or decay is None else decay.rate for name in names]
         projections = tuple([None if map is None else few_rows.plain_weight(map) for map in maps])
@@ -228,7 +252,7 @@ class DeltaMechanism(QKMechanism):
             (*tensors, x), (*self._step_shapes, (len(x), 1, self.width))
         ):
             return None
-        if self._check_state(state, (x,) * 3) is None or (decay is not None and few_rows.has_hooks(decay)):
+        if self._check_state(state, (x,) * 3) is None:
             return None
         if any(
             tail.shape != (len(x), self.config.conv - 1, c)
@@ -330,8 +354,8 @@ class DeltaMechanism(QKMechanism):
             return None
         if not isinstance(state, RecurrentState):
             raise wrong_state(self, state, RecurrentState)
-        rows = len(streams[0])
-        if len(state.matrix) != rows:
+        rows = streams[0].shape[0]
+        if state.matrix.shape[0] != rows:
             raise UsageError(f"the state holds {len(state.matrix)} rows, the input {rows}: select() the rows first")
         expected = [self.heads, self.value_width, self.key_width]
         taps = [tail.shape[1] + 1 for tail in state.conv_state] or [1]

@@ -17,6 +17,7 @@ values of twice the width, so the projections have as many parameters.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -60,9 +61,9 @@ class DifferentialAttention(SoftmaxMechanism):
         *,
         config: DifferentialConfig = DifferentialConfig(),
     ) -> None:
-        if heads < 2 or heads % 2 or width % heads:
+        if heads < 2 or heads % 2 or (config.head_width is None and width % heads):
             raise UsageError(f"differential attention needs an even number of heads that divides {width}, got {heads}")
-        half, k = heads // 2, width // heads
+        half, k = heads // 2, config.width_of_head(width, heads)
         keys = half if config.key_heads is None else config.key_heads
         if keys < 1 or half % keys:
             raise UsageError(f"key_heads must divide the {half} differential heads, got {keys}")
@@ -83,9 +84,8 @@ class DifferentialAttention(SoftmaxMechanism):
 
     def attend(self, inputs: AttentionInputs) -> Float[Tensor, "n t h v"]:
         """Equation (1) times the values, without the maps in memory."""
-        return differential_attention(
-            inputs.q, inputs.k, inputs.v, self.lam, causal=inputs.causal, window=inputs.window, mask=inputs.mask
-        )
+        visible: Any = {"causal": inputs.causal, "window": inputs.window, "mask": inputs.mask}
+        return differential_attention(inputs.q, inputs.k, inputs.v, self.lam, **visible, dropout=self._dropout())
 
     def map(self, inputs: AttentionInputs) -> Float[Tensor, "n h t s"]:
         """Equation (1)."""

@@ -22,6 +22,8 @@ adds (`qkflow.models.blocks.PhaseBlock`). T is the projection to the tangent spa
 (3) is from https://arxiv.org/abs/2606.18694. Our choices where the papers leave it open:
 - "Previous phase states" means u < t: a token is most similar to itself, and is not moved by itself. Keys are shifted
   right by one token. The first slot holds a zero key with a zero value, visible while the window reaches it.
+- Without causality (`causal=False`), a token attends to all others of its sequence, u != t, and there is no zero key.
+  A token alone in its sequence does not move.
 - With frustration, the value next to the key of u is that of u + 1, so the first token's value is next to the zero key,
   and a token's own value is next to the key before it.
 - A model's heads are halved: quality is the same, and it is faster.
@@ -40,6 +42,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
@@ -52,10 +55,12 @@ from qkflow.mechanisms.base import (
     apply_linear,
     is_plain_linear,
     projection,
+    refuse_state,
     wrong_state,
 )
 from qkflow.mechanisms.masking import (
     AttentionInputs,
+    all_keys,
     map_by_token,
     shift_left,
     shift_right,
@@ -110,6 +115,8 @@ class SynchronyConfig:
     """Base of the rotary frequencies; `None` disables rotary positions."""
     window: int | None = None
     """Sliding window; `None` is unlimited."""
+    causal: bool = True
+    """Whether a token attends to earlier tokens only; if not, to all others of its sequence, and there is no state."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.step_size):
@@ -126,6 +133,11 @@ class SynchronyConfig:
             raise UsageError(f"harmonics must be 1, or more with frustrated=True, got {self.harmonics}")
         if self.frustrated and not self.strict:
             raise UsageError("frustrated=True requires strict=True")
+        if not self.causal and (self.frustrated or self.window is not None):
+            raise UsageError(
+                "causal=False: frustrated=True pairs a key with the value of the next token, which has no meaning"
+                " without an order, and a window looks back in time; leave them out"
+            )
 
     def n_heads(self, model_heads: int) -> int:
         """Return the number of heads in a model with `model_heads` heads.
@@ -161,9 +173,9 @@ class SynchronyMechanism(Mechanism):
         has_gate = config.gate in ("static", "content")
         self.gate = nn.Parameter(torch.full(shape, _SOFTPLUS_ONE)) if has_gate else None
         self.value = projection(points, points) if config.values == "projected" else None
-        with torch.device("cpu"):  # a real number, also if the model is on the meta device
+        with torch.device("cpu"), unset_fake_temporarily():  # a real number, also for a model without data
             identity = group.points(group.identity())
-        spread = float(group.similarity(identity, identity)) * math.sqrt(self.elements / group.ambient)
+            spread = float(group.similarity(identity, identity)) * math.sqrt(self.elements / group.ambient)
         self.temperature: Tensor
         self.step: Tensor
         temperature = torch.full((heads,), math.log(config.sharpness / spread))
@@ -178,7 +190,7 @@ class SynchronyMechanism(Mechanism):
         self._can_step = (
             type(self).__dict__.get("has_decode_step", False)
             and (config.gate, config.values, config.step) == ("complex", "phases", "coordinate")
-            and (config.strict and config.harmonics == 1 and 2 * self.elements <= MAX_WIDTH)
+            and (config.causal and config.strict and config.harmonics == 1 and 2 * self.elements <= MAX_WIDTH)
         )
 
     @property
@@ -186,8 +198,30 @@ class SynchronyMechanism(Mechanism):
         """The group whose elements the stream holds."""
         return self._group
 
-    def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
+    @property
+    def causal(self) -> bool:
+        """Whether a token attends to earlier tokens only."""
+        return self.config.causal
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether there are rotary positions, or causality."""
+        return self.config.causal or self.config.rotary_base is not None
+
+    def forward(
+        self,
+        x: Stream,
+        state: State | None = None,
+        layout: Layout | None = None,
+        memory: Tensor | None = None,
+        memory_layout: Layout | None = None,
+    ) -> tuple[Stream, State]:
         """Return the change of each token's coordinates, and the cache of points."""
+        if memory is not None or memory_layout is not None:
+            raise UsageError(
+                f"{type(self).__name__} got a memory, but its tokens synchronize with each other in one stream: for"
+                " cross attention use standard or differential attention"
+            )
         if self._can_step and layout is None and isinstance(state, ShiftedKVCache) and x.shape[1] == 1:
             step = self._step(x, state)
             if step is not None:
@@ -205,10 +239,10 @@ class SynchronyMechanism(Mechanism):
         scores = attention_map(
             inputs.q, inputs.k, causal=inputs.causal, window=inputs.window, mask=inputs.mask, scale=1.0
         )
-        scores = F.pad(scores, (inputs.first_slot, 0))
-        if self.config.strict and not self.config.frustrated:
+        scores = _zero_rows(F.pad(scores, (inputs.first_slot, 0)), inputs.is_blind)
+        if self.config.causal and self.config.strict and not self.config.frustrated:
             scores = shift_left(scores, inputs.cache)
-        return map_by_token(scores, 0 if layout is None else inputs.cache.slots_used - layout.span, layout)
+        return map_by_token(scores, 0 if layout is None else scores.shape[-1] - layout.span, layout)
 
     def values(self, x: Stream) -> Float[Tensor, "b s h v"]:
         """Return the points of each token, or their projection; harmonics are concatenated."""
@@ -224,12 +258,13 @@ class SynchronyMechanism(Mechanism):
         maps = [linear.weight.numel() for linear in (self.query, self.gate_map, self.value) if linear is not None]
         cached = self.heads * points * (1 + self.config.harmonics)
         shifted = self.heads * points * len(self._shifted((0, 0)))
+        is_causal, strict = self.config.causal, self.config.strict
         return Cost(
             parameters=sum(p.numel() for p in self.parameters()),
             linear_flops=2 * t * sum(maps),
             pair_flops=2 * self.heads * points * (1 + self.config.harmonics),
-            pairs=t * window - window**2 / 2,
-            state_bytes=(window * cached + shifted) * self.temperature.element_size(),
+            pairs=t * window - window**2 / 2 if is_causal else float(t * (t - strict)),
+            state_bytes=(window * cached + shifted) * self.temperature.element_size() if is_causal else 0,
         )
 
     def circuits(self) -> Circuits:
@@ -256,9 +291,13 @@ class SynchronyMechanism(Mechanism):
         q, k, v = self._queries(points), points, self._values(points)
         if layout is not None:
             q, k, v = layout.to_rows(q), layout.to_rows(k), layout.to_rows(v)
+        lengths = None if layout is None or layout.is_full else layout.lengths
+        if not self.config.causal:
+            refuse_state(self, state)
+            q, k = self._rotate(q, 0), self._rotate(k, 0)
+            return _Call(x, points, all_keys(q, k, v, lengths, skip_own=self.config.strict), ())
         past = self._check_state(state, k, v)
         q = self._rotate(q, past.cache.offset)
-        lengths = None if layout is None or layout.is_full else layout.lengths
         k, v, last = self._shift(x if layout is None else layout.to_rows(x), k, v, past, lengths)
         cache = past.cache.extend((k, v), lengths)
         return _Call(x, points, visible_keys(q, k, v, past.cache, cache, self.config.window), last)
@@ -363,12 +402,12 @@ class SynchronyMechanism(Mechanism):
 
     def _check_state(self, state: State | None, k: Tensor, v: Tensor) -> ShiftedKVCache:
         if state is None:
-            zeros = tuple(x.new_zeros(len(x), 1, x.shape[2:].numel()) for x in self._shifted((k, v)))
+            zeros = tuple(x.new_zeros(x.shape[0], 1, x.shape[2:].numel()) for x in self._shifted((k, v)))
             return ShiftedKVCache(KVCache.start((k, v), self.config.window), zeros)
         if not isinstance(state, ShiftedKVCache):
             raise wrong_state(self, state, ShiftedKVCache)
-        rows = len(state.cache.buffers[0])
-        if rows != len(k):
+        rows = state.cache.buffers[0].shape[0]
+        if rows != k.shape[0]:
             raise UsageError(f"the state holds {rows} rows, the input {len(k)}: select() the rows first")
         shapes, expected = [[*x.shape[2:]] for x in state.cache.buffers], [[*x.shape[2:]] for x in (k, v)]
         if shapes != expected or len(state.last) != len(self._shifted((k, v))):
@@ -380,9 +419,10 @@ class SynchronyMechanism(Mechanism):
 
     def _attend(self, inputs: AttentionInputs) -> Points:
         """Return the mean of the attended values."""
-        return attention(
+        z = attention(
             inputs.q, inputs.k, inputs.v, causal=inputs.causal, window=inputs.window, mask=inputs.mask, scale=1.0
         )
+        return _zero_rows(z, inputs.is_blind)
 
     def _update(self, z: Float[Tensor, "b t h v"], points: Points, x: Stream) -> Stream:
         """Equations (2) and (3), given the means `z`."""
@@ -415,6 +455,10 @@ class _Call(NamedTuple):
     points: Points
     inputs: AttentionInputs
     last: tuple[Tensor, ...]
+
+
+def _zero_rows(x: Float[Tensor, "n _ _ _"], rows: Tensor | None) -> Float[Tensor, "n _ _ _"]:
+    return x if rows is None else x.masked_fill(rows[:, None, None, None], 0)
 
 
 def _split(x: Tensor, harmonics: int) -> tuple[Tensor, ...]:

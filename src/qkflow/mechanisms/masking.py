@@ -1,4 +1,4 @@
-"""Causal and window masks, with a key-value cache and padded or packed batches.
+"""Causal, window and padding masks, with a key-value cache and padded or packed batches.
 
 All mechanisms that score query-key pairs use these functions. They compute in row form (`qkflow.layout`): one sequence
 per row, starting at column 0.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from einops import rearrange, repeat
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkflow.errors import UsageError
@@ -32,6 +32,8 @@ class AttentionInputs(NamedTuple):
     cache: KVCache
     first_slot: int
     """The slot of the cache that `k` and `v` start at; earlier slots are outside the window."""
+    is_blind: Bool[Tensor, " n"] | None = None
+    """Rows whose queries see no key; their outputs are zero."""
 
 
 def validate_input(x: Stream, layout: Layout | None) -> Stream:
@@ -64,12 +66,35 @@ def visible_keys(q: Tensor, k: Tensor, v: Tensor, past: KVCache, cache: KVCache,
     return AttentionInputs(q, keys, values, False, None, mask, cache, first)
 
 
+def all_keys(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Int[Tensor, " n"] | None, *, skip_own: bool = False
+) -> AttentionInputs:
+    """Every query sees every key of its row, the first `lengths[i]` of row i (default: all).
+
+    With `skip_own` it does not see the key of its own token.
+    """
+    (n, t), s = q.shape[:2], k.shape[1]
+    mask = is_blind = None
+    if lengths is not None:
+        mask = (torch.arange(s, device=q.device) < lengths[:, None])[:, None, None].expand(-1, -1, t, -1)
+    if skip_own:
+        others = ~torch.eye(t, s, dtype=torch.bool, device=q.device)
+        mask = others if mask is None else mask & others
+        is_blind = (torch.full((n,), t, device=q.device) if lengths is None else lengths) <= 1
+    if mask is not None:  # a query that sees nothing sees everything instead: its softmax is finite, its output unused
+        mask = mask | ~mask.any(-1, keepdim=True)
+    return AttentionInputs(q, k, v, False, None, mask, KVCache.start((k, v)), 0, is_blind)
+
+
 def map_by_token(
     scores: Float[Tensor, "n h span slots"], cached: int, layout: Layout | None
 ) -> Float[Tensor, "b h t s"]:
     """Convert a map in row form to one over `cached` slots of each token's own sequence and then the batch's tokens."""
     if layout is None:
         return scores
+    if scores.shape[-1] == cached:  # the keys are those of a memory
+        rows = rearrange(scores, "n h t s -> n t h s")[layout.sequences.clamp_min(0), layout.positions]
+        return rearrange(rows * layout.valid[:, :, None, None], "b t h s -> b h t s")
     sequence, position = layout.sequences.clamp_min(0), layout.positions
     scores = rearrange(scores, "n h t s -> n t h s")[sequence, position]  # [b t h s]: the row of each token
     columns = repeat(cached + position, "b s -> b t h s", t=scores.shape[1], h=scores.shape[2])
@@ -81,7 +106,7 @@ def map_by_token(
 
 def shift_right(x: Float[Tensor, "n t h p"], last: Float[Tensor, "n 1 c"]) -> Float[Tensor, "n t h p"]:
     """Move every token one position later; `last`, from the previous call, fills the first position."""
-    return torch.cat([last.view(len(x), 1, *x.shape[2:]).to(x.dtype), x[:, :-1]], 1)
+    return torch.cat([last.view(x.shape[0], 1, *x.shape[2:]).to(x.dtype), x[:, :-1]], 1)
 
 
 def shift_left(scores: Float[Tensor, "n h t s"], cache: KVCache) -> Float[Tensor, "n h t s"]:

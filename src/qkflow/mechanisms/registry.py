@@ -155,8 +155,10 @@ def _parse(options: str, spec: str) -> dict[str, Any]:
         key, equals, text = item.partition("=")
         if not equals:
             raise UsageError(f"{spec!r}: expected key=value after the colon, got {item!r}")
+        if (key := key.strip()) in values:
+            raise UsageError(f"{spec!r} sets {key} twice: set it once")
         try:
-            values[key.strip()] = ast.literal_eval(text.strip())
-        except (SyntaxError, TypeError, ValueError):
-            values[key.strip()] = text.strip()
+            values[key] = ast.literal_eval(text.strip())
+        except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError):
+            values[key] = text.strip()
     return values

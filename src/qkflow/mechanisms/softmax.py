@@ -7,7 +7,11 @@ r"""Softmax attention: the base class of the mechanisms that score query-key pai
                                               k and v are cached as they are attended to
 
     A_{ts} = softmax_s(q_t \cdot k_s / \sqrt{k}),  s <= t and within the window        (1)
+             over all s with `causal=False`, and over all tokens of a `memory`
     z_t    = \sum_s A_{ts} v_s,    y_t = W_o z_t                                       (2)
+
+With a `memory` (cross attention), keys and values are projections of its tokens. Each sequence of the batch sees its
+own row of the memory. Rotary positions are not applied: those of two sequences have no common origin.
 
 Controls: `conv` gives queries, keys and values the short convolutions of the delta-rule memories. `key_shift` takes the
 coordinates of a key that rotate slowest, half of them, from the previous token: attending to a token then also depends
@@ -43,13 +47,22 @@ from qkflow.mechanisms.base import (
     conv_weight,
     is_plain_linear,
     projection,
+    refuse_state,
     wrong_state,
 )
 from qkflow.mechanisms.coupling import CouplingConfig, QKMechanism
-from qkflow.mechanisms.masking import AttentionInputs, map_by_token, shift_right, validate_input, visible_keys
+from qkflow.mechanisms.masking import (
+    AttentionInputs,
+    all_keys,
+    map_by_token,
+    shift_right,
+    validate_input,
+    visible_keys,
+)
 from qkflow.ops import few_rows
 from qkflow.ops.attention import attention, attention_map, cpu, requested_backend
 from qkflow.ops.csrc import build
+from qkflow.ops.csrc.eager import has_hooks
 from qkflow.ops.norm import rms_norm
 from qkflow.ops.projection import project_heads
 from qkflow.ops.rotary import Factors, apply_rotary, rotary_factors
@@ -78,16 +91,43 @@ class SoftmaxConfig:
     """Take the half of each key with the lower rotary frequencies from the previous token."""
     coupling: CouplingConfig | None = None
     """Moves queries and keys before they are scored."""
+    causal: bool = True
+    """Whether a token sees only itself and earlier tokens; if not, it sees all of its sequence, and has no state."""
+    head_width: int | None = None
+    """Width of a head; `None` is the model's width over its heads."""
+    bias: bool = False
+    """Whether the projections have a bias."""
+    dropout: float = 0.0
+    """Dropout probability of the attention weights, in training mode; above 0, PyTorch's attention is used."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise UsageError(f"window must be at least 1, got {self.window}")
+        if self.head_width is not None and self.head_width < 1:
+            raise UsageError(f"head_width must be at least 1, got {self.head_width}")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+        if not self.causal and self._causal_options():
+            raise UsageError(f"{self._causal_options()} looks back in time: with causal=False, leave it out")
         if not 1 <= self.conv <= MAX_TAPS:
             raise UsageError(f"conv must be from 1 (no convolution) to {MAX_TAPS}, got {self.conv}")
         if self.qk_norm == "before" and self.coupling is None:
             raise UsageError("qk_norm=before is before the coupling, but there is none: use qk_norm=True")
         if self.key_shift and self.rotary_base is None:
             raise UsageError("key_shift shifts the lower rotary frequencies, but rotary_base is None: set rotary_base")
+
+    def _causal_options(self) -> str:
+        """The options in use that are defined for causal attention only."""
+        is_used = {"window": self.window is not None, "conv": self.conv != 1, "key_shift": self.key_shift}
+        return ", ".join(name for name, used in is_used.items() if used)
+
+    def width_of_head(self, width: int, heads: int) -> int:
+        """Return the width of a head in a model of this width."""
+        if heads < 1 or width < 1 or (self.head_width is None and width % heads):
+            raise UsageError(
+                f"heads must divide the width, got {heads} heads for a width of {width}: change them or set head_width"
+            )
+        return self.head_width or width // heads
 
 
 class HeadShape(NamedTuple):
@@ -119,9 +159,9 @@ class SoftmaxMechanism(QKMechanism):
             )
         self.width, self.shape, self.config = width, shape, config
         self.query = self.query_map(width, shape.queries * shape.key_width)
-        self.key = projection(width, shape.keys * shape.key_width)
-        self.value = projection(width, shape.values * shape.value_width)
-        self.output = projection(shape.outputs * shape.value_width, width)
+        self.key = projection(width, shape.keys * shape.key_width, bias=config.bias)
+        self.value = projection(width, shape.values * shape.value_width, bias=config.bias)
+        self.output = projection(shape.outputs * shape.value_width, width, bias=config.bias)
         if config.qk_norm:
             self.query_norm = nn.Parameter(torch.ones(shape.key_width))
             self.key_norm = nn.Parameter(torch.ones(shape.key_width))
@@ -137,6 +177,7 @@ class SoftmaxMechanism(QKMechanism):
         self._step_shapes = [*((c, width) for c in channels), (width, shape.outputs * shape.value_width)]
         self._can_step = (
             type(self).__dict__.get("has_decode_step", False)
+            and config.causal
             and (config.conv == 1 and not config.qk_norm and not config.key_shift)
             and max(shape.key_width, shape.value_width) <= cpu.MAX_WIDTH
             and (shape.keys == shape.values or shape.queries == shape.keys)
@@ -153,26 +194,62 @@ class SoftmaxMechanism(QKMechanism):
 
     def query_map(self, width: int, outputs: int) -> nn.Module:
         """Return the module that maps the stream to the queries of all heads."""
-        return projection(width, outputs)
+        return projection(width, outputs, bias=self.config.bias)
 
-    def forward(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> tuple[Stream, State]:
-        """Return the output of each token, and the cache of keys and values."""
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees only itself and earlier tokens."""
+        return self.config.causal
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether there are rotary positions, or causality."""
+        return self.config.causal or self.config.rotary_base is not None
+
+    def forward(
+        self,
+        x: Stream,
+        state: State | None = None,
+        layout: Layout | None = None,
+        memory: Float[Tensor, "m u d"] | None = None,
+        memory_layout: Layout | None = None,
+    ) -> tuple[Stream, State]:
+        """Return the output of each token, and the cache of keys and values.
+
+        With a `memory`, tokens attend to it instead of each other: to all of the row of their sequence.
+        """
+        if memory is not None:
+            inputs = self._cross_inputs(x, state, layout, memory, memory_layout)
+            return self._output(self.attend(inputs), x, layout), inputs.cache
+        if memory_layout is not None:
+            raise UsageError("got a memory_layout without a memory: pass memory=, or layout= for the tokens of x")
         if self._can_step and layout is None and isinstance(state, KVCache) and x.shape[1] == 1:
             step = self._step(x, state)
             if step is not None:
                 return step
         inputs = self._attention_inputs(x, state, layout)
-        z = self.attend(inputs)
-        z = z if layout is None else layout.to_batch(z)
-        return self.read(z, x), inputs.cache.trim()
+        return self._output(self.attend(inputs), x, layout), inputs.cache.trim()
 
-    def weights(self, x: Stream, state: State | None = None, layout: Layout | None = None) -> Float[Tensor, "b h t s"]:
-        """Return the attention map, over the slots of the state (of each token's own sequence) and then `x`."""
+    def weights(
+        self,
+        x: Stream,
+        state: State | None = None,
+        layout: Layout | None = None,
+        memory: Float[Tensor, "m u d"] | None = None,
+        memory_layout: Layout | None = None,
+    ) -> Float[Tensor, "b h t s"]:
+        """Return the attention map, over the slots of the state (of each token's own sequence) and then `x`.
+
+        With a `memory`, over the positions in the sequence of the memory that belongs to each token's own sequence.
+        """
+        if memory is not None:
+            scores = self.map(self._cross_inputs(x, state, layout, memory, memory_layout))
+            return map_by_token(scores, scores.shape[-1], layout)
         if isinstance(state, KVCache):
             state = replace(state, window=None)  # keep every slot: each has a column
         inputs = self._attention_inputs(x, state, layout)
         scores = F.pad(self.map(inputs), (inputs.first_slot, 0))
-        return map_by_token(scores, 0 if layout is None else inputs.cache.slots_used - layout.span, layout)
+        return map_by_token(scores, 0 if layout is None else scores.shape[-1] - layout.span, layout)
 
     def values(self, x: Stream) -> Float[Tensor, "b s h v"]:
         """Return the value that the queries of each head read."""
@@ -193,8 +270,10 @@ class SoftmaxMechanism(QKMechanism):
             parameters=sum(p.numel() for p in self.parameters()),
             linear_flops=t * (2 * projections + self._coupling_flops()),
             pair_flops=2 * self._products_per_pair(),
-            pairs=t * window - window**2 / 2,
-            state_bytes=(window * cached + sum(map(math.prod, self._conv_shapes))) * self.key.weight.element_size(),
+            pairs=t * window - window**2 / 2 if self.causal else float(t * t),
+            state_bytes=(window * cached + sum(map(math.prod, self._conv_shapes))) * self.key.weight.element_size()
+            if self.causal
+            else 0,
         )
 
     def circuits(self) -> Circuits:
@@ -202,8 +281,13 @@ class SoftmaxMechanism(QKMechanism):
         query = (f"query.{name}" for name, _ in self.query.named_parameters())
         norms = ("query_norm", "key_norm") if self.config.qk_norm else ()
         qk_convs, ov_convs = (("query_conv", "key_conv"), ("value_conv",)) if self.config.conv > 1 else ((), ())
-        qk = (*query, "key.weight", *norms, *qk_convs, *self._coupling_parameters())
-        return Circuits(qk=qk, ov=("value.weight", *ov_convs, "output.weight"))
+        # without these, a bias of the keys adds the same to all scores of a query
+        has_key_bias = self.config.bias and (self.config.rotary_base is not None or norms or self.coupling is not None)
+        qk = (*query, "key.weight", *(("key.bias",) if has_key_bias else ()), *norms, *qk_convs)
+        ov_biases = ("value.bias", "output.bias") if self.config.bias else ()
+        return Circuits(
+            qk=(*qk, *self._coupling_parameters()), ov=("value.weight", *ov_convs, "output.weight", *ov_biases)
+        )
 
     def pairs(self, x: Stream) -> tuple[Keys, Keys]:
         """Return each key and the mean of the queries that attend to it, before the coupling."""
@@ -215,6 +299,8 @@ class SoftmaxMechanism(QKMechanism):
 
     def _step(self, x: Stream, state: KVCache) -> tuple[Stream, State] | None:
         """Decode a token in one native call; None if that is not possible. The law of decoding compares it."""
+        if self._dropout():
+            return None
         modules: Any = self._modules  # attribute access through nn.Module is slow enough to matter here
         weights = [few_rows.plain_weight(modules[name]) for name in ("query", "key", "value", "output")]
         if state.lengths is not None or state.slots_used == 0 or not few_rows.supports(x, *weights, *state.buffers):
@@ -251,6 +337,15 @@ class SoftmaxMechanism(QKMechanism):
         """Apply the coupling; override it if the queries of a group are not adjacent."""
         return (q, k) if self.coupling is None else self.coupling(q, k, skip_first_drift=skip_first_drift)
 
+    def _output(self, z: Float[Tensor, "n span h v"], x: Stream, layout: Layout | None) -> Stream:
+        if layout is None:
+            return self.read(z, x)
+        y = self.read(layout.to_batch(z), x)
+        return layout.zero_padding(y) if self.config.bias else y
+
+    def _dropout(self) -> float:
+        return self.config.dropout if self.training else 0.0
+
     def _products_per_pair(self) -> int:
         return self.shape.queries * self.shape.key_width + self.shape.outputs * self.shape.value_width
 
@@ -265,8 +360,9 @@ class SoftmaxMechanism(QKMechanism):
         if not torch.is_grad_enabled() or not self._is_linear():
             q, k = self._split_heads(self.query(x), shape.queries), self._split_heads(self.key(x), shape.keys)
             return *self._couple_and_norm(q, k), self._split_heads(self.value(x), shape.values)
-        can_fold = self.coupling is not None and shape.queries == shape.keys and self.config.qk_norm != "before"
-        drift = self.coupling.foldable_drift() if self.coupling is not None and can_fold else None
+        coupling, is_first = self.coupling, self.config.qk_norm != "before"
+        can_fold = coupling is not None and is_first and shape.queries == shape.keys and not has_hooks(coupling)
+        drift = coupling.foldable_drift() if coupling is not None and can_fold else None
         query, key = cast(Tensor, self.query.weight), self.key.weight
         query = query if drift is None else torch.addcmul(query, key, drift)
         widths = shape.key_width, shape.key_width, shape.value_width
@@ -295,14 +391,16 @@ class SoftmaxMechanism(QKMechanism):
             q, k = self.couple(q, k, skip_first_drift=skip_first_drift)
         return self._norm(q, k) if self.config.qk_norm in (True, "after") else (q, k)
 
-    def _norm(self, q: Queries, k: Keys) -> tuple[Queries, Keys]:
+    def _norm(self, q: Queries, k: Float[Tensor, "m s g k"]) -> tuple[Queries, Float[Tensor, "m s g k"]]:
         return rms_norm(q, self.query_norm), rms_norm(k, self.key_norm)
 
     def _attention_inputs(self, x: Stream, state: State | None, layout: Layout | None) -> AttentionInputs:
         """Project, convolve, couple, normalise, convert to row form, shift, rotate, and append to the cache."""
+        if not self.config.causal:
+            refuse_state(self, state)
         x = validate_input(x, layout)
         lengths = None if layout is None or layout.is_full else layout.lengths
-        state = self._check_state(state, len(x) if layout is None else len(layout.lengths))
+        state = self._check_state(state, x.shape[0] if layout is None else len(layout.lengths))
         conv_state: tuple[Tensor, ...] = ()
         rotated_by = None
         if self.config.conv > 1:
@@ -320,9 +418,35 @@ class SoftmaxMechanism(QKMechanism):
             conv_state = (*conv_state, last)
         if rotated_by is None and (factors := self._rotary_factors(past.offset, q.shape[1], q)) is not None:
             q, k = apply_rotary(q, factors), apply_rotary(k, factors)
+        if not self.config.causal:
+            return all_keys(q, k, v, lengths)
         cache = past.extend((k, v), lengths)
         cache = replace(cache, conv_state=conv_state) if conv_state else cache
         return visible_keys(q, k, v, past, cache, self.config.window)
+
+    def _cross_inputs(
+        self, x: Stream, state: State | None, layout: Layout | None, memory: Tensor, memory_layout: Layout | None
+    ) -> AttentionInputs:
+        """Project queries of `x`, and keys and values of the memory."""
+        if self.coupling is not None:
+            raise UsageError(
+                f"{type(self).__name__} got a memory, but a coupling moves the query and the key of one token as a"
+                " pair, and across two sequences there are no pairs: use standard or differential attention"
+            )
+        if options := self.config._causal_options():
+            raise UsageError(f"{options} looks back in time: for a memory, leave it out")
+        refuse_state(self, state)
+        x, memory = validate_input(x, layout), validate_input(memory, memory_layout)
+        shape = self.shape
+        q = self._split_heads(self.query(x), shape.queries)
+        k, v = self._split_heads(self.key(memory), shape.keys), self._split_heads(self.value(memory), shape.values)
+        if self.config.qk_norm:
+            q, k = self._norm(q, k)
+        q = q if layout is None else layout.to_rows(q)
+        k, v = (k, v) if memory_layout is None else (memory_layout.to_rows(k), memory_layout.to_rows(v))
+        if q.shape[0] != k.shape[0]:
+            raise UsageError(f"the batch has {len(q)} sequences, the memory {len(k)}: expected one memory for each")
+        return all_keys(q, k, v, None if memory_layout is None or memory_layout.is_full else memory_layout.lengths)
 
     def _convolved(
         self, x: Stream, state: KVCache | None, layout: Layout | None
@@ -354,7 +478,7 @@ class SoftmaxMechanism(QKMechanism):
                 f"{type(self).__name__} expected a convolution state of shapes {expected}, got {shapes}: a state of"
                 " another mechanism"
             )
-        if expected and len(state.buffers[0]) != rows:
+        if expected and state.buffers[0].shape[0] != rows:
             raise UsageError(f"the state holds {len(state.buffers[0])} rows, the input {rows}: select() the rows first")
         return state
 
@@ -386,7 +510,7 @@ class StandardConfig(SoftmaxConfig):
 
 
 class StandardAttention(SoftmaxMechanism):
-    """Causal softmax attention, with optional grouped queries, QK norm and sliding window: the baseline.
+    """Softmax attention, with optional grouped queries, QK norm and sliding window: the baseline.
 
     >>> layer = StandardAttention(width=32, heads=4)
     >>> y, state = layer(torch.randn(2, 10, 32))
@@ -403,15 +527,15 @@ class StandardAttention(SoftmaxMechanism):
     ) -> None:
         config = self.config_type() if config is None else config
         keys = heads if config.key_heads is None else config.key_heads
-        if heads < 1 or width % heads:
-            raise UsageError(f"heads must divide the width, got {heads} heads for a width of {width}")
+        head_width = config.width_of_head(width, heads)
         if keys < 1 or heads % keys:
             raise UsageError(f"key_heads must divide the heads, got {keys} for {heads} heads")
-        super().__init__(width, HeadShape(heads, keys, width // heads, keys, width // heads, heads), config)
+        super().__init__(width, HeadShape(heads, keys, head_width, keys, head_width, heads), config)
 
     def attend(self, inputs: AttentionInputs) -> Float[Tensor, "n t h v"]:
         """Equations (1) and (2), without the map in memory."""
-        return attention(inputs.q, inputs.k, inputs.v, causal=inputs.causal, window=inputs.window, mask=inputs.mask)
+        visible: Any = {"causal": inputs.causal, "window": inputs.window, "mask": inputs.mask}
+        return attention(inputs.q, inputs.k, inputs.v, **visible, dropout=self._dropout())
 
     def map(self, inputs: AttentionInputs) -> Float[Tensor, "n h t s"]:
         """Equation (1)."""

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Mechanism, Stream, apply_linear, has_hooks, is_plain_linear, projection
+from qkflow.mechanisms.base import Mechanism, Stream, apply_linear, is_plain_linear, projection
 from qkflow.ops import few_rows
+from qkflow.ops.csrc.eager import has_hooks
 from qkflow.ops.groups import TORUS, Group
 from qkflow.ops.norm import add_rms_norm, rms_norm
 from qkflow.ops.swiglu import swiglu
@@ -149,7 +150,7 @@ class Points(nn.Module):
 
 def _add_and_norm(x: Stream, branch: Stream, norm: nn.Module) -> tuple[Stream, Stream]:
     """The residual sum, and its norm; in training one operation."""
-    if torch.is_grad_enabled() and isinstance(norm, RMSNorm) and not has_hooks(norm):
+    if torch.is_grad_enabled() and type(norm) is RMSNorm and not has_hooks(norm):
         return add_rms_norm(x, branch, norm.weight, norm.eps)
     x = x + branch
     return x, norm(x)
@@ -157,20 +158,22 @@ def _add_and_norm(x: Stream, branch: Stream, norm: nn.Module) -> tuple[Stream, S
 
 def _add_swiglu(x: Stream, network: SwiGLU, norm: nn.Module | None) -> Stream | None:
     """The feed-forward branch of a few rows added to the stream, in one native call; None if it cannot be used."""
+    if type(network) is not SwiGLU or has_hooks(network):
+        return None
     weights = (
         few_rows.plain_weight(network.gate),
         few_rows.plain_weight(network.up),
         few_rows.plain_weight(network.output),
     )
-    if not few_rows.supports(x, *weights) or type(network) is not SwiGLU or few_rows.has_hooks(network):
+    if not few_rows.supports(x, *weights):
         return None
     gate, up, output = cast(Any, weights)
     (hidden, inputs), width = gate.shape, x.shape[2]
     if inputs != width * (1 if norm is not None else 2) or up.shape != gate.shape or output.shape != (width, hidden):
         return None
-    if norm is None or type(norm) is nn.Identity:
+    if norm is None or (type(norm) is nn.Identity and not has_hooks(norm)):
         return few_rows.add_swiglu(x, None, 0.0, gate, up, output)
-    if type(norm) is not RMSNorm or few_rows.has_hooks(norm) or not few_rows.are_plain(x.dtype, (norm.weight,)):
+    if type(norm) is not RMSNorm or has_hooks(norm) or not few_rows.are_plain(x.dtype, (norm.weight,)):
         return None
     return None if len(norm.weight) != width else few_rows.add_swiglu(x, norm.weight, norm.eps, gate, up, output)
 

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from qkflow.errors import UsageError
 from qkflow.layout import Layout
-from qkflow.mechanisms.base import Cost
+from qkflow.mechanisms.base import Cost, apply_linear
 from qkflow.models.blocks import Points
 from qkflow.models.stack import DecoderState, Stack, StackConfig, Tokens
 from qkflow.ops.linear import linear
 
 Logits = Float[Tensor, "b t vocabulary"]
+EMBEDDING_STD = 0.02
+"""Initial standard deviation of embeddings and of the head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,8 @@ class Decoder(Stack):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
+        if not all(mechanism.causal for mechanism in self.mechanisms):
+            raise UsageError("a decoder predicts the next token, which causal=False would show to it: use causal=True")
         self.config = config
         tied = self.group is None if config.tied is None else config.tied
         self.head = None if tied else nn.Linear(self.read_width, config.vocabulary, bias=False)
@@ -60,14 +64,12 @@ class Decoder(Stack):
 
     def logits(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... vocabulary"]:
         """Return the logits, given the output of `read`."""
-        return linear(x, self._head_weight())
+        return linear(x, self._tied_weight()) if self.head is None else apply_linear(self.head, x)
 
-    def _head_weight(self) -> Float[Tensor, "vocabulary p"]:
-        if self.head is not None:
-            return self.head.weight
+    def _tied_weight(self) -> Float[Tensor, "vocabulary p"]:
         if self.group is None:
             return self.embedding.weight
-        points = cast(Points, self.norm)(self.embedding.weight)
+        points = cast(Points, self.norm).forward(self.embedding.weight)  # hooks are for the stream
         return points * points.shape[-1] ** -0.5  # otherwise the initial logit of a token itself is the width
 
     def cost(self, t: int) -> Cost:
@@ -79,7 +81,8 @@ class Decoder(Stack):
         total = sum(cost.pair_flops * cost.pairs for cost in mechanisms)
         return Cost(
             parameters=sum(p.numel() for p in self.parameters()),
-            linear_flops=sum(c.linear_flops for c in mechanisms) + 2 * t * (dense + self._head_weight().numel()),
+            linear_flops=sum(c.linear_flops for c in mechanisms)
+            + 2 * t * (dense + self.read_width * self.config.vocabulary),
             pair_flops=pair_flops,
             pairs=total / pair_flops if pair_flops else 0.0,  # average over layers, whose windows may differ
             state_bytes=sum(c.state_bytes for c in mechanisms),
@@ -91,9 +94,9 @@ class Decoder(Stack):
         At size 1m, after 500 short steps with one seed each, zeroed branches reached 2.13 to 2.18 bits per byte on
         held-out text; three other initialisations reached 2.26, 2.47 and 2.50.
         """
-        self.init_embedding(std=0.02)
+        self.init_embedding(std=EMBEDDING_STD)
         if self.head is not None:
-            nn.init.normal_(self.head.weight, std=0.02)
+            nn.init.normal_(self.head.weight, std=EMBEDDING_STD)
         for block in self.blocks:
             for branch in (block.mechanism, block.feed_forward):
                 if isinstance(output := getattr(branch, "output", None), nn.Linear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,8 +33,10 @@ class Sampling:
     """Row i of a batch uses seed + i, so its samples do not depend on the other rows."""
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise UsageError(f"temperature must be at least 0, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise UsageError(f"temperature must be a finite number, at least 0, got {self.temperature}")
+        if not abs(self.seed) < 2**63:
+            raise UsageError(f"seed must have at most 64 bits, got {self.seed}")
         if self.top_k is not None and self.top_k < 1:
             raise UsageError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:

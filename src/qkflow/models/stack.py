@@ -66,7 +66,7 @@ class StackConfig:
         return (self.mechanism,) * self.layers if isinstance(self.mechanism, str) else self.mechanism
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DecoderState(State):
     """The states of all layers."""
 
@@ -119,7 +119,12 @@ class Stack(nn.Module):
         self, tokens: Tokens, state: DecoderState | None = None, layout: Layout | None = None
     ) -> tuple[Float[Tensor, "b t p"], DecoderState]:
         """Return the normalised stream (or the points of a phase stream) after the last block, and the new state."""
-        x = self.embed(tokens)
+        return self.read_embedded(self.embed(tokens), state, layout)
+
+    def read_embedded(
+        self, x: Float[Tensor, "b t d"], state: DecoderState | None = None, layout: Layout | None = None
+    ) -> tuple[Float[Tensor, "b t p"], DecoderState]:
+        """`read`, given the stream before the first block."""
         old_states: Sequence[State | None] = [None] * len(self.blocks) if state is None else state.layers
         new_states = []
         for block, old_state in zip(self.blocks, old_states, strict=True):
@@ -129,7 +134,10 @@ class Stack(nn.Module):
 
     def embed(self, tokens: Tokens) -> Float[Tensor, "b t d"]:
         """Return the stream before the first block; embeddings that left the group in training are projected back."""
-        x = self.embedding(tokens)
+        return self.to_stream(self.embedding(tokens))
+
+    def to_stream(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        """Project embeddings to the group, if there is one; any angle is an element of the torus."""
         if self.group is None or self.group == TORUS:
             return x
         elements = x.unflatten(-1, (-1, self.group.size))

@@ -16,6 +16,7 @@ https://arxiv.org/abs/2410.05258
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -50,10 +51,12 @@ def differential_attention(
     window: int | None = None,
     mask: Mask | None = None,
     scale: float | None = None,
+    dropout: float = 0.0,
 ) -> Float[Tensor, "b t h v"]:
-    """Equations (1) and (2), without the maps in memory."""
+    """Equations (1) and (2), without the maps in memory; `dropout` applies to each map."""
+    visible: Any = {"causal": causal, "window": window, "mask": mask}
     first, second = (
-        attention(q[:, :, i::2], k[:, :, i::2], v, causal=causal, window=window, mask=mask, scale=scale) for i in (0, 1)
+        attention(q[:, :, i::2], k[:, :, i::2], v, **visible, scale=scale, dropout=dropout) for i in (0, 1)
     )
     return first - lam * second
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from qkflow.errors import NotFiniteError
 from qkflow.ops.csrc import build
+from qkflow.ops.csrc.eager import has_hooks, is_transformed
 
 MAX_ROWS = 8
 """Number of rows up to which these kernels are faster than PyTorch's matrix products."""
@@ -39,7 +39,7 @@ def supports(x: Tensor, *weights: Tensor | None) -> bool:
         or x.shape[0] > MAX_ROWS
         or torch.compiler.is_compiling()
         or is_in_torch_dispatch_mode()
-        or forward_ad._current_level >= 0
+        or is_transformed()
         or torch.is_autocast_enabled("cpu")
         or not x.is_cpu
         or x.is_neg()
@@ -68,14 +68,9 @@ def are_plain(dtype: torch.dtype, weights: Iterable[Tensor | None]) -> bool:
     return True
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether something else happens when a module is called."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
 def plain_weight(module: nn.Module | None) -> Tensor | None:
     """The weight of a linear layer without bias and hooks: calling it is the same as multiplying by this weight."""
-    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+    if type(module) is not nn.Linear or has_hooks(module):
         return None
     parameters = module._parameters  # attribute access through nn.Module is slow enough to matter here
     return parameters["weight"] if parameters["bias"] is None else None

@@ -32,7 +32,7 @@ def newton_schulz(matrices: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batc
     >>> bool(((singular > 0.6) & (singular < 1.3)).all())
     True
     """
-    x = matrices.float().reshape(-1, *matrices.shape[-2:])
+    x = matrices.float().reshape(matrices.shape[:-2].numel(), *matrices.shape[-2:])
     has_kernel = _IS_X86 and 0 < min(x.shape[1:]) <= _MAX_SIDE and not x.requires_grad and has_kernels(x)
     return (_kernel(x) if has_kernel else _torch(x)).view(matrices.shape).to(matrices.dtype)
 

@@ -85,7 +85,7 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple
     """Equation (2)."""
     x_hat, grad_hat = x * inverse, weight * grad
     grad_x = (grad_hat - x_hat * (x_hat * grad_hat).mean(-1, keepdim=True)) * inverse
-    return grad_x, (grad * x_hat).flatten(0, -2).sum(0)
+    return grad_x, (grad * x_hat).reshape(-1, x.shape[-1]).sum(0)
 
 
 def _inverse_root(x: Float[Tensor, "... d"], eps: float) -> Float[Tensor, "... 1"]:
@@ -105,7 +105,7 @@ def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float 
         return few_rows.norm(x, weight, eps)
     if x.shape[-1:] == weight.shape != (0,) and has_kernels(x, weight):
         if torch.is_grad_enabled():
-            return _AddRMSNorm.apply(x, None, weight, eps)
+            return _AddRMSNorm.apply(x.contiguous(), None, weight, eps)  # a copy inside would cut the second derivative
         return _kernel_forward(x, None, weight, eps, save=False)[1]
     if not torch.is_grad_enabled():
         return (x * _inverse_root(x, eps)).mul_(weight)

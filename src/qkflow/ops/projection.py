@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkflow.ops import linear
-from qkflow.ops.csrc.eager import has_kernels
+from qkflow.ops.csrc.eager import differentiable_gradients, has_kernels
 from qkflow.ops.rotary import Factors, apply_rotary, can_rotate, real_factors, rotate_by_kernel
 
 
@@ -69,10 +69,11 @@ class _Projections(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x, cos_sin, *weights), (n_rotated, widths) = ctx.saved_tensors, ctx.settings
         if torch.is_grad_enabled():  # for a second derivative
-            inputs = [tensor.view_as(tensor) for tensor in (x, *weights)]
             factors = None if cos_sin is None else torch.view_as_complex(cos_sin)
-            outputs = _project(inputs[0], inputs[1:], widths, factors, n_rotated)
-            gx, *gweights = torch.autograd.grad(outputs, inputs, grads, create_graph=True)
+            is_needed = ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]
+            gx, *gweights = differentiable_gradients(
+                lambda x, *weights: _project(x, weights, widths, factors, n_rotated), (x, *weights), is_needed, grads
+            )
             return gx, None, None, None, *gweights
         gx, gweights = None, []
         for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from qkflow.errors import UsageError
 from qkflow.ops.csrc import build
+from qkflow.ops.csrc.eager import is_transformed
 
 MAX_TAPS = 64
 """Limit of the C kernel."""
@@ -44,6 +45,8 @@ def short_conv(
     if x.dtype in (torch.bfloat16, torch.float16):  # sum in float32 and round once
         return short_conv(x.float(), weight.float(), None if state is None else state.float()).to(x.dtype)
     weight, state = weight.to(x.dtype), None if state is None else state.to(x.dtype)
+    if not torch.compiler.is_compiling() and is_transformed():
+        return _torch_forward(x, weight, state)
     if torch.is_grad_enabled():
         return _ShortConv.apply(x, weight, state)
     return _forward(x, weight, state)
@@ -58,7 +61,7 @@ def next_conv_state(
     [0.0, 1.0, 2.0]
     """
     size, t = taps - 1, x.shape[1]
-    if lengths is None and t >= size:
+    if lengths is None and not torch.compiler.is_compiling() and t >= size:  # a graph is for any length
         return x[:, t - size :].clone()  # a view would keep all of x alive
     window = _window(x, taps, None if state is None else state.to(x.dtype))
     if lengths is None:
@@ -68,11 +71,11 @@ def next_conv_state(
 
 
 def _check(x: Tensor, weight: Tensor, state: Tensor | None) -> None:
-    if x.ndim != 3 or weight.ndim != 2 or len(weight) != x.shape[2] or weight.shape[1] < 1:
+    if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
         raise UsageError(
             f"expected inputs [n, t, channels] and weights [channels, taps], got {[*x.shape]} and {[*weight.shape]}"
         )
-    expected = (len(x), weight.shape[1] - 1, x.shape[2])
+    expected = (x.shape[0], weight.shape[1] - 1, x.shape[2])
     if state is not None and state.shape != expected:
         raise UsageError(f"the state must be [n, taps - 1, channels] = {[*expected]}, got {[*state.shape]}")
     for tensor in (x, weight, state):
@@ -104,13 +107,17 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 def _forward(x: Tensor, weight: Tensor, state: Tensor | None) -> Tensor:
     if not _has_kernel(x, weight):
-        return F.silu(_convolve(_window(x, weight.shape[1], state), weight, x.shape[1]))
+        return _torch_forward(x, weight, state)
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return torch.ops.qkflow.short_conv(x, weight, state)
     return _kernel_forward(x, weight, state)  # bypasses the dispatcher, whose overhead matters in decoding
 
 
 # ---- PyTorch
+
+
+def _torch_forward(x: Tensor, weight: Tensor, state: Tensor | None) -> Tensor:
+    return F.silu(_convolve(_window(x, weight.shape[1], state), weight, x.shape[1]))
 
 
 def _torch_backward(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qkflow.ops import linear
 from qkflow.ops.csrc import build
-from qkflow.ops.csrc.eager import has_kernels, n_threads
+from qkflow.ops.csrc.eager import differentiable_gradients, has_kernels, n_threads
 
 
 def swiglu(
@@ -29,9 +29,13 @@ def swiglu(
     >>> swiglu(torch.ones(1, 1), torch.zeros(1, 1), torch.ones(1, 1)).tolist()
     [[0.0]]
     """
-    is_valid = linear.fits(x, gate, up) and len(gate) == len(up) > 0
+    is_valid = x.ndim > 1 and linear.fits(x, gate, up) and len(gate) == len(up) > 0
     if torch.is_grad_enabled() and is_valid and has_kernels(x, gate, up):
         return _SwiGLU.apply(x, gate, up)
+    return _swiglu(x, gate, up)
+
+
+def _swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
 
 
@@ -50,9 +54,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (gy,), (x, gate, up, both) = grads, ctx.saved_tensors
         if torch.is_grad_enabled():  # for a second derivative
-            inputs = [tensor.view_as(tensor) for tensor in (x, gate, up)]
-            y = F.silu(F.linear(inputs[0], inputs[1])) * F.linear(inputs[0], inputs[2])
-            return torch.autograd.grad(y, inputs, gy, create_graph=True)
+            return differentiable_gradients(lambda *xs: (_swiglu(*xs),), (x, gate, up), ctx.needs_input_grad, grads)
         gboth = torch.empty_like(both)
         build.call("swiglu_backward", "lli", (_rows(gy), len(gate), n_threads(both)), (gy, both, gboth))
         gx = linear.input_gradient(gboth, ctx.weight) if ctx.needs_input_grad[0] else None

@@ -10,11 +10,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from qkflow.layout import format_lengths
+
 _S = TypeVar("_S", bound="State")
 
 
 class State(ABC):
     """The interface of all states. Rows are the sequences of the batch; packed input has one row per sequence."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({format_lengths(self.length, 'row')}, {self.nbytes:,} bytes)"
 
     @property
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,15 +14,18 @@ from torch import Tensor
 from qkflow.errors import UsageError
 from qkflow.state.base import State
 
+_CLAIMING = threading.Lock()
+"""Threads may continue the same state: only one of them gets the free slots of its buffers."""
+
 
 @dataclass(eq=False)
 class _Extent:
-    """Number of written slots of a buffer, shared by all states on that buffer."""
+    """Number of written or reserved slots of a buffer, shared by all states on that buffer."""
 
     filled: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KVCache(State):
     """Past tokens, one slot each, in one or several tensors `[b, slots, ...]`.
 
@@ -47,7 +51,8 @@ class KVCache(State):
     @staticmethod
     def start(like: Sequence[Shaped[Tensor, "b t ..."]], window: int | None = None) -> KVCache:
         """An empty cache for tensors shaped like these."""
-        return KVCache(tuple(x.new_empty(x.shape[0], 0, *x.shape[2:]) for x in like), 0, 0, window)
+        buffers = tuple(x.new_empty(x.shape[0], 0, *x.shape[2:]) for x in like)
+        return KVCache(buffers, 0, 0, window, extent=_Extent(0))  # torch.compile cannot return a default
 
     @property
     def length(self) -> Int[Tensor, " b"]:
@@ -98,8 +103,7 @@ class KVCache(State):
 
     def reserve(self) -> KVCache:
         """The cache with a slot for one more token, which the caller fills; for inference, and rows of equal length."""
-        cache = self if self._has_room(1) else self._grown(1)
-        cache.extent.filled = cache.slots_used + 1
+        cache = self if self._claim(1) else self._grown(1)
         after = object.__new__(KVCache)  # `replace` takes longer than the attention of a short sequence
         vars(after).update(vars(cache), slots_used=cache.slots_used + 1, tokens_seen=cache.tokens_seen + 1)
         return after
@@ -151,13 +155,24 @@ class KVCache(State):
             past = (x[:, : self.slots_used] for x in self._stored)
             stored, extent = [torch.cat(pair, 1) for pair in zip(past, new, strict=True)], _Extent(0)
         else:
-            cache = self if self._has_room(t) else self._grown(t)
+            cache = self if self._claim(t) else self._grown(t)
             stored, extent, end = cache._stored, cache.extent, cache.slots_used + t
             for buffer, x in zip(stored, new, strict=True):
                 buffer[:, cache.slots_used : end] = x
-            extent.filled = end
         counters = {"slots_used": cache.slots_used + t, "tokens_seen": cache.tokens_seen + t}
         return cache._with(stored, extent, **counters, lengths=lengths)
+
+    def _claim(self, t: int) -> bool:
+        """Reserve the next `t` slots of the buffers; False if there are none, or if another state has them."""
+        if torch.compiler.is_compiling():  # it cannot trace the lock
+            return self._claim_unlocked(t)
+        with _CLAIMING:
+            return self._claim_unlocked(t)
+
+    def _claim_unlocked(self, t: int) -> bool:
+        if has_room := self._has_room(t):
+            self.extent.filled = self.slots_used + t
+        return has_room
 
     def _has_room(self, t: int) -> bool:
         first = self.buffers[0]
@@ -167,7 +182,7 @@ class KVCache(State):
         return free and (torch.is_inference_mode_enabled() or not first.is_inference())
 
     def _grown(self, t: int) -> KVCache:
-        """A copy with room for `t` more tokens: twice the size, counting only tokens inside the window."""
+        """A copy whose next `t` slots are reserved: twice the size, counting only tokens inside the window."""
         live = self if self.window is None or self.slots_used < self.window else self._recent(self.window - 1)
         capacity = max(live.slots_used + t, 2 * live.slots_used, 16)
 
@@ -176,7 +191,7 @@ class KVCache(State):
             buffer[:, : live.slots_used] = x[:, : live.slots_used]
             return buffer
 
-        return live._with([*map(enlarge, live._stored)], _Extent(live.slots_used))
+        return live._with([*map(enlarge, live._stored)], _Extent(live.slots_used + t))
 
     def _recent(self, count: int) -> KVCache:
         """A copy of the `count` most recent tokens of each row."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from qkflow.state.base import State
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RecurrentState(State):
     """A matrix per row and head, and the last few tokens for the short convolutions.
 
@@ -33,7 +33,7 @@ class RecurrentState(State):
         """Number of tokens seen, per row."""
         if self.lengths is not None:
             return self.lengths
-        return torch.full((len(self.matrix),), self.tokens_seen, dtype=torch.long, device=self.matrix.device)
+        return torch.full((self.matrix.shape[0],), self.tokens_seen, dtype=torch.long, device=self.matrix.device)
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,7 @@ from qkflow.state.base import State
 from qkflow.state.kv_cache import KVCache
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ShiftedKVCache(State):
     """A cache that excludes the last token of each row, which is kept separately.
 

@@ -4,6 +4,7 @@ from qkflow.training.budget import steps_for_budget
 from qkflow.training.callbacks import Callback, Measurement, Result, Run
 from qkflow.training.config import TrainConfig, task_defaults
 from qkflow.training.evaluate import Evaluation, evaluate
+from qkflow.training.loggers import CSVLogger, TensorBoardLogger
 from qkflow.training.losses import Objective, open_objective
 from qkflow.training.metrics import read_metrics
 from qkflow.training.recall import CellResult, RecallResult, by_cell, read_recall, together, write_recall
@@ -11,6 +12,7 @@ from qkflow.training.run_dir import LoadedRun, load_run, resume_command
 from qkflow.training.train import train
 
 __all__ = [
+    "CSVLogger",
     "Callback",
     "CellResult",
     "Evaluation",
@@ -20,6 +22,7 @@ __all__ = [
     "RecallResult",
     "Result",
     "Run",
+    "TensorBoardLogger",
     "TrainConfig",
     "by_cell",
     "evaluate",

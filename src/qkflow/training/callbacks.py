@@ -62,6 +62,9 @@ class Callback:
     def on_step(self, record: Mapping[str, Any]) -> None:
         """Called after every step, with its record as in metrics.jsonl."""
 
+    def on_evaluation_progress(self, done: int, total: int) -> None:
+        """Called between the batches of an evaluation, with the tokens that were read and all that will be."""
+
     def on_evaluate(self, record: Mapping[str, Any]) -> None:
         """Called after every evaluation, with its record."""
 

@@ -12,6 +12,7 @@ from qkflow.data.tasks import TaskConfig
 from qkflow.errors import UsageError
 from qkflow.models import ClassifierConfig, DecoderConfig
 from qkflow.models.one_layer import OneLayerConfig
+from qkflow.training.reproducibility import validate_threads
 
 ModelConfig = DecoderConfig | ClassifierConfig | OneLayerConfig
 
@@ -114,6 +115,9 @@ class TrainConfig:
                 _require_at_least(name, getattr(self, name), 1)
         for name in ("seed", "data_seed"):
             _require_at_least(name, getattr(self, name), 0)
+            if getattr(self, name) >= 2**63:
+                raise UsageError(f"{name} must be below 2^63, got {getattr(self, name)}")
+        validate_threads(self.threads)
         if self.warmup is not None and not 0 <= self.warmup <= self.steps:
             raise UsageError(f"warmup must be between 0 and the number of steps ({self.steps}), got {self.warmup}")
         if self.batch % self.accumulate:

@@ -111,6 +111,10 @@ class HeldOut:
         """Tokens that an evaluation reads."""
         return sum(window.length for window in self.windows)
 
+    def n_available(self) -> int:
+        """Tokens that an evaluation without a limit reads."""
+        return self.n_tokens()
+
     def result(self, documents: np.ndarray, group: SingleProcess) -> Evaluation:
         """The evaluation, summed over the processes of a group."""
         total = group.sum(np.concatenate([documents["nats"], documents["tokens"].astype(np.float64)]))
@@ -141,6 +145,9 @@ class HeldOutSplit(HeldOut):
         rows, mask = torch.from_numpy(tokens), torch.from_numpy(counted)
         # Right padding needs no layout here: it changes nothing in a causal model.
         return Examples(inputs=rows[:, :-1], targets=rows[:, 1:], scored=mask if self.is_graded else None), mask
+
+    def n_available(self) -> int:  # noqa: D102
+        return int(np.diff(self.split.documents).sum())
 
     def grade(self, window: Window, hits: np.ndarray) -> None:  # noqa: D102
         self.grader.grade(window, hits)
@@ -220,11 +227,18 @@ def evaluate(
 
 
 def evaluate_held_out(
-    module: TargetLogits, held_out: HeldOut, *, batch: int, should_stop: Callable[[], bool], group: SingleProcess
+    module: TargetLogits,
+    held_out: HeldOut,
+    *,
+    batch: int,
+    should_stop: Callable[[], bool],
+    group: SingleProcess,
+    progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Evaluation:
     """Evaluate on all processes of a group, with `batch` windows each; every process gets the whole result.
 
-    All processes make the same number of forward passes of the same shape, since fsdp gathers parameters in each.
+    `progress` is called after each batch, with the tokens that were read and all that will be. All processes make the
+    same number of forward passes of the same shape, since fsdp gathers parameters in each.
     """
     if batch < 1:
         raise UsageError(f"the evaluation batch size must be at least 1, got {batch}")
@@ -235,6 +249,7 @@ def evaluate_held_out(
     documents["bytes"] = held_out.sizes
     was_training = module.model.training
     module.eval()
+    done, total = 0, held_out.n_tokens()
     try:
         with torch.no_grad():  # not inference mode: tensors that a layer caches there cannot be trained with later
             for windows_ in _batches(held_out, batch * group.size):
@@ -252,6 +267,8 @@ def evaluate_held_out(
                     documents["tokens"][window.document] += int(counted[row].sum())
                     if held_out.is_graded:
                         held_out.grade(window, hits[row])
+                done += sum(window.length for window in windows_)
+                progress(done, total)
     finally:
         module.train(was_training)
     return held_out.result(documents, group)

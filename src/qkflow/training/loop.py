@@ -25,8 +25,8 @@ from qkflow.training import checkpoint
 from qkflow.training.callbacks import Callback, Measurement, Result, Run
 from qkflow.training.distributed import SingleProcess, first_not_none, mark_on_all_ranks
 from qkflow.training.divergence import first_bad_parameter
-from qkflow.training.evaluate import HeldOut
-from qkflow.training.metrics import Metrics, read_metrics
+from qkflow.training.evaluate import Evaluation, HeldOut
+from qkflow.training.metrics import Metrics, metrics_checksum, read_metrics
 from qkflow.training.run_dir import finish, read_documents, read_result, resume_command, write_documents
 from qkflow.training.signals import StopRequest
 from qkflow.training.step import Learner
@@ -56,9 +56,9 @@ class _Reporter:
         if self.metrics is not None:
             self.metrics.write(record)
 
-    def call(self, event: str, argument: Any) -> None:
+    def call(self, event: str, *arguments: Any) -> None:
         """Call a method of all callbacks."""
-        self.group.on_main(lambda: [getattr(callback, event)(argument) for callback in self.callbacks])
+        self.group.on_main(lambda: [getattr(callback, event)(*arguments) for callback in self.callbacks])
 
     def sync(self) -> None:
         """Sync metrics.jsonl to disk."""
@@ -148,7 +148,10 @@ class Loop:
         try:
             final = self.objective.final(config.final_tokens) if is_last else None
             limit = config.final_tokens if is_last and final is None else config.evaluate_tokens
-            evaluation = self.learner.evaluate(self.objective.validation(limit), self._should_stop)
+            held_out = self.objective.validation(limit)
+            if is_last:
+                self._say_sample(held_out if final is None else final)
+            evaluation = self._evaluate(held_out)
             if is_last:  # the files come before the record, which says that they exist
                 self._evaluate_test()
                 documents = evaluation.documents if final is None else self._evaluate_final(final)
@@ -166,9 +169,21 @@ class Loop:
         self.reporter.write(record)
         self.reporter.call("on_evaluate", record)
 
+    def _evaluate(self, held_out: HeldOut) -> Evaluation:
+        return self.learner.evaluate(
+            held_out, self._should_stop, lambda done, total: self.reporter.call("on_evaluation_progress", done, total)
+        )
+
+    def _say_sample(self, held_out: HeldOut) -> None:
+        """Notify the user if the last evaluation is on a sample."""
+        n_tokens, available = held_out.n_tokens(), held_out.n_available()
+        if n_tokens < available:
+            text = f"evaluating a sample of {n_tokens:,} of {available:,} held-out tokens (--evaluate-all: all of them)"
+            self.reporter.call("on_notice", text)
+
     def _evaluate_final(self, held_out: HeldOut) -> np.ndarray:
         """Evaluate the test documents, and return their losses."""
-        evaluation = self.learner.evaluate(held_out, self._should_stop)
+        evaluation = self._evaluate(held_out)
         step, tokens = self.learner.step, self.learner.n_tokens()
         self.reporter.write({"kind": "test", "step": step, "tokens": tokens, **evaluation.summary()})
         return evaluation.documents
@@ -180,7 +195,7 @@ class Loop:
             return
         text = f"evaluating the {len(held_out.sizes):,} test instances of {self.objective.name}"
         self.reporter.call("on_notice", text)
-        evaluation = self.learner.evaluate(held_out, self._should_stop)
+        evaluation = self._evaluate(held_out)
         self.group.on_main(lambda: self.objective.write_test(self.folder, self.learner.step, evaluation))
 
     def _has_test_results(self) -> bool:
@@ -222,6 +237,7 @@ class Loop:
         extra = {
             "config": checksum(self.folder / "config.json"),
             "data": self.objective.digest,
+            "metrics": metrics_checksum(self.folder / "metrics.jsonl"),
             "seconds": self.seconds,
             "tokens": learner.n_tokens(),
         }

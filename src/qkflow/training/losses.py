@@ -40,6 +40,8 @@ class Objective(ABC):
     tokens_per_step: float
     tokenizer: Tokenizer | None = None
     """The tokenizer, which is stored with the run; None if there is none."""
+    notices: tuple[str, ...] = ()
+    """Messages for the user about the data."""
 
     @abstractmethod
     def batch(self, step: int) -> Examples:
@@ -85,6 +87,7 @@ class LanguageModelObjective(Objective):
     def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
         self.name, self.digest, self.tokenizer = corpus.name, corpus.digest, corpus.tokenizer
+        self.notices = corpus.notices
         self.tokens_per_step = float(config.batch * config.context)
         parameters(config.model)  # raises if the model cannot be built
         if config.model.vocabulary < corpus.vocabulary:

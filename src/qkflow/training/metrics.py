@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     []
     """
     return [record for _, record in _lines(path)]
+
+
+def metrics_checksum(path: Path, size: int | None = None) -> dict[str, Any]:
+    """The size and the SHA-256 of the file, or of its first bytes."""
+    content = (path.read_bytes() if path.exists() else b"")[:size]
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def trim_metrics(path: Path, step: int) -> int:
@@ -60,13 +67,37 @@ class Metrics:
             self._file.close()
 
 
+class MetricsReader:
+    """Reads metrics.jsonl while it is being written.
+
+    >>> MetricsReader(Path("no such file")).read()
+    []
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._position = path, 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The records that were completed since the last call."""
+        if not self.path.exists() or self.path.stat().st_size == self._position:
+            return []
+        with open(self.path, "rb") as file:
+            file.seek(self._position)
+            content = file.read()
+        content = content[: content.rfind(b"\n") + 1]
+        self._position += len(content)
+        return [record for _, record in _parse(content)]
+
+
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    if not path.exists():
-        return
-    for line in path.read_bytes().split(b"\n"):
+    return _parse(path.read_bytes() if path.exists() else b"")
+
+
+def _parse(content: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    for line in content.split(b"\n"):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int) and isinstance(record.get("kind"), str):
             yield line, record

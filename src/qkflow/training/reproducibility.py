@@ -21,6 +21,21 @@ from qkflow.ops.delta_rule import triton_error
 _PACKAGES = ("qkflow", "torch", "numpy", "safetensors", "tokenizers")
 
 
+MAX_THREADS = max(1024, os.cpu_count() or 1)
+"""More than this many CPU threads are refused: PyTorch crashes if it cannot start them."""
+
+
+def validate_threads(count: int | None) -> None:
+    """Raise `UsageError` if there are too many CPU threads.
+
+    >>> validate_threads(10**8)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    qkflow.errors.UsageError: threads must be at most ..., got 100000000
+    """
+    if count is not None and count > MAX_THREADS:
+        raise UsageError(f"threads must be at most {MAX_THREADS}, got {count}")
+
+
 @contextlib.contextmanager
 def threads(count: int | None) -> Iterator[None]:
     """Set PyTorch's number of CPU threads inside the block; None leaves it.
@@ -29,6 +44,7 @@ def threads(count: int | None) -> Iterator[None]:
     ...     torch.get_num_threads()
     1
     """
+    validate_threads(count)
     before = torch.get_num_threads()
     if count is not None and count != before:
         torch.set_num_threads(count)

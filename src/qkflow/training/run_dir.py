@@ -9,16 +9,18 @@ RUN/
   checkpoints/           the last two
   documents.npy          the loss of each held-out document after the last step
   recall.json            of a recall task: the accuracy per cell of its test grid after the last step
+  checksums.json         SHA-256 of the config and the tokenizer, and after the last step of the results
   weights.safetensors    the final weights; written last, so a folder with them holds a finished run
   lock                   locked by the process that trains
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,16 +33,29 @@ from qkflow.config import from_dict, to_dict
 from qkflow.data import CorpusConfig, Tokenizer, save_tokenizer
 from qkflow.data.text.tokenizers import saved_tokenizer
 from qkflow.errors import CheckpointError, UsageError
-from qkflow.io import checksum, discard, disk_errors, replace, write_file, write_json
+from qkflow.io import (
+    checksum,
+    discard,
+    disk_errors,
+    refuse_special_files,
+    render_json,
+    replace,
+    write_file,
+    write_json,
+)
 from qkflow.models import Decoder, DecoderConfig
 from qkflow.training import checkpoint
 from qkflow.training.callbacks import Result
 from qkflow.training.config import TrainConfig
 from qkflow.training.evaluate import DOCUMENT
-from qkflow.training.metrics import read_metrics, trim_metrics
+from qkflow.training.metrics import metrics_checksum, read_metrics, trim_metrics
 from qkflow.training.recall import read_recall
 from qkflow.training.reproducibility import changes, pick_device
 from qkflow.training.tensors import digest, load_model_tensors, load_tensors, refuse_foreign, save_tensors
+
+_CHECKSUMS = "checksums.json"
+_START_FILES = ("config.json", "tokenizer.json")
+RESULT_FILES = ("metrics.jsonl", "documents.npy", "recall.json")
 
 Notify = Callable[[str], None]
 """Receives messages for the user."""
@@ -73,6 +88,7 @@ def load_run(folder: Path | str, *, device: str = "cpu") -> LoadedRun:
             f"{folder} is a run on the task {getattr(config.data, 'name', '?')!r}, whose vocabulary is not stored with "
             "it: expected a run of a language model, made by `qkflow train`; see the report of its study"
         )
+    refuse_changed(folder, _START_FILES)
     model = Decoder(config.model)
     notices: list[str] = []
     weights, step = None, config.steps
@@ -111,6 +127,7 @@ def refuse_held(folder: Path) -> None:
     """Raise `UsageError` if a new run cannot be created here."""
     if folder.is_file():
         raise UsageError(f"{folder} is a file: choose a folder for the run")
+    refuse_special_files(folder)
     if holds_run(folder):
         raise UsageError(
             f"{folder} already holds a run: use `{resume_command(folder)}` to resume it, or choose another folder"
@@ -121,6 +138,7 @@ def read_config(folder: Path) -> TrainConfig:
     """The config of a run folder; raises `UsageError` for anything else."""
     if not folder.exists():
         raise UsageError(f"{folder} does not exist: expected a run folder, made by `qkflow train --out RUN`")
+    refuse_special_files(folder)
     if folder.is_file():
         refuse_foreign(folder)
     if not holds_run(folder):
@@ -147,6 +165,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def recorded_digest(folder: Path) -> str | None:
+    """The SHA-256 of the data that a run was trained on; None if it is not recorded."""
+    path = folder / "environment.json"
+    data = read_json(path).get("data") if path.is_file() else None
+    digest = data.get("digest") if isinstance(data, dict) else None
+    return digest if isinstance(digest, str) else None
+
+
 def begin(
     folder: Path,
     config: TrainConfig,
@@ -163,7 +189,20 @@ def begin(
         save_tokenizer(tokenizer, folder / "tokenizer.json")
     if initial is not None:
         replace(folder / "initial.safetensors", lambda path: save_tensors(path, initial))
-    write_json(folder / "config.json", to_dict(config))
+    content = render_json(to_dict(config))
+    sums = {name: checksum(folder / name) for name in _START_FILES if (folder / name).exists()}
+    sums["config.json"] = hashlib.sha256(content.encode()).hexdigest()
+    write_json(folder / _CHECKSUMS, sums)
+    write_file(folder / "config.json", content)
+
+
+def refuse_changed(folder: Path, names: Iterable[str]) -> None:
+    """Raise `UsageError` if one of the files differs from its checksum; runs of earlier versions have none."""
+    sums = read_json(folder / _CHECKSUMS) if (folder / _CHECKSUMS).exists() else {}
+    for name in names:
+        path = folder / name
+        if name in sums and not (path.is_file() and checksum(path) == sums[name]):
+            raise UsageError(f"{path} does not match its checksum in {_CHECKSUMS}: restore it from a copy")
 
 
 def resumed_threads(folder: Path, notify: Notify) -> int | None:
@@ -206,8 +245,13 @@ def latest_checkpoint(folder: Path, notify: Notify) -> checkpoint.Checkpoint | N
         raise UsageError(
             f"{folder / 'config.json'} is not the config of {latest.path.name}: restore it, or start a new run"
         )
+    refuse_changed(folder, _START_FILES)
+    metrics = folder / "metrics.jsonl"
+    before = None if latest is None else latest.extra.get("metrics")
+    if isinstance(before, dict) and metrics_checksum(metrics, before.get("bytes")) != before:
+        notify(f"{metrics} was changed: its records may differ from those that were written")
     checkpoint.prune(folder)  # the process may have been killed between writing a checkpoint and removing an old one
-    trim_metrics(folder / "metrics.jsonl", 0 if latest is None else latest.step)
+    trim_metrics(metrics, 0 if latest is None else latest.step)
     return latest
 
 
@@ -231,7 +275,10 @@ def initial_weights(folder: Path, config: TrainConfig) -> dict[str, Tensor] | No
 
 
 def finish(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write the final weights, which marks the run as finished."""
+    """Write the checksums of the results and the final weights, which marks the run as finished."""
+    sums = read_json(folder / _CHECKSUMS) if (folder / _CHECKSUMS).exists() else {}
+    results = {name: checksum(folder / name) for name in RESULT_FILES if (folder / name).exists()}
+    write_json(folder / _CHECKSUMS, {**sums, **results})
     replace(folder / "weights.safetensors", lambda path: save_tensors(path, weights))
 
 

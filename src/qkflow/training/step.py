@@ -155,12 +155,22 @@ class Learner:
         """Training tokens so far."""
         return round(self.step * self.objective.tokens_per_step)
 
-    def evaluate(self, held_out: HeldOut, should_stop: Callable[[], bool]) -> Evaluation:
+    def evaluate(
+        self,
+        held_out: HeldOut,
+        should_stop: Callable[[], bool],
+        progress: Callable[[int, int], object] = lambda done, total: None,
+    ) -> Evaluation:
         """Evaluate held-out data on all processes."""
         # Not compiled: evaluations have other shapes than training, and compiling for them could change its bits.
         with torch.compiler.set_stance("force_eager"), reshard_after(self.module, self.group):
             return evaluate_held_out(
-                self.module, held_out, batch=self.config.evaluate_batch, should_stop=should_stop, group=self.group
+                self.module,
+                held_out,
+                batch=self.config.evaluate_batch,
+                should_stop=should_stop,
+                group=self.group,
+                progress=progress,
             )
 
     def _micro_batches(self, batch: Examples) -> list[_MicroBatch]:

@@ -21,6 +21,7 @@ from qkflow.training.optim import load_optimizer
 from qkflow.training.parallel import ignore_view_warnings, validate_parallel
 from qkflow.training.reproducibility import flushed_denormals, own_randomness, platform_record, threads
 from qkflow.training.run_dir import (
+    RESULT_FILES,
     Notify,
     begin,
     finished,
@@ -29,6 +30,7 @@ from qkflow.training.run_dir import (
     latest_checkpoint,
     read_config,
     record_session,
+    refuse_changed,
     refuse_held,
     resumed_threads,
     sweep,
@@ -83,11 +85,14 @@ def train(
             if measurement is not None and group.is_sharded:
                 raise UsageError("a measurement needs the whole model on one process: use parallel='ddp'")
             if resume and (result := finished(folder)) is not None:
+                refuse_changed(folder, RESULT_FILES)
                 notify(f"{folder} is finished ({result.step} steps): nothing to do")
                 return result
         with group.raise_on_all_ranks():
             device = group.device(config.device)
             objective = objective or open_objective(config)
+            for notice in objective.notices:
+                notify(notice)
         with group.raise_on_all_ranks():
             if group.is_main:
                 stack.enter_context(locked(folder / "lock"))

@@ -73,6 +73,7 @@ def test_a_study_is_a_folder_of_finished_runs_and_its_design(
     names = {path.name for path in (study / "runs" / "differential" / "seed-1").iterdir()}
     assert names == {
         "attempt.json",
+        "checksums.json",
         "config.json",
         "documents.npy",
         "environment.json",

@@ -100,8 +100,6 @@ def test_a_mask_with_zeros_between_ones_is_refused(causal: MakeModel, mask: list
 
 def test_invalid_inputs_are_refused(causal: MakeModel) -> None:
     model = causal("standard")
-    with pytest.raises(UsageError, match="do not support inputs_embeds"):
-        model(inputs_embeds=torch.zeros(1, 2, 32))
     with pytest.raises(UsageError, match="got None"):
         model()
     with pytest.raises(UsageError, match=r"attention_mask must be \[2, 5\]"):
@@ -110,8 +108,6 @@ def test_invalid_inputs_are_refused(causal: MakeModel) -> None:
         model(TOKENS, attention_mask=torch.ones(2, 1, 5, 5))
     with pytest.raises(UsageError, match=r"position_ids must have shape \[2, 5\]"):
         model(TOKENS, position_ids=torch.ones(2, 4))
-    with pytest.raises(UsageError, match="fixed at 257 tokens"):
-        model.resize_token_embeddings(300)
     assert model.resize_token_embeddings(257) is model.get_input_embeddings()
 
 

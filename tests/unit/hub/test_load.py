@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import random
 import resource
 import shutil
 import struct
@@ -16,7 +18,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from qkflow.errors import UsageError
 from qkflow.hf import QKFlowConfig, QKFlowForCausalLM
@@ -182,6 +184,8 @@ def test_an_index_that_does_not_match_the_shards_is_refused(
         ({"hidden_size": "16"}, "expected int"),
         ({"hidden_size": None}, "expected int"),
         ({"num_hidden_layers": True}, "expected int"),
+        ({"vocab_size": "x"}, "expected int"),
+        ({"vocab_size": 10**400}, "...: expected at most 64 bits"),
         ({"mechanism": 7}, "mechanism"),
         ({"mechanism": "__import__('os').system('x')"}, "unknown mechanism"),
         ({"mechanism": "standard:window=__import__('os')"}, "window"),
@@ -230,14 +234,26 @@ def test_a_model_of_another_type_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"model_type": "qkflow", "dtype": 1, "dtype": 2}']
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"model_type": "qkflow", "vocab_size": 1' + b"0" * 5000 + b"}",
+        b'{"model_type": "qkflow", "dtype": 1, "dtype": 2}',
+    ],
+    ids=lambda content: str(content[:40]),
 )
 def test_a_config_that_is_not_a_json_object_is_refused(folder: Path, content: bytes) -> None:
     (folder / "config.json").write_bytes(content)
     with pytest.raises(UsageError, match=r"config\.json"):
         read_folder(folder)
+    with pytest.raises(UsageError, match=r"config\.json"):
+        QKFlowForCausalLM.from_pretrained(folder)
     with pytest.raises((UsageError, OSError, RecursionError, ValueError, TypeError, AttributeError)):
-        AutoModelForCausalLM.from_pretrained(folder)
+        AutoModelForCausalLM.from_pretrained(folder)  # transformers itself parses it, to find the model type
 
 
 def header(path: Path, content: bytes, length: int | None = None, rest: bytes = b"") -> None:
@@ -291,6 +307,11 @@ def test_weights_of_another_shape_or_dtype_are_refused(
     assert_refused(folder, fragment)
 
 
+def test_a_config_without_a_number_of_labels_is_read(folder: Path) -> None:
+    edit(folder, "config.json", lambda config: config.update(num_labels=None))
+    assert read_folder(folder).weights.keys() == AutoModelForCausalLM.from_pretrained(folder).model.state_dict().keys()
+
+
 def test_half_precision_and_nan_weights_are_read(folder: Path) -> None:
     for path in folder.glob("*.safetensors"):
         halves = {name: tensor.bfloat16() for name, tensor in load_file(path).items()}
@@ -332,3 +353,103 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
         read_folder(folder)
     with pytest.raises(UsageError, match="is not a directory"):
         read_folder(tmp_path / "nowhere")
+
+
+NOT_AN_OBJECT = [b"", b"[]", b"{", b"\xff", b"null", b"[" * 100_000, b'{"max_length": 1, "max_length": 2}']
+
+
+@pytest.mark.parametrize("content", NOT_AN_OBJECT)
+def test_a_damaged_generation_config_is_refused_by_transformers(folder: Path, content: bytes) -> None:
+    (folder / "generation_config.json").write_bytes(content)
+    assert read_folder(folder).weights  # qkflow does not read it
+    with pytest.raises(UsageError, match=r"generation_config\.json"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"max_new_tokens": -1}',
+        '{"cache_implementation": "someone/cache"}',
+        '{"watermarking_config": {"x": 1}}',
+        '{"validate": 1}',
+        '{"a":' * 900 + "1" + "}" * 900,
+    ],
+    ids=lambda content: content[:40],
+)
+def test_an_invalid_generation_config_is_refused_before_the_weights_are_loaded(folder: Path, content: str) -> None:
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(UsageError, match=r"generation_config\.json is not valid .*: remove it"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX, FIRST])
+def test_a_pipe_is_not_opened(folder: Path, name: str) -> None:
+    """Reading it would wait forever."""
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    for model in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification):
+        with pytest.raises((UsageError, ValueError)):  # transformers itself looks for config.json
+            model.from_pretrained(folder)
+
+
+def make_pickle(folder: Path) -> None:
+    remove_weights(folder)
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(TouchOnLoad(folder.parent / "executed")))
+
+
+def link_out(folder: Path) -> None:
+    shutil.move(folder / FIRST, folder.parent / "outside.safetensors")
+    (folder / FIRST).symlink_to(folder.parent / "outside.safetensors")
+
+
+@pytest.mark.parametrize("model", [AutoModel, AutoModelForSequenceClassification])
+@pytest.mark.parametrize(
+    ("damage", "fragment"),
+    [
+        (make_pickle, "which can run code"),
+        (link_out, "leads out of its folder"),
+        (lambda folder: edit(folder, "config.json", lambda config: config.update(auto_map={})), "names code to run"),
+        (lambda folder: edit(folder, "config.json", lambda config: config.update(hidden_size=10**12)), "requires"),
+        (lambda folder: (folder / FIRST).write_bytes((folder / FIRST).read_bytes()[:-7]), "truncated"),
+    ],
+)
+def test_models_without_a_head_and_classifiers_are_checked_as_well(
+    folder: Path, model: Any, damage: Callable[[Path], object], fragment: str
+) -> None:
+    damage(folder)
+    with pytest.raises((UsageError, TypeCheckError)) as caught:  # the tests check types at run time
+        model.from_pretrained(folder)
+    assert isinstance(caught.value, TypeCheckError) or fragment in str(caught.value)
+    assert not (folder.parent / "executed").exists()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_transformers_loads_a_randomly_damaged_folder_only_if_qkflow_does(
+    exported: Path, tmp_path: Path, seed: int
+) -> None:
+    generator = random.Random(seed)
+    for number in range(8):
+        folder = Path(shutil.copytree(exported, tmp_path / str(number)))
+        file = folder / generator.choice(["config.json", INDEX, *sorted(p.name for p in folder.glob("*.safetensors"))])
+        content = bytearray(file.read_bytes())
+        start = generator.randrange(min(len(content), 2000))  # headers matter more than numbers
+        change = generator.choice(["flip", "cut", "insert", "repeat"])
+        if change == "flip":
+            content[start] ^= 1 << generator.randrange(8)
+        elif change == "cut":
+            del content[start : start + generator.choice([1, 8, len(content)])]
+        elif change == "insert":
+            content[start:start] = generator.randbytes(generator.choice([1, 8]))
+        else:
+            content[start:start] = content[: generator.randrange(40)]
+        file.write_bytes(content)
+        try:
+            expected = read_folder(folder).model()
+        except UsageError:
+            with pytest.raises((UsageError, TypeCheckError, OSError, ValueError)):
+                AutoModelForCausalLM.from_pretrained(folder)
+        else:
+            loaded = AutoModelForCausalLM.from_pretrained(folder).model.state_dict()
+            for name, tensor in expected.state_dict().items():
+                assert torch.equal(loaded[name].float().nan_to_num(), tensor.nan_to_num()), name

@@ -241,8 +241,8 @@ def test_tokens_outside_the_vocabulary_raise(token: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.1}, r"temperature must be at least 0, got -0\.1"),
-        ({"temperature": float("nan")}, "temperature must be at least 0, got nan"),
+        ({"temperature": -0.1}, r"temperature must be a finite number, at least 0, got -0\.1"),
+        ({"temperature": float("nan")}, "temperature must be a finite number, at least 0, got nan"),
         ({"top_k": 0}, "top_k must be at least 1, got 0"),
         ({"top_p": 0.0}, r"top_p must be above 0 and at most 1, got 0\.0"),
         ({"top_p": 1.5}, r"top_p must be above 0 and at most 1, got 1\.5"),

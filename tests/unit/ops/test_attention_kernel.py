@@ -117,6 +117,8 @@ def test_gradients_pass_gradcheck() -> None:
 
     assert torch.autograd.gradcheck(function, args)
     assert torch.autograd.gradgradcheck(function, args)
+    for frozen in range(3):
+        assert torch.autograd.gradgradcheck(function, [x.detach() if i == frozen else x for i, x in enumerate(args)])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -235,6 +237,7 @@ def test_invalid_saved_tensors_raise(wrong: int) -> None:
             )
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_what_the_kernel_cannot_do_runs_in_pytorch() -> None:
     q, k, v = (x.detach() for x in inputs(6, 6))
     with use_backend(None):
@@ -246,6 +249,9 @@ def test_what_the_kernel_cannot_do_runs_in_pytorch() -> None:
             assert choose_backend(q, k, v) == "torch"
         with use_backend("torch"):
             assert choose_backend(q, k, v) == "torch"
+        expected = attention(q, k, v, causal=True)
+        rows = torch.vmap(lambda *row: attention(*(x[None] for x in row), causal=True)[0])(q, k, v)
+        assert_close(rows, expected, rtol=0, atol=1e-10)
     with pytest.raises(UsageError, match="unknown backend"), use_backend("fast"):
         pass
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from qkflow.mechanisms.base import is_plain_linear
 from qkflow.ops import few_rows
 from qkflow.ops.csrc import build
 from qkflow.ops.kuramoto import points
@@ -51,7 +52,7 @@ def test_phases_must_be_finite() -> None:
 
 
 def test_supports_one_token_without_gradients() -> None:
-    x, weight = torch.zeros(2, 1, 4), torch.zeros(4, 4)
+    x, weight, supported = torch.zeros(2, 1, 4), torch.zeros(4, 4), []
     assert not few_rows.supports(x, weight)
     with torch.no_grad():
         assert few_rows.supports(x, weight)
@@ -63,6 +64,8 @@ def test_supports_one_token_without_gradients() -> None:
         assert not few_rows.supports(x.bfloat16(), weight.bfloat16())
         with torch.autocast("cpu"):
             assert not few_rows.supports(x, weight)
+        torch.vmap(lambda row: supported.append(few_rows.supports(row, weight)) or row)(x[None])
+        assert supported == [False]
 
 
 def test_plain_weight_is_that_of_a_linear_layer_without_hooks() -> None:
@@ -74,3 +77,10 @@ def test_plain_weight_is_that_of_a_linear_layer_without_hooks() -> None:
     assert few_rows.plain_weight(linear) is None
     handle.remove()
     assert few_rows.plain_weight(linear) is linear.weight
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert few_rows.plain_weight(linear) is None
+        assert not is_plain_linear(linear)
+    finally:
+        handle.remove()
+    assert is_plain_linear(linear)

@@ -114,6 +114,8 @@ def test_second_derivatives_are_right() -> None:
     expected = curvature(F.rms_norm(x, (5,), weight, 1e-5))
     assert_close(curvature(rms_norm(x, weight)), expected, rtol=0, atol=1e-10)
     assert torch.autograd.gradgradcheck(lambda x, weight: rms_norm(x, weight).square(), (x, weight))
+    assert torch.autograd.gradgradcheck(rms_norm, (x[0], weight))  # a single vector
+    assert torch.autograd.gradgradcheck(lambda x, weight: rms_norm(x[::2], weight).square(), (x, weight))  # a copy
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

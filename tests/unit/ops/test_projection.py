@@ -75,6 +75,17 @@ def test_second_derivatives() -> None:
     assert torch.autograd.gradgradcheck(total, (x, weights[0]))
 
 
+@pytest.mark.parametrize("trained", [(0,), (1,), (3,), (0, 2)])
+def test_second_derivatives_with_frozen_inputs(trained: tuple[int, ...]) -> None:
+    leaves = [x if i in trained else x.detach() for i, x in enumerate(inputs(2))]
+    factors = rotary_factors(0, 2, heads=4, width=8, base=100.0, like=leaves[0])
+
+    def total(x: Tensor, *weights: Tensor) -> Tensor:
+        return sum((y**3).sum() for y in project_heads(x, weights, WIDTHS, factors))  # pyright: ignore
+
+    assert torch.autograd.gradgradcheck(total, leaves)
+
+
 def test_frozen_weights_get_no_gradient() -> None:
     x, query, key, value = inputs(3)
     sum(y.sum() for y in project_heads(x.detach(), (query, key.detach(), value), WIDTHS)).backward()  # pyright: ignore

@@ -75,6 +75,20 @@ def test_second_derivatives() -> None:
     assert torch.autograd.gradgradcheck(swiglu, inputs(2, 3, 2))
 
 
+@pytest.mark.parametrize("frozen", range(3))
+def test_second_derivatives_with_a_frozen_input(frozen: int) -> None:
+    leaves = [x.detach() if i == frozen else x for i, x in enumerate(inputs(2, 3, 2))]
+    assert torch.autograd.gradgradcheck(swiglu, leaves)
+
+
+def test_a_single_vector() -> None:
+    x, gate, up = inputs(3, 4, 5)
+    leaves = x, gate, up
+    actual, expected = (value_and_gradients(f(x[0, 0], gate, up), leaves) for f in (swiglu, reference))
+    for a, b in zip(actual, expected, strict=True):
+        assert_close(a, b, rtol=0, atol=1e-12)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_forward_mode_uses_pytorch() -> None:
     x, gate, up = (tensor.detach() for tensor in inputs(3, 4, 5))

@@ -28,6 +28,7 @@ def test_a_finished_run_has_a_complete_folder(configure: Any, tmp_path: Path) ->
     files = {
         "config.json",
         "environment.json",
+        "checksums.json",
         "tokenizer.json",
         "metrics.jsonl",
         "documents.npy",

@@ -54,6 +54,11 @@ def test_singular_values_become_close_to_one_and_vectors_stay(shape: tuple[int, 
     torch.testing.assert_close(inner, torch.diag_embed(torch.diagonal(inner, dim1=-2, dim2=-1)), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3, 2), (2, 0, 4)])
+def test_no_elements_need_no_steps(shape: tuple[int, ...]) -> None:
+    assert newton_schulz(torch.zeros(shape)).shape == shape
+
+
 @pytest.mark.parametrize("mechanism", ["standard", "qdelta", "coupled", "kuramoto"])
 def test_muon_takes_the_linear_layers_of_blocks_and_adamw_the_rest(configure: Any, mechanism: str) -> None:
     config = configure(optimizer="muon", model={"mechanism": mechanism})

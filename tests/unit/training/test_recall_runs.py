@@ -111,12 +111,12 @@ def test_a_stop_during_the_test_evaluation_repeats_it_once(
     train(config, tmp_path / "whole")
     evaluate = Learner.evaluate
 
-    def interrupted(learner: Learner, held_out: Any, should_stop: Any) -> Any:
+    def interrupted(learner: Learner, held_out: Any, *args: Any) -> Any:
         if learner.step == 4 and len(held_out.sizes) == 12 and not validated:
             validated.append(held_out)
         elif learner.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(learner, held_out, should_stop)
+        return evaluate(learner, held_out, *args)
 
     validated: list[Any] = []
 

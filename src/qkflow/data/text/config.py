@@ -35,6 +35,9 @@ class CorpusConfig:
     data_dir: str | None = None
     """Folder to search first for named corpora (then the folder in the environment variable QKFLOW_DATA)."""
 
+    binary: bool = False
+    """Whether bytes that are not text, such as UTF-16, images or programs, are accepted."""
+
     def __post_init__(self) -> None:
         if self.tokens not in get_args(Tokens):
             raise unknown("kind of tokens", self.tokens, get_args(Tokens))

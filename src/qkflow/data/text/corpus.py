@@ -82,6 +82,8 @@ class Corpus:
     """Evaluated during training."""
     test: Split
     """Evaluated after training."""
+    notices: tuple[str, ...] = ()
+    """Messages for the user about the text."""
 
     @property
     def vocabulary(self) -> int:
@@ -126,13 +128,24 @@ class Corpus:
                     raise DamagedCorpusError(f"{folder / file} is missing or does not have {n_bytes} bytes: {hint}")
             dtype, name, digest = np.dtype(record["dtype"]), record["name"], record["digest"]
             is_task = record.get("task") is not None
-            splits = {split: _open_split(folder, split, dtype, is_task) for split in ("train", "validation", "test")}
+            train, validation, test = (
+                _open_split(folder, split, dtype, is_task) for split in ("train", "validation", "test")
+            )
             tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
         except UsageError:
             raise
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedCorpusError(f"{folder} is not a prepared corpus, or damaged ({error}): {hint}") from error
-        return cls(name=name, digest=digest, folder=folder, record=record, tokenizer=tokenizer, **splits)
+        return cls(
+            name=name,
+            digest=digest,
+            folder=folder,
+            record=record,
+            tokenizer=tokenizer,
+            train=train,
+            validation=validation,
+            test=test,
+        )
 
 
 def write_record(

@@ -37,6 +37,7 @@ from qkflow.data.text.splits import (
     cached_scan,
     divide,
     plan_split,
+    refuse_binary,
     with_digest,
 )
 from qkflow.data.text.tokenizers import (
@@ -88,12 +89,18 @@ def open_corpus(config: CorpusConfig, *, tokenizer: Tokenizer | None = None) -> 
     if config.tokens != "bytes" and scanned.not_utf8:
         name, offset = scanned.not_utf8
         raise UsageError(f"{name} is not UTF-8 at byte {offset}: use --tokens bytes, or convert it to UTF-8")
+    notices: tuple[str, ...] = ()
+    if not config.binary:
+        refuse_binary(source, scanned)
+        if scanned.not_utf8:
+            name, offset = scanned.not_utf8
+            notices = (f"{name} is not UTF-8 at byte {offset}: the model learns its bytes (--binary omits this note)",)
     plan = plan_split(source, scanned, config)
     folder = _cached(
         _cache_key(scanned, plan, config, vocabulary_digest),
         lambda temporary: _write_corpus(temporary, source, scanned, plan, config, tokenizer),
     )
-    return replace(Corpus.at(folder), name=source.name)
+    return replace(Corpus.at(folder), name=source.name, notices=notices)
 
 
 def _open_task(config: CorpusConfig, tokenizer: Tokenizer | None) -> Corpus:

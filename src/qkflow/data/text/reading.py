@@ -21,8 +21,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from qkflow.errors import UsageError
+from qkflow.formatting import format_bytes
+from qkflow.io import refuse_special_files
 
 BLOCK_BYTES = 1 << 20
+MAX_LINE_BYTES = 256 << 20
+"""A longer line is refused: a small compressed file can hold one that does not fit in memory."""
+MAX_JSON_BYTES = 1 << 30
+"""A larger JSON file is refused."""
 COMPRESSIONS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 UNSUPPORTED_SUFFIXES = (".tar", ".tgz", ".txz", ".zst", ".7z", ".rar", ".parquet", ".arrow")
@@ -86,6 +92,7 @@ def iter_files(path: Path, predicate: Predicate = is_text) -> Iterator[TextFile]
     elif path.suffix.lower() == ".zip":
         yield from _iter_zip(path, "", predicate)
     else:
+        refuse_special_files(path)
         if content_suffix(path.name) in UNSUPPORTED_SUFFIXES:
             raise UsageError(
                 f"{path} is not a text file: unpack it, or use .txt or .jsonl (also .gz, .xz, .bz2 or .zip)"
@@ -118,13 +125,22 @@ def iter_blocks(file: TextFile) -> Iterator[bytes]:
 
 
 def iter_lines(file: TextFile) -> Iterator[bytes]:
-    """Yield the lines of a file, each with its newline."""
-    return _iter_reads(file, lambda stream: stream.readline())
+    """Yield the lines of a file, each with its newline; a line of more than `MAX_LINE_BYTES` raises a `UsageError`."""
+    reads = _iter_reads(file, lambda stream: stream.readline(MAX_LINE_BYTES + 1))
+    for number, line in enumerate(reads, start=1):
+        if len(line) > MAX_LINE_BYTES:
+            size = format_bytes(MAX_LINE_BYTES)
+            raise UsageError(f"{file.name}, line {number} is longer than {size}: divide it into several lines")
+        yield line
 
 
 def read_json(path: Path, expected: str) -> dict[str, Any]:
     """Return the JSON object in a file; `expected` describes the right content in error messages."""
-    content = b"".join(iter_blocks(text_file(path)))
+    content = b""
+    for block in iter_blocks(text_file(path)):
+        content += block
+        if len(content) > MAX_JSON_BYTES:
+            raise UsageError(f"{path} is larger than {format_bytes(MAX_JSON_BYTES)}: expected {expected}")
     if not content.strip():
         raise UsageError(f"{path} is empty: expected {expected}")
     value = _parse_json(content, str(path), expected)

@@ -39,7 +39,7 @@ from qkflow.errors import UsageError
 SplitName = Literal["train", "validation", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 Rule = Literal["official", "hash", "contiguous"]
-SCAN_VERSION = 1
+SCAN_VERSION = 2
 SETTLED_SECONDS = 2.0  # a file modified more recently could change again without a new modification time
 
 
@@ -86,13 +86,17 @@ class ScanResult:
     """Whether the source defines splits."""
     not_utf8: tuple[str, int] | None
     """Name of the first document that is not UTF-8, and the offset of the invalid byte."""
+    nul_bytes: int
+    """Number of NUL bytes, which text does not contain."""
+    utf16: str | None
+    """Name of the first document with a byte-order mark of UTF-16."""
 
 
 def scan(source: Source) -> ScanResult:
     """Read the whole source once; raise a `UsageError` if it is empty."""
     digest = hashlib.sha256()
     counts: dict[str, int] = dict.fromkeys(SPLITS, 0)
-    n_bytes, has_splits, not_utf8 = 0, False, None
+    n_bytes, nul_bytes, has_splits, not_utf8, utf16 = 0, 0, False, None, None
     for document in with_digest(source.documents(), digest.update):
         counts[document.split or hash_split(document.key)] += 1
         has_splits = has_splits or document.split is not None
@@ -104,14 +108,34 @@ def scan(source: Source) -> ScanResult:
                     decoder.decode(block or b"", final=block is None)
                 except UnicodeDecodeError as error:
                     not_utf8 = (document.name, offset - n_pending + error.start)
+            if block and not offset and utf16 is None and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                utf16 = document.name
             offset += len(block or b"")
+            nul_bytes += (block or b"").count(0)
         n_bytes += offset
     if not n_bytes:
         raise UsageError(f"{source.name} is empty: use a file or folder that contains text")
     documents = (counts["train"], counts["validation"], counts["test"])
     return ScanResult(
-        digest=digest.hexdigest(), bytes=n_bytes, documents=documents, has_splits=has_splits, not_utf8=not_utf8
+        digest=digest.hexdigest(),
+        bytes=n_bytes,
+        documents=documents,
+        has_splits=has_splits,
+        not_utf8=not_utf8,
+        nul_bytes=nul_bytes,
+        utf16=utf16,
     )
+
+
+def refuse_binary(source: Source, scanned: ScanResult) -> None:
+    """Raise `UsageError` if the source is UTF-16, or more than a thousandth of its bytes are NUL."""
+    reason = None
+    if scanned.utf16 is not None:
+        reason = f"{scanned.utf16} is UTF-16"
+    elif 1000 * scanned.nul_bytes > scanned.bytes:
+        reason = f"{source.name} is not text ({scanned.nul_bytes / scanned.bytes:.1%} of its bytes are NUL)"
+    if reason is not None:
+        raise UsageError(f"{reason}: convert it to UTF-8, or use --binary to train on its bytes")
 
 
 def cached_scan(source: Source, config: CorpusConfig, cache: Path) -> ScanResult:

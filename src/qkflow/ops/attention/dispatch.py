@@ -18,14 +18,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
@@ -33,6 +34,7 @@ from qkflow.errors import UsageError, unknown
 from qkflow.ops.attention import cpu
 from qkflow.ops.attention.naive import Keys, Mask, Queries, Values, attention_naive, causal_mask
 from qkflow.ops.csrc import build
+from qkflow.ops.csrc.eager import differentiable_gradients, is_transformed
 
 BACKENDS = ("cpu", "torch")
 """All backends, fastest first."""
@@ -48,9 +50,12 @@ def attention(
     window: int | None = None,
     mask: Mask | None = None,
     scale: float | None = None,
+    dropout: float = 0.0,
     backend: str | None = None,
 ) -> Float[Tensor, "b t h v"]:
     """The weighted values of each query. `causal`, `window` and `mask` select the visible keys (`naive.py`).
+
+    `dropout` is the probability that a weight is zero; the others are scaled by 1 / (1 - dropout).
 
     >>> x = torch.eye(2, dtype=torch.float64).view(1, 2, 1, 2)
     >>> attention(x, x, x, causal=True, scale=1.0)[0, :, 0].round(decimals=2).tolist()
@@ -58,8 +63,8 @@ def attention(
     """
     _check(q, k, v, causal, window, mask)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    if choose_backend(q, k, v, mask, backend) == "torch":
-        return _torch_attention(q, k, v, causal, window, mask, scale)
+    if dropout or choose_backend(q, k, v, mask, backend) == "torch":
+        return _torch_attention(q, k, v, causal, window, mask, scale, dropout)
     reach = 0 if not causal else cpu.UNLIMITED if window is None else window
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attention.apply(q, k, v, reach, scale)  # pyright: ignore[reportReturnType]
@@ -149,8 +154,8 @@ def _why_not_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | 
         return f"heads are wider than {cpu.MAX_WIDTH}"
     if not build.supports(q):
         return "the C kernels were not loaded before the trace" if torch.compiler.is_compiling() else build.load_error()
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-        return "it has no forward-mode derivative"
+    if not torch.compiler.is_compiling() and is_transformed():
+        return "it has no forward-mode derivative and no rule for torch.func"
     return None
 
 
@@ -158,7 +163,14 @@ def _why_not_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | 
 
 
 def _torch_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, mask: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: int | None,
+    mask: Tensor | None,
+    scale: float,
+    dropout: float = 0.0,
 ) -> Tensor:
     t, s = q.shape[1], k.shape[1]
     if window is not None and window >= s:
@@ -167,25 +179,56 @@ def _torch_attention(
         keys = torch.arange(s, device=q.device)
         causal, mask = False, causal_mask(keys[s - t :], keys, window)
     is_fused = torch.compiler.is_compiling() or torch.backends.cuda.flash_sdp_enabled()
-    if v.shape[3] != q.shape[3] and v.shape[3] % q.shape[3] == 0 and is_fused:
+    if v.shape[3] != q.shape[3] and v.shape[3] % q.shape[3] == 0 and is_fused and not dropout:
         parts = [_fused(q, k, part, causal, mask, scale) for part in v.split(q.shape[3], 3)]
         return torch.cat(parts, 3)  # the fused kernel requires values as wide as keys
-    return _fused(q, k, v, causal, mask, scale)
+    return _fused(q, k, v, causal, mask, scale, dropout)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float, dropout: float = 0.0
+) -> Tensor:
     if q.shape[1] == 1:  # a branch, because `causal and t > 1` is symbolic when the compiler keeps lengths dynamic
         causal = False
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=k.shape[2] != q.shape[2],
-    )
+    is_plain = not torch.compiler.is_compiling() and is_transformed()  # the fused kernels have no rules for it
+    with sdpa_kernel(SDPBackend.MATH) if is_plain else nullcontext():
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=k.shape[2] != q.shape[2],
+        )
+    node = None if torch.compiler.is_compiling() else out.grad_fn
+    if node is not None and type(node).__name__ == _FUSED_BACKWARD and not dropout:
+        node.register_hook(partial(_second_derivative, [q, k, v], causal, mask, scale))
     return out.transpose(1, 2)
+
+
+_FUSED_BACKWARD = "ScaledDotProductFlashAttentionForCpuBackward0"
+"""PyTorch's backward pass, which cannot be differentiated again."""
+
+
+def _second_derivative(
+    qkv: list[Tensor], causal: bool, mask: Tensor | None, scale: float, gradients: Any, grads: Any
+) -> tuple[Tensor | None, ...] | None:
+    """Replace gradients that are to be differentiated again; release the tensors after the last backward pass."""
+    replaced = None
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        is_needed = [x is not None for x in gradients[:3]]
+        new = differentiable_gradients(
+            lambda *qkv: (attention_naive(*qkv, causal=causal, mask=mask, scale=scale),),
+            qkv,
+            is_needed,
+            [grads[0].transpose(1, 2)],
+        )
+        replaced = *(x if x is None else x.transpose(1, 2) for x in new), *gradients[3:]
+    if not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
+        qkv.clear()
+    return replaced
 
 
 # ---- the operator qkflow::attention and its backward
@@ -210,9 +253,13 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (go,), (q, k, v, o, lse), (window, scale) = grads, ctx.saved_tensors, ctx.settings
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: higher derivatives
-            inputs = [x.view_as(x) for x in (q, k, v)]
-            y = attention_naive(*inputs, causal=window > 0, window=window or None, scale=scale)
-            return (*torch.autograd.grad(y, inputs, go, create_graph=True), None, None)
+            gradients = differentiable_gradients(
+                lambda *qkv: (attention_naive(*qkv, causal=window > 0, window=window or None, scale=scale),),
+                (q, k, v),
+                ctx.needs_input_grad[:3],
+                grads,
+            )
+            return *gradients, None, None
         return (*torch.ops.qkflow.attention_backward(go, q, k, v, o, lse, window, scale), None, None)
 
 

@@ -13,6 +13,11 @@ The first backend that can run is used. The `backend` argument, `use_backend(...
 QKFLOW_DELTA override this, in that order. On a GPU where `triton` cannot run, a warning gives the reason. On CPU
 tensors `triton` runs only on request and with TRITON_INTERPRET=1, which is slow and meant for tests.
 
+NaN and infinity in q, k or v of a token make later outputs of its sequence and head NaN. All backends but `naive` also
+return NaN for earlier tokens of the same chunk: they multiply whole chunks, where the weight of a later token is zero,
+and zero times NaN is NaN. To select instead of multiplying would cost another pass over the products. Other chunks,
+heads and sequences are unaffected, and no output is wrong and finite.
+
 All backends but `naive` run inside the operator `qkflow::delta`, which torch.compile keeps as one node for any length.
 """
 
@@ -29,6 +34,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
@@ -49,6 +55,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FLOP_CHUNK = chunked.CHUNK
 """Chunk size for counting FLOPs, whatever chunk size a backend uses."""
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
+_USE_NAIVE = (
+    "use backend 'naive', by `with qkflow.ops.delta_rule.use_backend('naive')` or the environment variable"
+    " QKFLOW_DELTA=naive"
+)
 _warned: set[str] = set()
 
 
@@ -230,7 +240,10 @@ _OPS.define(
 
 
 def _run(inputs: DeltaInputs, state: Tensor | None, scale: float, chunk: int, backend: str) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, state)):
+    if not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
+        raise NotImplementedError(f"the fast delta rule has no rule for torch.func: {_USE_NAIVE}")
+    has_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, state))
+    if has_gradient and not torch.compiler.is_exporting():  # exported graphs have no backward pass
         return _DeltaRule.apply(*inputs, state, scale, chunk, backend)  # pyright: ignore[reportReturnType]
     o, final, *_ = _call_forward(*inputs, state, scale, chunk, False, backend)
     return o, final
@@ -250,7 +263,7 @@ class _DeltaRule(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError(
-                "the fast delta rule can be differentiated only once: use backend 'naive' for higher derivatives"
+                f"the fast delta rule can be differentiated only once: for higher derivatives, {_USE_NAIVE}"
             )
         saved, (go, gfinal) = ctx.saved_tensors, grads
         if go is None and gfinal is None:
@@ -266,7 +279,7 @@ def _call_forward(*args: Any) -> list[Tensor]:
     if forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(x).tangent is not None for x in args[:7] if x is not None
     ):
-        raise NotImplementedError("the fast delta rule has no forward-mode derivative: use backend 'naive'")
+        raise NotImplementedError(f"the fast delta rule has no forward-mode derivative: {_USE_NAIVE}")
     return _forward(*args)  # bypasses the dispatcher, whose overhead matters in decoding
 
 
@@ -290,7 +303,7 @@ def _checked_backward(*args: Any) -> list[Tensor]:
 
 def _check_operands(inputs: DeltaInputs, state: Tensor | None, chunk: int, backend: str) -> None:
     """Raise if the operators cannot run on these tensors."""
-    check_shapes(inputs, state, len(inputs.q), chunk or None)
+    check_shapes(inputs, state, inputs.q.shape[0], chunk or None)
     if backend not in BACKENDS[:-1]:
         raise UsageError(f"the operator qkflow::delta has no backend {backend!r}: expected one of {BACKENDS[:-1]}")
     if backend == "cpu" and inputs.q.device.type not in ("cpu", "meta"):
@@ -304,7 +317,7 @@ def _check_saved(go: Tensor | None, gfinal: Tensor | None, *args: Any) -> None:
     _check_operands(inputs, None, chunk, backend)
     if any(x is None for x in saved):
         raise UsageError("the backward pass of the delta rule requires o, errors and checkpoints, got None")
-    q, v, state_shape = inputs.q, inputs.v, (len(inputs.q), inputs.q.shape[2], inputs.v.shape[3], inputs.q.shape[3])
+    q, v, state_shape = inputs.q, inputs.v, (inputs.q.shape[0], inputs.q.shape[2], inputs.v.shape[3], inputs.q.shape[3])
     shapes = (v.shape, state_shape, v.shape, *_saved_shapes(inputs, chunk, backend))
     for x, shape in zip((go, gfinal, *saved), shapes, strict=True):
         if x is not None and (x.shape != shape or x.device != q.device or (x.dtype != q.dtype and backend != "triton")):

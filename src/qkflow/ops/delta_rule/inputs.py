@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from qkflow.errors import NotFiniteError, UsageError
+from qkflow.ops.csrc.eager import has_values
 
 MAX_KEY_WIDTH = 256
 """Largest width of a head's keys. Values may have any width, since the rows of the state are independent."""
@@ -96,8 +96,8 @@ def check_shapes(inputs: DeltaInputs, state: Tensor | None, rows: int, chunk: in
 
 
 def check_gates(beta: Tensor, log_alpha: Tensor | None, erase: Tensor | None) -> None:
-    """Raise if a gate is out of range. Skipped for fake tensors, and on GPUs, where it would synchronize."""
-    if beta.device.type != "cpu" or is_fake(beta):
+    """Raise if a gate is out of range. Skipped for tensors without values, and on GPUs, where it would synchronize."""
+    if beta.device.type != "cpu" or not has_values(beta):
         return
     for name, gate, low, high, bounds in (
         ("beta", beta, 0.0, MAX_BETA, f"from 0 to {MAX_BETA:g}"),

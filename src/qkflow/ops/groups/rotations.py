@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qkflow.errors import NotFiniteError, UsageError
 from qkflow.ops import kuramoto
+from qkflow.ops.csrc.eager import is_transformed
 from qkflow.ops.groups.protocol import Algebra, Coordinates, Elements, EmbeddedGroup
 
 
@@ -48,7 +49,7 @@ class Rotations(EmbeddedGroup):
 
     def points(self, x: Coordinates) -> Elements:
         """The nearest rotation."""
-        return _Polar.apply(self._matrix(x)).flatten(-2)
+        return _nearest_rotation(self._matrix(x)).flatten(-2)
 
     def tangent(self, g: Elements, m: Elements) -> Coordinates:
         """`g` times the skew-symmetric part of g^T m."""
@@ -106,14 +107,7 @@ class _Polar(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, m: Tensor) -> Tensor:
-        wide = m.float() if m.dtype in (torch.bfloat16, torch.float16) else m
-        try:
-            u, s, vh = torch.linalg.svd(wide)
-        except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
-            raise NotFiniteError("rotations must be finite, got NaN or infinite values") from error
-        flip = torch.ones_like(s)
-        flip[..., -1] = (torch.linalg.det(u) * torch.linalg.det(vh)).sign()
-        u, s = u * flip.unsqueeze(-2), s * flip
+        u, s, vh = _signed_svd(m)
         ctx.save_for_backward(m, u, s, vh)
         return _times(u, vh).to(m.dtype)
 
@@ -127,8 +121,43 @@ class _Polar(torch.autograd.Function):
         return _times(_times(u, (seen - seen.mT) / apart), vh).to(grads[0].dtype)
 
 
+class _TransformedPolar(torch.autograd.Function):
+    """The same in the form that `torch.func` transforms, with the derivative that can be differentiated again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(m: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        u, _, vh = _signed_svd(m)
+        return _times(u, vh).to(m.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _polar_backward(ctx.saved_tensors[0], grads[0])
+
+
+def _nearest_rotation(m: Tensor) -> Tensor:
+    is_plain = torch.compiler.is_compiling() or not is_transformed()
+    return _Polar.apply(m) if is_plain else _TransformedPolar.apply(m)  # pyright: ignore[reportReturnType]
+
+
+def _signed_svd(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Singular vectors and values, with signs such that the product of the vectors has determinant 1."""
+    try:
+        u, s, vh = torch.linalg.svd(m.float() if m.dtype in (torch.bfloat16, torch.float16) else m)
+    except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
+        raise NotFiniteError("rotations must be finite, got NaN or infinite values") from error
+    flip = torch.ones_like(s)
+    flip[..., -1] = (torch.linalg.det(u) * torch.linalg.det(vh)).sign()
+    return u * flip.unsqueeze(-2), s * flip, vh
+
+
 def _polar_backward(m: Tensor, grad: Tensor) -> Tensor:
-    r = _Polar.apply(m)
+    r = _nearest_rotation(m)
     p, seen, one = _times(r.mT, m), _times(r.mT, grad), torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
     both = torch.einsum("...ik,jl->...ijkl", p, one) + torch.einsum("ik,...jl->...ijkl", one, p)
     both = both.flatten(-4, -3).flatten(-2)

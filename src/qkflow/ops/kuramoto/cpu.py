@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from qkflow.ops.csrc import build
+from qkflow.ops.csrc.eager import is_transformed
 from qkflow.ops.few_rows import SINGLE_THREAD
 
 _SINGLE_THREAD = 1 << 14
@@ -19,8 +20,8 @@ _Step, _StepArrays = ctypes.c_long * 6, ctypes.c_void_p * 13
 
 
 def supports(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels can be used: same dtype and device, and no tracing or dispatch mode."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+    """Whether the kernels can be used: same dtype and device, and no tracing, dispatch mode or `torch.func`."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_transformed():
         return False
     is_same = all(x is None or (x.dtype == first.dtype and x.device == first.device) for x in others)
     return is_same and build.supports(first)

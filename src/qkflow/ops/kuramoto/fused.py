@@ -30,6 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkflow.errors import NotFiniteError, UsageError
+from qkflow.ops.csrc.eager import has_values, is_transformed
 from qkflow.ops.kuramoto import cpu
 
 Angles = Float[Tensor, "*n"]
@@ -47,7 +48,8 @@ def points(theta: Angles) -> Points:
         raise UsageError(f"phases must have a floating-point dtype, got {theta.dtype}")
     if theta.dtype in (torch.bfloat16, torch.float16):
         return points(theta.float()).to(theta.dtype)
-    return _Points.apply(theta) if torch.is_grad_enabled() else _cos_sin(theta)
+    is_plain = not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and is_transformed())
+    return _cos_sin(theta) if is_plain else _Points.apply(theta)
 
 
 def tangent(points: Points, mean: Points) -> Angles:
@@ -123,7 +125,7 @@ def shift_points(
     _check_angles(theta, points)
     if points.ndim < 3 or len(firsts) not in (1, 2):
         raise UsageError(f"expected points [n, t, ..., 2] and one or two firsts, got {[*points.shape]}, {len(firsts)}")
-    first_shape = (len(points), 1, *points.shape[2:])
+    first_shape = (points.shape[0], 1, *points.shape[2:])
     has_full_shape = rotation is None or rotation.shape == points.shape[1:]
     has_full_shape = has_full_shape and all(x is None or x.shape == first_shape for x in firsts)
     if (
@@ -217,7 +219,7 @@ def _cos_sin(theta: Tensor) -> Tensor:
         points, is_finite = cpu.points(theta)
     else:
         points, is_finite = torch.stack([theta.cos(), theta.sin()], -1), True
-        if theta.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere the check would synchronize
+        if theta.device.type == "cpu" and has_values(theta):  # elsewhere the check would synchronize
             is_finite = bool(points.isfinite().all())
     if not is_finite:
         raise NotFiniteError("phases must be finite, got NaN or infinite values")
@@ -231,7 +233,7 @@ def _phase_increment(points: Tensor, mean: Tensor, tangential: Tensor, radial: T
 
 def _shift_points(points: Tensor, rotation: Tensor | None, firsts: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     keys = points if rotation is None else rotate_points(points, rotation.expand_as(points))
-    t, shape = points.shape[1], (len(points), 1, *points.shape[2:])
+    t, shape = points.shape[1], (points.shape[0], 1, *points.shape[2:])
     starts = [points.new_zeros(shape) if first is None else first.expand(shape) for first in firsts]
     return tuple(torch.cat([first, x[:, :-1]], 1)[:, :t] for first, x in zip(starts, (keys, points), strict=False))
 

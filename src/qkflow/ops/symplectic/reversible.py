@@ -24,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkflow.ops.csrc import build
+from qkflow.ops.csrc.eager import is_transformed
 from qkflow.ops.symplectic import cpu
 from qkflow.ops.symplectic.cpu import Activation, MLPWeights
 
@@ -49,6 +50,8 @@ def drift_kick_reversible(
     True
     """
     cpu.check_shapes(q, k, dt, force, coefficients)
+    if not torch.compiler.is_compiling() and is_transformed():
+        return _torch_forward(q, k, dt, force, coefficients, activation)
     if not torch.is_grad_enabled():
         return _forward(q, k, dt, force, tuple(coefficients), activation)
     rows = q.reshape(-1, q.shape[-1]), k.reshape(-1, k.shape[-1])
@@ -80,6 +83,12 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     if build.supports(q):
         return cpu.forward(q, k, dt, force, coefficients, activation)
+    return _torch_forward(q, k, dt, force, coefficients, activation)
+
+
+def _torch_forward(
+    q: Tensor, k: Tensor, dt: Tensor, force: MLPWeights, coefficients: Sequence[float], activation: Activation
+) -> tuple[Tensor, Tensor]:
     w1, b1, w2, b2 = force
     *before_kick, last = coefficients
     for c in before_kick:
@@ -126,6 +135,9 @@ def _backward(
 def _activation_backward(z: Tensor, ga: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     """The activation of z, and the gradient of z given that of the activation."""
     if activation == "silu":
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for a second derivative
+            s = z.sigmoid()
+            return z * s, ga * s * (1 + z * (1 - s))
         return F.silu(z), torch.ops.aten.silu_backward(ga, z)
     a = torch.sigmoid(z)
     return a, torch.ops.aten.sigmoid_backward(ga, a)

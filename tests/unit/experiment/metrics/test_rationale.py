@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from qkflow.experiment.metrics.rationale import (
     MetricChange,
+    MetricName,
     RationaleArm,
     TrainingPoint,
     answer,
@@ -211,3 +212,15 @@ def test_one_seed_gives_no_claim() -> None:
     assert "one seed" in description
     assert "higher" not in description
     assert "better" not in description
+
+
+def test_intervals_of_differences_end_at_the_largest_possible_difference() -> None:
+    right, wrong = np.array([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]), np.zeros((2, 3))
+    names: tuple[MetricName, ...] = ("mass", "comprehensiveness", "effective")
+    arm, baseline = ({seed: dict.fromkeys(names, values[seed]) for seed in range(2)} for values in (right, wrong))
+    mass, comprehensiveness, effective = metric_changes(names, baseline, {"arm": arm}, level=0.95)
+    assert (mass.low, mass.high) == (-1, 1)
+    assert (comprehensiveness.low, comprehensiveness.high) == (-2, 2)
+    assert effective.low is not None
+    assert effective.low < -2.9
+    assert mass.p == comprehensiveness.p == effective.p

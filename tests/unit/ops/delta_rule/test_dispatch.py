@@ -249,6 +249,19 @@ def test_a_nan_stays_in_its_row_and_head(helpers: Any, fast: str, dtype: torch.d
             assert torch.equal(actual[name][at], clean[name][at]), name
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_nan_reaches_no_chunk_before_its_own(helpers: Any, fast: str, name: str) -> None:
+    inputs = helpers.make_inputs(70)
+    clean, _ = delta_rule(**inputs, backend=fast)
+    inputs[name] = inputs[name].clone()
+    inputs[name][:, 66] = torch.nan
+    actual, _ = delta_rule(**inputs, backend=fast)
+    assert torch.equal(actual[:, :64], clean[:, :64])
+    exact, _ = delta_rule(**inputs, backend="naive")
+    assert exact[:, :66].isfinite().all()
+    assert exact[:, 66].isnan().all()
+
+
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
 def test_the_number_of_threads_changes_no_result(helpers: Any) -> None:
     if error := build.load_error():
