@@ -1,33 +1,40 @@
 """Test published claims: `qkflow reproduce CLAIM` and `qkflow reproduce --all`.
 
 OUT/
-  claims.json              the outcome of each claim that was tested, with its readings
+  claims.json              the outcome of each claim that was tested, with everything behind it
+  claims.html              the same as a page
   CLAIM/STUDY/             the studies of each claim; they copy runs that another one has finished
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
-from rich.console import Console
 from rich.table import Table
 
 from qkflow.cli.compare import run_and_present
-from qkflow.cli.options import command_line
-from qkflow.config import to_dict
+from qkflow.cli.console import Console
+from qkflow.cli.options import command_line, print_notices
+from qkflow.errors import BusyError, Interrupted, UsageError
 from qkflow.experiment.executors.base import Executor
 from qkflow.experiment.result import ExperimentResult
 from qkflow.experiment.study_dir import holds_study
 from qkflow.experiment.summary import read_result
-from qkflow.io import write_json
+from qkflow.io import write_file, write_json
 from qkflow.recipes.claims import CLAIMS, Claim
 from qkflow.recipes.criteria import ClaimVerdict, Reading
+from qkflow.recipes.scoreboard import claim_record, format_number, summary
+from qkflow.report.claims import claims_report
+from qkflow.report.html import render
 from qkflow.training.run_dir import read_json
 
-FILE = "claims.json"
-_NUMBERS = {"times": "{:.2f}", "points": "{:+.1f}", "runs": "{:.0f}"}
-"""How numbers are written, by unit."""
+FILE, PAGE = "claims.json", "claims.html"
 
 
 def claims_table() -> Table:
@@ -76,19 +83,79 @@ def run_claim(
     return verdict
 
 
-def run_all(out: Path, *, executor: Executor, console: Console, data_dir: str | None = None) -> None:
-    """Run the studies of every claim, those that decide with the fewest runs first, then the controls."""
-    order = sorted(CLAIMS, key=_planned_runs)
-    for controls in (False, True):
-        for claim in order:
-            if controls or not _is_finished(claim, out):
-                run_claim(claim, out, executor=executor, console=console, data_dir=data_dir, controls=controls)
+def run_all(
+    out: Path, *, executor: Executor, console: Console, data_dir: str | None = None, budget: float | None = None
+) -> None:
+    """Run the studies of every claim, the claim that is nearest to an outcome first, then the controls.
+
+    After `budget` seconds, the study that is running stops. The same call continues it. Claims that cannot be tested,
+    such as those whose files are missing, are skipped with a notice; if there are no others, their error is raised.
+    """
+    skipped: dict[str, UsageError] = {}
+
+    def test(claim: Claim, *, controls: bool) -> None:
+        try:
+            run_claim(claim, out, executor=executor, console=console, data_dir=data_dir, controls=controls)
+        except BusyError:
+            raise
+        except UsageError as error:
+            skipped[claim.name] = error
+            print_notices([f"{claim.name} is skipped: {error}"])
+
+    with _stop_after(budget) as is_over:
+        while open_claims := [claim for claim in CLAIMS if claim.name not in skipped and not _is_finished(claim, out)]:
+            test(min(open_claims, key=lambda claim: _remaining_runs(claim, out)), controls=False)
+        for claim in sorted(CLAIMS, key=_planned_runs):
+            if claim.name not in skipped and len(claim.studies) > len(claim.deciding):
+                test(claim, controls=True)
+    if is_over():
+        console.print("\nthe budget is spent: the same command continues", highlight=False)
+    path = out / FILE
+    if path.exists():
+        records = read_json(path)
+        untested = f"; {missing} not tested yet" if (missing := len(CLAIMS) - len(records)) > 0 else ""
+        console.print(f"\n{summary(records)}{untested}; {out / PAGE}", highlight=False, soft_wrap=True)
+    elif skipped:
+        raise next(iter(skipped.values()))
 
 
-def read_outcome(claim: Claim, out: Path) -> ClaimVerdict:
-    """The outcome of a claim from the studies in a folder, finished or not."""
-    folders = {name: out / claim.name / name for name in claim.studies}
-    return claim.criterion({name: read_result(folder) for name, folder in folders.items() if holds_study(folder)})
+@contextmanager
+def _stop_after(seconds: float | None) -> Iterator[Callable[[], bool]]:
+    """Stop the running study after some seconds, and leave the block; the value tells whether that has happened.
+
+    The signal is SIGTERM, on which a study writes its checkpoints: background jobs ignore SIGINT. Between studies, this
+    block handles it.
+    """
+    over = threading.Event()
+    if seconds is None:
+        yield over.is_set
+        return
+
+    def stop() -> None:
+        over.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if over.is_set():
+            raise Interrupted("the budget is spent")
+        signal.signal(number, signal.SIG_DFL)  # from someone else
+        os.kill(os.getpid(), number)
+
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), stop)
+    timer.daemon = True
+    before = signal.signal(signal.SIGTERM, handle)
+    timer.start()
+    try:
+        try:
+            yield over.is_set
+        finally:
+            timer.cancel()
+            timer.join()  # its signal arrives while it is handled
+    except Interrupted:
+        if not over.is_set():
+            raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def outcome_table(claim: Claim, verdict: ClaimVerdict) -> Table:
@@ -105,34 +172,41 @@ def outcome_table(claim: Claim, verdict: ClaimVerdict) -> Table:
 def _numbers(reading: Reading) -> tuple[str, str]:
     if reading.value is None:
         return "-", "-"
-    number = _NUMBERS.get(reading.unit, "{:+.4f}").format
+    value = format_number(reading.value, reading.unit)
     if reading.low is None or reading.high is None:
-        return number(reading.value), "-"
-    return number(reading.value), f"{number(reading.low)} to {number(reading.high)}"
+        return value, "-"
+    return value, f"{format_number(reading.low, reading.unit)} to {format_number(reading.high, reading.unit)}"
 
 
 def _planned_runs(claim: Claim) -> int:
     return sum(len(claim.studies[name].arms) * claim.studies[name].seeds for name in claim.deciding)
 
 
+def _remaining_runs(claim: Claim, out: Path) -> int:
+    """About how many runs the deciding studies need for an outcome: those planned, less those finished."""
+    folders = {name: out / claim.name / name for name in claim.deciding}
+    finished = sum(read_result(folder).finished for folder in folders.values() if holds_study(folder))
+    return _planned_runs(claim) - finished
+
+
 def _is_finished(claim: Claim, out: Path) -> bool:
+    """Whether the deciding studies have ended and the outcome is recorded."""
+    path = out / FILE
+    if not path.exists() or claim.name not in read_json(path):
+        return False
     folders = [out / claim.name / name for name in claim.deciding]
     return all(holds_study(folder) and read_result(folder).state.ended is not None for folder in folders)
 
 
 def _record(out: Path, claim: Claim, verdict: ClaimVerdict, results: Mapping[str, ExperimentResult]) -> None:
-    """Write the outcome of this claim into claims.json, beside those of other claims."""
+    """Write the outcome of this claim into claims.json, beside those of other claims, and the page of all of them.
+
+    Control studies that were run before stay in the record.
+    """
     path = out / FILE
-    outcomes = read_json(path) if path.exists() else {}
-    studies = {
-        name: {
-            "data": result.data,
-            "digest": result.digest,
-            "size": result.size,
-            "tokens": result.arms[0].tokens,
-            "rows": result.rows(),
-        }
-        for name, result in results.items()
-    }
-    record = {"claim": claim.text, "published": claim.published, "verdict": to_dict(verdict), "studies": studies}
-    write_json(path, {**outcomes, claim.name: record})
+    records = read_json(path) if path.exists() else {}
+    record = claim_record(claim, verdict, results)
+    record["studies"] = {**records.get(claim.name, {}).get("studies", {}), **record["studies"]}
+    records = {**records, claim.name: record}
+    write_json(path, records)
+    write_file(out / PAGE, render(claims_report(records)))

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from qkflow.cli.claims import claims_table, run_all, run_claim
 from qkflow.cli.compare import run_and_present
+from qkflow.cli.console import Console
 from qkflow.cli.options import (
     command_line,
     flag,
@@ -34,7 +34,7 @@ class Reproduce:
     For example:
       qkflow reproduce --list                           the claims and the tables
       qkflow reproduce coupled-better --budget 15m      is the claim true here?
-      qkflow reproduce --all --data-dir data            every claim; hours
+      qkflow reproduce --all --data-dir data --budget 8h    every claim; run it again to continue
       qkflow reproduce differential                     ten minutes, on built-in text
       qkflow reproduce coupled-60m enwik8 --budget 1h
       qkflow reproduce coupled-60m --scale paper --vocabulary-files gpt2 --executor ray
@@ -53,7 +53,8 @@ class Reproduce:
     scale: Literal["laptop", "paper"] = "laptop"
     """The size of the paper, or what a laptop can do in minutes."""
     budget: Annotated[str | None, flag("TIME")] = None
-    """Total time, with shorter runs. Default: the full studies of a claim; 5 minutes per arm of a table."""
+    """Total time, with shorter runs (--all: with full runs, as many as fit). Default: the full studies of a claim; 5
+    minutes per arm of a table."""
     executor: Annotated[Literal["local", "ray"], flag("{local,ray}", "local")] = "local"
     """Run on this machine or on a Ray cluster."""
     data_dir: Annotated[str | None, flag("DIR")] = None
@@ -67,9 +68,11 @@ class Reproduce:
         """Run the recipe, or list all recipes."""
         console = Console()
         if self.all:
-            self._refuse("--all tests every claim on its own text", ("all", "data_dir", "out"))
+            self._refuse("--all tests every claim on its own text", ("all", "data_dir", "out", "budget"))
+            self._refuse_paper_scale()
             out = self.out or Path("runs/claims")
-            run_all(out, executor=make_executor(self.executor), console=console, data_dir=self.data_dir)
+            budget = None if self.budget is None else parse_duration(self.budget)
+            run_all(out, executor=make_executor(self.executor), console=console, data_dir=self.data_dir, budget=budget)
             return 0
         if self.name is None or self.list:
             console.print(claims_table())
@@ -90,9 +93,12 @@ class Reproduce:
         if flags := flags_given(self, exclude=(*allowed, "executor", "scale")):
             raise UsageError(f"{reason}: leave out {flags.replace('--name', 'NAME')}")
 
-    def _run_claim(self, chosen: Claim, console: Console) -> int:
+    def _refuse_paper_scale(self) -> None:
         if self.scale != "laptop" or self.vocabulary_files is not None:
             raise UsageError("claims are tested at laptop scale with bytes: leave out --scale and --vocabulary-files")
+
+    def _run_claim(self, chosen: Claim, console: Console) -> int:
+        self._refuse_paper_scale()
         run_claim(
             chosen,
             self.out or new_folder(f"reproduce-{chosen.name}"),

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from qkflow.cli import claims as cli_claims
 from qkflow.cli import main
 from qkflow.cli.claims import outcome_table, run_claim
+from qkflow.cli.console import Console
 from qkflow.config import to_dict
 from qkflow.errors import UsageError
 from qkflow.experiment.executors.local import LocalExecutor
@@ -227,7 +227,8 @@ def test_a_claim_without_runs_prints_dashes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--all", "--budget", "1h"], "leave out --budget"),
+        (["--all", "--controls"], "leave out --controls"),
+        (["--all", "--scale", "paper"], "laptop scale"),
         (["coupled-better", "--scale", "paper"], "laptop scale"),
         (["coupled-60m", "--controls"], "is a table"),
         (["coupled-beter"], "coupled-better"),
