@@ -176,21 +176,6 @@ class KDAConfig(DeltaConfig):
         return KimiDeltaAttention(width, heads, layer, layers, config=self)
 
 
-class KimiDeltaAttention(DeltaMechanism):
-    """Gated DeltaNet in which every key channel has its own decay.
-
-    >>> layer = KimiDeltaAttention(width=32, heads=4)
-    >>> layer.gates(torch.randn(1, 5, 32))["log_alpha"].shape
-    torch.Size([1, 5, 4, 8])
-    """
-
-    config_type = KDAConfig
-
-    def make_decay(self) -> nn.Module:
-        """Return the decay (5)."""
-        return KDADecay(self.width, self.heads, self.key_width)
-
-
 class KDADecay(nn.Module):
     """Equation (5).
 
@@ -204,10 +189,30 @@ class KDADecay(nn.Module):
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         self.dt_bias = dt_bias(heads * key_width)
 
+    def maps(self) -> tuple[nn.Linear, nn.Linear | None]:
+        """Return W_d and W_u of (5)."""
+        return self.down, self.up
+
     def forward(self, x: Stream) -> Keys:
         """Return log alpha, at least in float32."""
         rate = softplus(at_least_float32(self.up(self.down(x))) + at_least_float32(self.dt_bias))
         return -at_least_float32(self.A_log).exp().unsqueeze(-1) * rate.unflatten(-1, (len(self.A_log), -1))
+
+
+class KimiDeltaAttention(DeltaMechanism):
+    """Gated DeltaNet in which every key channel has its own decay.
+
+    >>> layer = KimiDeltaAttention(width=32, heads=4)
+    >>> layer.gates(torch.randn(1, 5, 32))["log_alpha"].shape
+    torch.Size([1, 5, 4, 8])
+    """
+
+    config_type, decay_type = KDAConfig, KDADecay
+    has_channel_decay = has_decode_step = True
+
+    def make_decay(self) -> nn.Module:
+        """Return the decay (5)."""
+        return KDADecay(self.width, self.heads, self.key_width)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,6 +107,10 @@ class Decay(nn.Module):
         self.A_log = nn.Parameter((16 * (1 - torch.rand(heads))).log())
         self.dt_bias = dt_bias(heads)
 
+    def maps(self) -> tuple[nn.Linear, nn.Linear | None]:
+        """Return the projections of the rate: one, or two if their product has a low rank."""
+        return self.rate, None
+
     def forward(self, x: Stream) -> Gates:
         """Return log alpha, at least in float32."""
         rate, bias, A = at_least_float32(self.rate(x)), at_least_float32(self.dt_bias), at_least_float32(self.A_log)
@@ -117,6 +121,10 @@ class DeltaMechanism(QKMechanism):
     """A memory that every token corrects; subclasses override `delta_inputs` and add their gates."""
 
     config_type: ClassVar[type[DeltaConfig]]
+    decay_type: ClassVar[type[nn.Module]] = Decay
+    """The decay that the native decoding step computes."""
+    has_channel_decay: ClassVar[bool] = False
+    """Whether every key channel has its own decay."""
     steps: ClassVar[int] = 1
     """Steps of the recurrence per token."""
     has_decode_step: ClassVar[bool] = False
@@ -153,17 +161,12 @@ class DeltaMechanism(QKMechanism):
         self.own = projection(width, keys) if config.has_own_direction else None
         self.own_conv = conv_weight(keys, config.conv) if config.has_own_direction else None
         gates, taps = (self.heads, width), config.conv
+        rates, decay_shapes = gates, [(0,), (self.heads,), (self.heads,)]
+        if self.has_channel_decay:
+            rates, decay_shapes = (self.key_width, width), [(keys, self.key_width), (self.heads,), (keys,)]
         self._step_shapes = [
-            *((keys, width), (keys, width), (values, width), gates, gates, gates, (values, width)),
-            *(
-                (keys, taps),
-                (keys, taps),
-                (values, taps),
-                (self.heads,),
-                (self.heads,),
-                (self.value_width,),
-                (width, values),
-            ),
+            *((keys, width), (keys, width), (values, width), gates, rates, gates, (values, width)),
+            *((keys, taps), (keys, taps), (values, taps), *decay_shapes, (self.value_width,), (width, values)),
         ]
         self._conv_channels = [keys, keys, values]
         self._can_step = (
@@ -230,17 +233,18 @@ class DeltaMechanism(QKMechanism):
         decay = modules.get("decay")
         if not type(self).__dict__.get("has_decode_step", False):  # a parametrization has replaced the class
             return None
-        if decay is not None and (type(decay) is not Decay or has_hooks(decay)):
+        if decay is not None and (type(decay) is not self.decay_type or has_hooks(decay)):
             return None
-        names = ("query", "key", "value", "beta", "rate", "lam", "gate")
-        maps = [modules.get(name) if name != "rate" or decay is None else decay.rate for name in names]
-        projections = tuple([None if map is None else few_rows.plain_weight(map) for map in maps])
-        if any((map is None) != (weight is None) for map, weight in zip(maps, projections, strict=True)):
+        rate, rate_up = (None, None) if decay is None else decay.maps()
+        maps = [modules["query"], modules["key"], modules["value"], modules["beta"], rate]
+        maps += [modules.get("lam"), modules.get("gate"), rate_up]
+        *projections, up = [None if map is None else few_rows.plain_weight(map) for map in maps]
+        if any((map is None) != (weight is None) for map, weight in zip(maps, (*projections, up), strict=True)):
             return None
         weights = cpu.StepWeights(
-            projections,
+            tuple(projections),
             (parameters["query_conv"], parameters["key_conv"], parameters["value_conv"]),
-            (None, None) if decay is None else (decay.A_log, decay.dt_bias),
+            (None, None, None) if decay is None else (up, decay.A_log, decay.dt_bias),
             parameters["head_norm"],
             cast(Any, few_rows.plain_weight(modules["output"])),
         )

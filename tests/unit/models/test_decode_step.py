@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(not build.is_loaded(), reason="no C kernels")
 MECHANISMS = [
     *("standard", "standard:window=5", "standard:key_heads=2", "standard:rotary_base=None", "coupled:window=7"),
     *("deltanet", "gated-deltanet", "qdelta", "qdelta:lam=0.5", "qdelta:decay=False,gate=False", "qdelta+hamiltonian"),
+    *("kda", "kda+hamiltonian"),
     *("kuramoto", "kuramoto:window=6", "kuramoto:frustrated=True", "kuramoto:rotary_base=None"),
     *("differential", "differential:window=5", "differential+hamiltonian"),
 ]

@@ -101,7 +101,9 @@ typedef struct { /* as passed by the caller */
 
 typedef struct {
     const real *x, *projections[PROJECTIONS]; /* the last three may be null */
-    const real *convs[CONVOLVED], *states[CONVOLVED], *memory, *A_log, *dt_bias, *head_norm, *output;
+    const real *convs[CONVOLVED], *states[CONVOLVED], *memory;
+    const real *rate_up, *A_log, *dt_bias; /* of the decay; with rate_up, [keys, key], it has one number per key channel */
+    const real *head_norm, *output;
     const double *coefficients; /* of the coupling, or null; then its force */
     const real *w1, *b1, *w2, *b2;
     real *tails[CONVOLVED], *final, *y;
@@ -122,13 +124,20 @@ static void convolve(long channels, long taps, const real *weight, const real *s
 
 int NAME(delta_layer_few)(double dt, double lam, double lam_bias, int threads, const DeltaStep *s, const DeltaStepArrays *to) {
     long rows = s->rows, keys = s->heads * s->key, values = s->heads * s->value, gates = rows * s->heads;
-    long sizes[] = {keys, keys, values, s->heads, s->heads, s->heads, values}, total = values;
+    long decays = to->rate_up ? keys : s->heads; /* per row */
+    long sizes[] = {keys, keys, values, s->heads, decays, s->heads, values}, total = values + s->key;
     for (int i = 0; i < PROJECTIONS; i++) total += sizes[i];
     real *memory = aligned(rows * total), *at[PROJECTIONS + 1] = {memory};
     if (!memory) return NO_MEMORY;
     for (int i = 0; i < PROJECTIONS; i++) {
         at[i + 1] = at[i] + rows * sizes[i];
-        if (to->projections[i]) linear(0, rows, s->width, sizes[i], threads, to->projections[i], to->x, at[i]);
+        if (!to->projections[i] || (i == RATE && to->rate_up)) continue;
+        linear(0, rows, s->width, sizes[i], threads, to->projections[i], to->x, at[i]);
+    }
+    if (to->rate_up) {
+        real *inner = at[PROJECTIONS] + rows * values;
+        linear(0, rows, s->width, s->key, threads, to->projections[RATE], to->x, inner);
+        linear(0, rows, s->key, keys, threads, to->rate_up, inner, at[RATE]);
     }
     for (int i = 0; i < CONVOLVED; i++)
         for (long row = 0; row < rows; row++) {
@@ -145,16 +154,16 @@ int NAME(delta_layer_few)(double dt, double lam, double lam_bias, int threads, c
     }
     for (long i = 0; i < gates; i++) {
         at[BETA][i] = (real)(1 / (1 + exp(-(double)at[BETA][i])));
-        if (to->projections[RATE]) {
-            double rate = (double)at[RATE][i] + to->dt_bias[i % s->heads];
-            at[RATE][i] = (real)(-exp(to->A_log[i % s->heads]) * (fmax(rate, 0) + log1p(exp(-fabs(rate)))));
-        }
         at[LAM][i] = (real)(to->projections[LAM] ? 1 / (1 + exp(-(at[LAM][i] + lam_bias))) : lam);
+    }
+    for (long i = 0; to->projections[RATE] && i < rows * decays; i++) {
+        double rate = (double)at[RATE][i] + to->dt_bias[i % decays], A = exp(to->A_log[i % decays * s->heads / decays]);
+        at[RATE][i] = (real)(-A * (fmax(rate, 0) + log1p(exp(-fabs(rate)))));
     }
     const real *decay = to->projections[RATE] ? at[RATE] : NULL, *erase = to->projections[LAM] || lam != 0 ? at[LAM] : NULL;
     real *z = at[PROJECTIONS], *gate = at[GATE];
-    status |= NAME(delta_recurrent)(rows, 1, (int)s->heads, (int)s->key, (int)s->value, 0, 0, 1 / sqrt(s->key), at[Q], at[K],
-                                    at[V], at[BETA], decay, erase, to->memory, z, to->final);
+    status |= NAME(delta_recurrent)(rows, 1, (int)s->heads, (int)s->key, (int)s->value, to->rate_up != NULL, 0,
+                                    1 / sqrt(s->key), at[Q], at[K], at[V], at[BETA], decay, erase, to->memory, z, to->final);
     normalize(gates, s->value, 1e-5, z, to->head_norm, z);
     for (long i = 0; to->projections[GATE] && i < rows * values; i++) z[i] *= gate[i] * sigmoid(gate[i]);
     linear(0, rows, values, s->width, threads, to->output, z, to->y);

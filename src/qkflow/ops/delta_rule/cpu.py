@@ -23,7 +23,7 @@ _MAX_RECURRENT = 4
 """Number of tokens up to which the recurrence is faster than a chunk."""
 _BAD_GATES = 2
 """Status code of the kernel for gates out of range."""
-_Step, _StepArrays = ctypes.c_long * 9, ctypes.c_void_p * 29
+_Step, _StepArrays = ctypes.c_long * 9, ctypes.c_void_p * 30
 _HUGE_PAGES_FROM, _PAGE, _MADV_HUGEPAGE = 2**22, 2**12, 14
 
 
@@ -80,8 +80,8 @@ class StepWeights(NamedTuple):
     projections: tuple[Tensor | None, ...]
     """Of queries, keys, values, beta, the rate of the decay, lambda and the gate."""
     convs: tuple[Tensor, ...]
-    decay: tuple[Tensor | None, Tensor | None]
-    """A_log and dt_bias."""
+    decay: tuple[Tensor | None, Tensor | None, Tensor | None]
+    """The second projection of the rate, if there is one per key channel; A_log and dt_bias."""
     head_norm: Tensor
     output: Tensor
 
