@@ -6,13 +6,8 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
-from transformers.utils import is_peft_available
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 EXPECTED_OUTPUT = {
@@ -48,8 +43,6 @@ def test_example(
     path: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(path.read_text().splitlines()) <= 40
-    if path.stem == "lora" and not is_peft_available():  # transformers caches this answer
-        monkeypatch.setitem(sys.modules, "peft", peft_stub())
     monkeypatch.setattr("tempfile.tempdir", str(workdir))
     runpy.run_path(str(path), run_name="__main__")
     output = capsys.readouterr().out
@@ -61,42 +54,3 @@ def test_lora_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(SystemExit, match="pip install peft"):
         runpy.run_path(str(next(path for path in EXAMPLES if path.stem == "lora")))
-
-
-class LoraLinear(nn.Module):
-    """A linear layer with a low-rank update."""
-
-    def __init__(self, base: nn.Linear, config: Any) -> None:
-        super().__init__()
-        self.base, self.scale = base, config.lora_alpha / config.r
-        self.down = nn.Parameter(torch.randn(config.r, base.in_features) * base.in_features**-0.5)
-        self.up = nn.Parameter(torch.zeros(base.out_features, config.r))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.scale * (x @ self.down.T @ self.up.T)
-
-    def merged(self) -> nn.Linear:
-        self.base.weight.data += self.scale * (self.up @ self.down).detach()
-        return self.base
-
-
-def peft_stub() -> ModuleType:
-    """The two functions of peft that the example uses, for environments without it."""
-
-    def get_peft_model(model: Any, config: Any) -> Any:
-        model.requires_grad_(False)
-        for name, module in list(model.named_modules()):
-            if name.split(".")[-1] in config.target_modules and isinstance(module, nn.Linear):
-                model.set_submodule(name, LoraLinear(module, config))
-        model.merge_and_unload = lambda: merge(model)
-        return model
-
-    def merge(model: Any) -> Any:
-        for name, module in list(model.named_modules()):
-            if isinstance(module, LoraLinear):
-                model.set_submodule(name, module.merged())
-        return model
-
-    stub: Any = ModuleType("peft")
-    stub.get_peft_model, stub.LoraConfig = get_peft_model, SimpleNamespace
-    return stub

@@ -75,21 +75,19 @@ COMBINATIONS = (
 """Combinations of options that run the code of BASES and VARIANTS in another order or shape."""
 COMBINATION_LAWS = ("splitting", "packing", "cost", "precision", "attention_map", "circuits")
 """The laws on which a wrong combination shows: state, layout, declared costs, dtypes, map and circuits."""
+INDUCTOR = ("kuramoto", "qdelta", "coupled")
+"""One mechanism of each family, for the default compiler backend; the others stop after AOTAutograd."""
 COMPILED = (
-    "coupled",
+    *INDUCTOR,  # first, because they take longest
     "standard:causal=False",
     "kuramoto:causal=False",
     "coupled:integrator=leapfrog,force=potential,steps=3",
     "coupled:conv=3,key_shift=True,window=3,key_heads=2,qk_norm=before",
     "standard+euler:steps=2,window=3,key_heads=1,qk_norm=True",
     "differential+affine",
-    "qdelta",
-    "kuramoto",
     "group:group=so3",
 )
 """One mechanism for each part whose graph differs: the other mechanisms combine the same parts."""
-INDUCTOR = ("coupled", "qdelta", "kuramoto")
-"""One mechanism of each family, for the default compiler backend; the others stop after AOTAutograd."""
 SPECS = (*BASES, *VARIANTS, *sorted(set(mechanisms()) - set(BASES)))
 """Includes mechanisms registered in the future."""
 EAGER_LAWS = [law for law in LAWS if law not in ("compilation", "permutation")]

@@ -152,7 +152,6 @@ def test_a_missing_tensorboard_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.filterwarnings("ignore")  # tensorboard emits warnings
 def test_tensorboard_reads_the_log(configure: Any, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     train(configure(steps=3), tmp_path / "run", callbacks=[TensorBoardLogger()])
