@@ -22,6 +22,10 @@ Command = Callable[..., str]
 pytestmark = pytest.mark.usefixtures("workspace")
 TRAIN = ("train", "text.txt", "--config", "tiny.json")
 LONG = "x" * 300
+PIPES = (
+    *("pipe.txt", "pipe.gz", "pipe.zip", "pipe.tar", "pipes/pipe.md", "bare/pipe", "sst2/train.tsv"),
+    "squad/train.json",
+)
 
 
 def write_config(name: str, **changes: Any) -> str:
@@ -57,7 +61,17 @@ CALLS = {
     "only NUL bytes": (["train", "nul.txt", *TRAIN[2:]], "--binary"),
     "UTF-16": (["train", "utf16.txt", *TRAIN[2:]], "UTF-16"),
     "binary file": (["train", "binary.txt", *TRAIN[2:]], "--binary"),
-    "pipe as a corpus": (["train", "pipe.txt"], "not a regular file"),
+    "pipe as a corpus": (["train", "pipe.txt"], "pipe.txt is not a regular file"),
+    "pipe as a compressed corpus": (["train", "pipe.gz"], "pipe.gz is not a regular file"),
+    "pipe as an archive": (["train", "pipe.zip"], "pipe.zip is not a regular file"),
+    "pipe in a corpus folder": (["train", "pipes"], "pipes/pipe.md is not a regular file"),
+    "pipe without a suffix in a folder": (["compare", "bare"], "bare/pipe is not a regular file"),
+    "pipe as agreement data": (["sharpen", "--data", "pipe.txt"], "pipe.txt is not a regular file"),
+    "pipe as a BLiMP archive": (["sharpen", "--data", "pipe.tar"], "pipe.tar is not a regular file"),
+    "pipe as SST-2": (["sharpen", "--task", "sst2", "--data", "sst2"], "train.tsv is not a regular file"),
+    "pipe as SQuAD": (["sharpen", "--task", "squad", "--data", "squad"], "train.json is not a regular file"),
+    "pipe as a config": ([*TRAIN[:2], "--config", "pipe.txt"], "pipe.txt"),
+    "pipe as a table": (["judge", "pipe.txt"], "pipe.txt is not a regular file"),
 }
 
 
@@ -73,7 +87,9 @@ def test_bad_input_is_refused_with_one_line(usage_error: Command, case: str, mon
     Path("nul.txt").write_bytes(b"\0" * 20_000)
     Path("utf16.txt").write_bytes("文字\n".encode("utf-16") * 2000)
     Path("binary.txt").write_bytes(random.Random(0).randbytes(20_000))
-    os.mkfifo("pipe.txt")
+    for name in PIPES:
+        Path(name).parent.mkdir(exist_ok=True)
+        os.mkfifo(name)
     before = set(Path().iterdir())
     args, expected = CALLS[case]
     is_new_run = args[0] == "train" and "--out" not in args
@@ -115,6 +131,11 @@ def test_a_pipe_in_a_run_folder_is_refused(usage_error: Command, run_copy: str, 
     os.mkfifo(Path(run_copy, name))
     for command in (["train", "--resume"], ["eval"], ["generate"], ["probe"]):
         assert f"{name} is not a regular file" in usage_error(*command, run_copy)
+
+
+def test_probe_refuses_a_pipe(usage_error: Command, run_copy: str) -> None:
+    os.mkfifo("pipe")
+    assert "pipe is not a regular file" in usage_error("probe", run_copy, "--file", "pipe")
 
 
 CHANGES = {

@@ -18,6 +18,7 @@ from qkflow.cli.probe_tables import attention_section, coupling_section, memory_
 from qkflow.config import to_dict
 from qkflow.data import open_corpus, windows
 from qkflow.errors import UsageError
+from qkflow.io import refuse_special_files
 from qkflow.mechanisms import Coupling, DeltaMechanism
 from qkflow.mechanisms.kuramoto import SynchronyMechanism
 from qkflow.probes import (
@@ -153,6 +154,7 @@ class Probe:
         """Return TEXT, or enough of --file for `limit` tokens."""
         if self.file is None:
             return os.fsencode(" ".join(self.text))
+        refuse_special_files(self.file)
         try:
             with self.file.open("rb") as file:
                 start = file.read(limit * _BYTES_PER_TOKEN)

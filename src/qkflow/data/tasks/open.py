@@ -13,6 +13,7 @@ from qkflow.data.tasks.marvin_linzen import marvin_linzen
 from qkflow.data.tasks.synthetic import synthetic
 from qkflow.data.text import reading
 from qkflow.errors import UsageError
+from qkflow.io import refuse_special_files
 
 EXPECTED_PAIRS = "Marvin & Linzen's pairs (.jsonl, .jsonl.xz) or BLiMP (.tar.xz or its folder)"
 ARCHIVES = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", ".tgz", ".txz", ".zip")
@@ -46,6 +47,8 @@ def data_path(config: TaskConfig, expected: str) -> Path:
         raise UsageError(f"the task {config.name} needs data: set --data to the path of {expected}")
     if not (path := Path(config.data).expanduser()).exists():
         raise UsageError(f"no file or folder {config.data}: set --data to the path of {expected}")
+    if not path.is_dir():
+        refuse_special_files(path)
     return path
 
 

@@ -89,24 +89,27 @@ def iter_files(path: Path, predicate: Predicate = is_text) -> Iterator[TextFile]
                 yield from _iter_zip(file, f"{label}/", predicate)
             else:
                 yield replace(text_file(file), label=strip_compression(label))
-    elif path.suffix.lower() == ".zip":
+        return
+    refuse_special_files(path)
+    if path.suffix.lower() == ".zip":
         yield from _iter_zip(path, "", predicate)
+    elif content_suffix(path.name) in UNSUPPORTED_SUFFIXES:
+        raise UsageError(f"{path} is not a text file: unpack it, or use .txt or .jsonl (also .gz, .xz, .bz2 or .zip)")
     else:
-        refuse_special_files(path)
-        if content_suffix(path.name) in UNSUPPORTED_SUFFIXES:
-            raise UsageError(
-                f"{path} is not a text file: unpack it, or use .txt or .jsonl (also .gz, .xz, .bz2 or .zip)"
-            )
         yield replace(text_file(path), label="")
 
 
 def list_files(folder: Path, predicate: Predicate = is_text) -> list[Path]:
-    """Return the matching files of a folder and every .zip, sorted by relative path; hidden files are skipped."""
+    """Return the matching files of a folder and every .zip, sorted by relative path; hidden files are skipped.
+
+    A matching pipe, device or socket raises a `UsageError`.
+    """
     paths: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=_raise_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(parent, name) for name in names if not name.startswith(".")):
-            if path.is_file() and (path.suffix.lower() == ".zip" or predicate(text_file(path))):
+            if path.exists() and (path.suffix.lower() == ".zip" or predicate(text_file(path))):
+                refuse_special_files(path)
                 paths.append(path)
     return sorted(paths, key=lambda path: path.relative_to(folder).as_posix())
 
@@ -116,7 +119,10 @@ def files_with_suffix(path: Path, suffix: str) -> list[Path]:
     if not path.is_dir():
         return [path]
     with reading_errors(str(path)):
-        return sorted(file for file in path.iterdir() if file.is_file() and content_suffix(file.name) == suffix)
+        files = sorted(file for file in path.iterdir() if content_suffix(file.name) == suffix and not file.is_dir())
+    for file in files:
+        refuse_special_files(file)
+    return [file for file in files if file.is_file()]
 
 
 def iter_blocks(file: TextFile) -> Iterator[bytes]:
@@ -136,11 +142,13 @@ def iter_lines(file: TextFile) -> Iterator[bytes]:
 
 def read_json(path: Path, expected: str) -> dict[str, Any]:
     """Return the JSON object in a file; `expected` describes the right content in error messages."""
-    content = b""
+    blocks, n_bytes = list[bytes](), 0
     for block in iter_blocks(text_file(path)):
-        content += block
-        if len(content) > MAX_JSON_BYTES:
+        blocks.append(block)
+        n_bytes += len(block)
+        if n_bytes > MAX_JSON_BYTES:
             raise UsageError(f"{path} is larger than {format_bytes(MAX_JSON_BYTES)}: expected {expected}")
+    content = b"".join(blocks)
     if not content.strip():
         raise UsageError(f"{path} is empty: expected {expected}")
     value = _parse_json(content, str(path), expected)
@@ -198,6 +206,8 @@ def _iter_reads(file: TextFile, read: Callable[[BufferedIOBase], bytes]) -> Iter
 def _open_stream(source: Path | zipfile.ZipFile, member: str = "") -> BufferedIOBase:
     """Open a file, or a member of an archive, as decompressed bytes."""
     name = member or str(source)
+    if isinstance(source, Path):
+        refuse_special_files(source)
     stream = source.open(member) if isinstance(source, zipfile.ZipFile) else source
     compression = COMPRESSIONS.get(PurePosixPath(name).suffix.lower())
     if compression is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import os
 import random
 import zipfile
 from pathlib import Path
@@ -113,3 +114,26 @@ def test_deleted_file_raises(tmp_path: Path) -> None:
     (tmp_path / "a.txt").unlink()
     with pytest.raises(UsageError, match=r"a\.txt cannot be read \(No such file"):
         list(reading.iter_blocks(file))
+
+
+def test_pipes_are_refused_only_where_a_file_would_be_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"text")
+    for name in (".hidden.txt", "daemon.sock"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "dangling.txt").symlink_to("nowhere")
+    assert contents(tmp_path) == {"a.txt": b"text"}
+    os.mkfifo(tmp_path / "data.json")
+    with pytest.raises(UsageError, match="not a regular file"):
+        reading.read_json(tmp_path / "data.json", "an object")
+    with pytest.raises(UsageError, match="not a regular file"):
+        reading.files_with_suffix(tmp_path, ".json")
+
+
+def test_a_json_file_of_several_blocks_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"a": "' + "x" * 100 + '"}')
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 8)
+    assert reading.read_json(path, "an object") == {"a": "x" * 100}
+    monkeypatch.setattr(reading, "MAX_JSON_BYTES", 100)
+    with pytest.raises(UsageError, match="larger than 100 B: expected an object"):
+        reading.read_json(path, "an object")
