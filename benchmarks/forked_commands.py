@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pkgutil
@@ -43,6 +44,8 @@ class Outcome:
     seconds: float
     was_interrupted: bool
     """Whether the time limit was reached, so that Ctrl-C was sent."""
+    busy_seconds: float
+    """Time that it and its processes used or waited for a core, up to the time limit; 0 if it ended earlier."""
 
     def problems(self) -> list[str]:
         """What no command may do: crash, hang, show a traceback or control characters, or have another exit code."""
@@ -82,9 +85,9 @@ def run(args: Sequence[str], folder: Path, *, seconds: float = SECONDS) -> Outco
     begin = time.monotonic()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         pid = start(args, folder, out.fileno(), err.fileno())
-        status, was_interrupted = _wait(pid, seconds), False
+        status, was_interrupted, busy = _wait(pid, seconds), False, 0.0
         if status is None:
-            was_interrupted = True
+            was_interrupted, busy = True, busy_seconds(pid)
             os.kill(pid, signal.SIGINT)
             status = _wait(pid, GRACE)
         if status is None:
@@ -100,7 +103,32 @@ def run(args: Sequence[str], folder: Path, *, seconds: float = SECONDS) -> Outco
         err=texts[1],
         seconds=time.monotonic() - begin,
         was_interrupted=was_interrupted,
+        busy_seconds=busy,
     )
+
+
+def busy_seconds(pid: int) -> float:
+    """The time that a running process and its descendants, also in other sessions, have used or waited for a core."""
+    parents, ticks = dict[int, int](), dict[int, int]()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process has ended
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()  # from the third field on
+            process = int(path.parent.name)
+            parents[process], ticks[process] = int(fields[1]), sum(map(int, fields[11:15]))
+    family = {pid}
+    while more := {process for process, parent in parents.items() if parent in family} - family:
+        family |= more
+    used = sum(ticks.get(process, 0) for process in family) / os.sysconf("SC_CLK_TCK")
+    return used + sum(map(_seconds_without_core, family))
+
+
+def _seconds_without_core(pid: int) -> float:
+    """The time that the threads of a process could have run, but all cores were busy."""
+    seconds = 0.0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            seconds += int(path.read_text().split()[1]) / 1e9
+    return seconds
 
 
 def start(args: Sequence[str], folder: Path, out: int, err: int) -> int:

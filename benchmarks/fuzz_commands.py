@@ -71,6 +71,8 @@ FAST = ("train", "eval", "generate", "probe", "export", "judge", "check", "repor
 STUDIES = ("compare", "sharpen", "reproduce")
 WORK = ("--steps", "--tokens", "--train-tokens", "--budget", "--seeds", "--train", "--width", "--batch", "--context")
 """Flags that may turn a command into hours of work, which Ctrl-C must end."""
+IDLE = 0.25
+"""A command that was busy for less than this fraction of its time limit has waited for something."""
 
 INTEGERS = ("0", "-1", "1", str(2**31), str(2**63 - 1), str(2**63), str(2**64), "9" * 400, "1e3", "0x10", "1_000", "٣")
 FLOATS = ("nan", "inf", "-inf", "1e400", "1e308", "-0.0", "5e-324", "1e-30", "1e30", ".", "1,5")
@@ -288,6 +290,12 @@ def left_behind(before: set[str], folder: Path, outcome: Outcome) -> list[str]:
     return [name for name in new if not name.startswith("run" + os.sep)]
 
 
+def hangs(args: Sequence[str], outcome: Outcome, seconds: float) -> bool:
+    """Whether a command that reached the time limit of `seconds` has waited, or had no reason to work that long."""
+    has_work = args[0] in STUDIES or bool(set(WORK) & {arg.split("=")[0] for arg in args})
+    return outcome.was_interrupted and (not has_work or outcome.busy_seconds < IDLE * seconds)
+
+
 def fuzz(
     first: int, count: int, names: Sequence[str], *, seconds: float, verbose: bool = False
 ) -> tuple[list[str], Any]:
@@ -309,12 +317,8 @@ def fuzz(
             args, before = without_nul(command_line(number, names)), entries(folder)
             outcome = forked_commands.run(args, folder, seconds=seconds)
             problems = outcome.problems()
-            if (
-                outcome.was_interrupted
-                and not set(WORK) & {arg.split("=")[0] for arg in args}
-                and args[0] not in STUDIES
-            ):
-                problems.append("hangs")
+            if hangs(args, outcome, seconds):
+                problems.append(f"hangs ({outcome.busy_seconds:.1f} s busy)")
             problems += [f"left {name!r} behind" for name in left_behind(before, folder, outcome)[:3]]
             codes["interrupted" if outcome.was_interrupted else str(outcome.code)] += 1
             line = f"command {number}: qkflow {shlex.join(args)!r:.300} ({outcome.seconds:.1f} s, {outcome.code})"
