@@ -60,7 +60,7 @@ def short_repr(value: object, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[:length]}..."
 
 
-def out_of_memory(error: Exception) -> str | None:
+def out_of_memory(error: BaseException) -> str | None:
     """The bytes that could not be allocated, in parentheses if they are known; None for any other error.
 
     >>> out_of_memory(RuntimeError("can't allocate memory: you tried to allocate 4000000000000 bytes"))

@@ -2,12 +2,16 @@
 
 import csv
 import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qkflow.cli import main
 from qkflow.data import CorpusConfig
+from qkflow.experiment.executors.base import CallResult, Resources, describe_error
+from qkflow.experiment.executors.local import LocalExecutor
 from qkflow.experiment.spec import ExperimentSpec
 from qkflow.recipes import Recipe
 
@@ -171,3 +175,34 @@ def test_reproduce_lists_its_recipes_and_suggests_the_nearest(capsys: pytest.Cap
     assert qkflow("reproduce") == 0
     assert "differential" in capsys.readouterr().out
     assert "differential" in refused(capsys, "reproduce", "diferential")
+
+
+class WithoutMemory(LocalExecutor):
+    """An executor whose processes can allocate nothing."""
+
+    def run(
+        self, function: Callable[[Any], Any], arguments: Sequence[Any], *, workers: int, resources: Resources
+    ) -> Iterator[CallResult | None]:
+        text = "[enforce fail at alloc_cpu.cpp:127]\nDefaultCPUAllocator: can't allocate memory:\n" + "x" * 300
+        error = RuntimeError(f"{text} you tried to allocate 9000000000 bytes. Error code 12")
+        for index, _ in enumerate(arguments):
+            yield CallResult(index=index, crash=describe_error(error))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["compare", "text.txt", "--arms", "standard,differential", "--seeds", "2", *TINY],
+        ["sharpen", "--ratios", "1,5", "--rates", "1e-3", "--seeds", "2", "--steps", "2", "--train", "50"],
+    ],
+    ids=["compare", "sharpen"],
+)
+def test_a_study_without_enough_memory_says_what_to_reduce_and_fails(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"qkflow.cli.{command[0]}.make_executor", lambda *_, **__: WithoutMemory())
+    assert qkflow(*command, "--out", "study") == 1
+    failures = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed: ")]
+    reason = "out of memory (tried to allocate 9,000,000,000 bytes): reduce --batch, --context, --size or --jobs"
+    assert len(failures) == 4
+    assert all(line.endswith(f": {reason}") for line in failures)

@@ -120,17 +120,17 @@ class Compare:
         executor = make_executor(self.executor or "local", address=self.ray_address)
         if self.resume is not None:
             self._refuse("--resume continues the study unchanged", allowed=("resume",))
-            run_and_present(None, self.resume, executor=executor, console=console)
+            result = run_and_present(None, self.resume, executor=executor, console=console)
         elif self.extend is not None:
             self._refuse("--extend keeps the design of the study", allowed=("extend", "budget"))
             if self.budget is None:
                 raise UsageError("--extend needs the additional time: give --budget TIME")
             more = parse_duration(self.budget)
-            run_and_present(None, self.extend, executor=executor, console=console, more=more)
+            result = run_and_present(None, self.extend, executor=executor, console=console, more=more)
         else:
             folder = self.out or new_folder(f"compare-{Path(self.corpus or CorpusConfig().source).name}")
-            run_and_present(self._spec(), folder, executor=executor, console=console, command=command_line())
-        return 0
+            result = run_and_present(self._spec(), folder, executor=executor, console=console, command=command_line())
+        return exit_code(result)
 
     def _refuse(self, reason: str, allowed: tuple[str, ...]) -> None:
         if flags := flags_given(self, exclude=(*allowed, "executor", "ray_address")):
@@ -189,6 +189,11 @@ def run_and_present(
     finally:
         display.close()
     return present(result, out, console, quiet=quiet)
+
+
+def exit_code(result: ExperimentResult) -> int:
+    """0, or 1 if no run of the study has finished, besides those that tune learning rates."""
+    return 0 if any(arm.seeds for arm in result.arms) else 1
 
 
 def present(result: ExperimentResult, folder: Path, console: Console, *, quiet: bool = False) -> ExperimentResult:

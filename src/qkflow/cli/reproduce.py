@@ -10,7 +10,7 @@ import tyro
 from rich.table import Table
 
 from qkflow.cli.claims import claims_table, run_all, run_claim
-from qkflow.cli.compare import run_and_present
+from qkflow.cli.compare import exit_code, run_and_present
 from qkflow.cli.console import Console
 from qkflow.cli.options import (
     command_line,
@@ -132,7 +132,7 @@ class Reproduce:
             console.print(ratio_table(chosen, result))
         for line in notes(chosen, result.data):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-        return 0
+        return exit_code(result)
 
 
 def comparison_table(chosen: Recipe, result: ExperimentResult) -> Table:

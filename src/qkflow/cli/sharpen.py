@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from qkflow.cli.compare import run_and_present
+from qkflow.cli.compare import exit_code, run_and_present
 from qkflow.cli.console import Console
 from qkflow.cli.options import command_line, flag, flags_given, new_folder, parse_numbers, without_none
 from qkflow.data.tasks import TaskConfig, TaskName
@@ -90,15 +90,17 @@ class Sharpen:
             if flags := flags_given(self, exclude=("resume", "json")):
                 raise UsageError(f"--resume continues the study unchanged: leave out {flags}")
             folder = self.resume
-            run_and_present(None, folder, executor=executor, console=console, quiet=self.json)
+            result = run_and_present(None, folder, executor=executor, console=console, quiet=self.json)
         else:
             folder = self.out or new_folder(f"sharpen-{self.task or 'agreement'}")
             with console.status("reading the task"):
                 spec = self._spec()
-            run_and_present(spec, folder, executor=executor, console=console, command=command_line(), quiet=self.json)
+            result = run_and_present(
+                spec, folder, executor=executor, console=console, command=command_line(), quiet=self.json
+            )
         if self.json:
             Console(soft_wrap=True).print((folder / "results.json").read_text(), markup=False, highlight=False, end="")
-        return 0
+        return exit_code(result)
 
     def _spec(self) -> ExperimentSpec:
         try:

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from qkflow.data.tasks import TaskConfig
 from qkflow.errors import BusyError, DiskError, DivergenceError, Interrupted, UsageError
 from qkflow.experiment.executors.base import describe_error
 from qkflow.experiment.metrics.measurement import RationaleMeasurement
@@ -63,7 +64,9 @@ def run_one(spec: RunSpec) -> RunOutcome:
     except UsageError as error:
         return _failed(folder, RunOutcome(kind="refused", reason=str(error)))
     except Exception as error:  # a mechanism may be anyone's code
-        return _failed(folder, RunOutcome(kind="crashed", reason=describe_error(error)))
+        is_task = isinstance(spec.config.data, TaskConfig)
+        flags = "--batch, --longest or --jobs" if is_task else "--batch, --context, --size or --jobs"
+        return _failed(folder, RunOutcome(kind="crashed", reason=describe_error(error, reduce=flags)))
     return RunOutcome(kind="finished")
 
 

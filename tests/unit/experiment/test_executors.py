@@ -11,13 +11,19 @@ from typing import Any
 
 import pytest
 
+from qkflow.data import CorpusConfig
+from qkflow.data.tasks import TaskConfig
 from qkflow.errors import UsageError
+from qkflow.experiment import worker
 from qkflow.experiment.executors.base import CallResult, Executor, Resources, make_executor
 from qkflow.experiment.executors.local import LocalExecutor
 from qkflow.experiment.planner import make_design
 from qkflow.experiment.run_status import read_status
 from qkflow.experiment.runner import run_experiment
 from qkflow.experiment.spec import ExperimentSpec
+from qkflow.experiment.worker import RunOutcome, RunSpec
+from qkflow.models import DecoderConfig
+from qkflow.training import TrainConfig
 from qkflow.training.run_dir import finished
 
 NEED = Resources()
@@ -184,3 +190,20 @@ def test_an_arm_that_cannot_be_measured_does_not_prevent_the_design(ask: Callabl
         design = make_design(spec, executor, notice=notices.append)
     assert "could not measure the speed of broken: RuntimeError: a mechanism of mine" in notices
     assert all(arm.seconds_per_step is not None for arm in design.arms)
+
+
+@pytest.mark.parametrize(
+    ("data", "flags"),
+    [(CorpusConfig(), "--batch, --context, --size or --jobs"), (TaskConfig(), "--batch, --longest or --jobs")],
+)
+def test_a_run_without_enough_memory_says_what_to_reduce(
+    data: CorpusConfig | TaskConfig, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(spec: RunSpec, folder: Path) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(worker, "_train", fail)
+    (tmp_path / "run").mkdir()
+    config = TrainConfig(data=data, model=DecoderConfig(width=8, layers=1, heads=2, hidden=8), steps=1)
+    spec = RunSpec(folder=str(tmp_path / "run"), config=config, command=(), lock_timeout=0)
+    assert worker.run_one(spec) == RunOutcome(kind="crashed", reason=f"out of memory: reduce {flags}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from qkflow.errors import UsageError, unknown
+from qkflow.errors import UsageError, out_of_memory, unknown
 
 ExecutorName = Literal["local", "ray"]
 
@@ -96,11 +96,15 @@ def forwarded_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
 
 
-def describe_error(error: BaseException) -> str:
-    """An exception on one line.
+def describe_error(error: BaseException, *, reduce: str = "--batch, --context, --size or --jobs") -> str:
+    """An exception on one line; `reduce` is what to reduce if there is too little memory.
 
-    >>> describe_error(RuntimeError("no memory"))
-    'RuntimeError: no memory'
+    >>> describe_error(RuntimeError("no attention"))
+    'RuntimeError: no attention'
+    >>> describe_error(RuntimeError("can't allocate memory: you tried to allocate 4000 bytes"), reduce="--batch")
+    'out of memory (tried to allocate 4,000 bytes): reduce --batch'
     """
+    if (size := out_of_memory(error)) is not None:
+        return f"out of memory{size}: reduce {reduce}"
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
