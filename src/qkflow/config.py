@@ -67,7 +67,7 @@ def _build(cls: type[Config], data: Mapping[str, Any], path: str, where: str) ->
 def _convert(value: Any, expected: Any, path: str, where: str) -> Any:
     """Convert `value` to the annotated type `expected`."""
     if (isinstance(value, int) and abs(value) >= 2**63) or (isinstance(value, str) and "\0" in value):
-        limit = "at most 64 bits" if isinstance(value, int) else "text without NUL characters"
+        limit = "an integer between -2^63 and 2^63" if isinstance(value, int) else "text without NUL characters"
         raise UsageError(f"config key {path!r}{where} got {short_repr(value)}: expected {limit}")
     origin, args = get_origin(expected), get_args(expected)
     if origin in (Union, types.UnionType):

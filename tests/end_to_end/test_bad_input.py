@@ -37,9 +37,9 @@ def write_config(name: str, **changes: Any) -> str:
 CALLS = {
     "too many threads in a config": ([*TRAIN[:2], "--config", "threads.json"], "threads must be at most"),
     "too many threads of a study": (["compare", "text.txt", "--threads", "100000000"], "threads must be at most"),
-    "seed of 65 bits": ([*TRAIN, "--seed", str(2**64)], "--seed must be an integer below 2^63"),
-    "seed of 65 bits in a config": ([*TRAIN[:2], "--config", "seed.json"], "'seed'"),
-    "seed of 65 bits of a sample": (["generate", "run", "--seed", str(2**64)], "--seed"),
+    "seed of 65 bits": ([*TRAIN, "--seed", str(2**64)], "--seed must be between -2^63 and 2^63"),
+    "seed of 65 bits in a config": ([*TRAIN[:2], "--config", "seed.json"], "between -2^63 and 2^63"),
+    "seed of 65 bits of a sample": (["generate", "run", "--seed", str(2**64)], "--seed must be between"),
     "first seed of 63 bits": (["compare", "text.txt", "--first-seed", str(2**63 - 1)], "first_seed must be"),
     "long corpus": (["train", LONG], "name too long"),
     "long config": (["train", "--config", LONG + ".json"], "name too long"),
@@ -54,10 +54,14 @@ CALLS = {
     "callable that makes no module": (["check", "os:system"], "expected an nn.Module"),
     "module of another kind": (["check", "returns_three:make"], "returned a int"),
     "option given twice": (["check", "standard:window=4,window=5"], "window twice"),
-    "infinite temperature": (["generate", "run", "--temperature=inf"], "finite"),
+    "infinite temperature": (["generate", "run", "--temperature=inf"], "--temperature must be between -2^63 and 2^63"),
     "empty stop string": (["generate", "run", "--stop="], "--stop is empty"),
     "empty output folder": ([*TRAIN[:4], "--out", ""], "--out is empty"),
     "empty corpus": (["train", ""], "an argument is empty"),
+    "empty corpus after a switch": (["train", "--binary", ""], "an argument is empty"),
+    "empty run": (["generate", "--tokens", "3", ""], "an argument is empty"),
+    "empty option with an underscore": ([*TRAIN, "--data_dir", ""], "--data_dir is empty"),
+    "not a finite number": (["generate", "run", "--top-p", "nan"], "--top-p must be between -2^63 and 2^63"),
     "only NUL bytes": (["train", "nul.txt", *TRAIN[2:]], "--binary"),
     "UTF-16": (["train", "utf16.txt", *TRAIN[2:]], "UTF-16"),
     "binary file": (["train", "binary.txt", *TRAIN[2:]], "--binary"),
@@ -95,6 +99,16 @@ def test_bad_input_is_refused_with_one_line(usage_error: Command, case: str, mon
     is_new_run = args[0] == "train" and "--out" not in args
     assert expected in usage_error(*args, *(["--out", "new/run"] if is_new_run else []))
     assert set(Path().iterdir()) == before
+
+
+def test_values_with_an_equals_sign_and_empty_prompts_are_accepted(qkflow: Command, run_copy: str) -> None:
+    for args in (["--stop=="], ["--stop=a="], ["", "--temperature=0"], ["--", "", "--x="], ["--seed", "1", ""]):
+        qkflow("generate", run_copy, "--tokens", "1", *args)
+
+
+def test_an_empty_prompt_after_an_unknown_flag_is_not_its_value(run_copy: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", run_copy, "--json", ""])
 
 
 def test_a_failed_start_removes_the_folders_that_it_created() -> None:

@@ -64,7 +64,7 @@ def main(args: Sequence[str] | None = None) -> int:
     replace_unencodable()
     args = sys.argv[1:] if args is None else args
     try:
-        refuse_empty(args)
+        refuse_empty(args, COMMANDS)
         command = _parse(args)
         refuse_extreme(command)
         return command.run()

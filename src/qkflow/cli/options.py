@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import tyro
 
@@ -23,22 +23,28 @@ def flag(metavar: str, default: str | None = None) -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="" if default is None else f"(default: {default})")
 
 
-def refuse_empty(args: Sequence[str]) -> None:
+def refuse_empty(args: Sequence[str], commands: Mapping[str, type]) -> None:
     """Raise `UsageError` for an empty argument: an empty path would be the current folder. Prompts may be empty."""
-    for before, arg in zip(("", *args), args, strict=False):
-        flag = arg.removesuffix("=") if arg.startswith("--") and arg.endswith("=") else before
-        is_prompt = args[0] == "generate" and not before.startswith("--")
-        if arg == f"{flag}=" or (not arg and not is_prompt):
-            name = flag if flag.startswith("--") else "an argument"
-            raise UsageError(f"{name} is empty: give a value, or leave it out")
+    types = get_type_hints(commands[args[0]]) if args and args[0] in commands else {}
+    with_value = {as_flag(name) for name, kind in types.items() if kind is not bool}
+    before, n_positional, after_dashes = "", 0, False
+    for arg in args:
+        name, equals, value = arg.partition("=")
+        is_flag = name.startswith("--") and not after_dashes
+        is_prompt = args[0] == "generate" and n_positional >= 2 and not before  # after the command and the run
+        if (is_flag and equals and not value) or (not arg and not is_prompt):
+            empty = name if is_flag else before or "an argument"
+            raise UsageError(f"{empty} is empty: give a value, or leave it out")
+        n_positional += not is_flag and not before
+        after_dashes = after_dashes or arg == "--"
+        before = name if is_flag and not equals and name.replace("_", "-") in with_value else ""
 
 
 def refuse_extreme(command: object) -> None:
-    """Raise `UsageError` for flags that are not finite, or integers of more than 64 bits."""
+    """Raise `UsageError` for numbers that are not between -2^63 and 2^63."""
     for name, value in vars(command).items():
         if isinstance(value, int | float) and not abs(value) < 2**63:
-            number = "an integer" if isinstance(value, int) else "a finite number"
-            raise UsageError(f"{as_flag(name)} must be {number} below 2^63, got {value}")
+            raise UsageError(f"{as_flag(name)} must be between -2^63 and 2^63, got {value}")
 
 
 def as_flag(name: str) -> str:

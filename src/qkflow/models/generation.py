@@ -36,7 +36,7 @@ class Sampling:
         if not 0 <= self.temperature < math.inf:
             raise UsageError(f"temperature must be a finite number, at least 0, got {self.temperature}")
         if not abs(self.seed) < 2**63:
-            raise UsageError(f"seed must have at most 64 bits, got {self.seed}")
+            raise UsageError(f"seed must be between -2^63 and 2^63, got {self.seed}")
         if self.top_k is not None and self.top_k < 1:
             raise UsageError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -185,7 +185,7 @@ def test_an_index_that_does_not_match_the_shards_is_refused(
         ({"hidden_size": None}, "expected int"),
         ({"num_hidden_layers": True}, "expected int"),
         ({"vocab_size": "x"}, "expected int"),
-        ({"vocab_size": 10**400}, "...: expected at most 64 bits"),
+        ({"vocab_size": 10**400}, "...: expected an integer between -2^63 and 2^63"),
         ({"mechanism": 7}, "mechanism"),
         ({"mechanism": "__import__('os').system('x')"}, "unknown mechanism"),
         ({"mechanism": "standard:window=__import__('os')"}, "window"),
