@@ -24,11 +24,13 @@ def test_the_callback_for_weights_and_biases_logs_steps_and_evaluations(monkeypa
     exec(block, namespace)
     stub: Any = ModuleType("wandb")
     options: dict[str, Any] = {}
-    logged: list[tuple[int, float]] = []
+    logged: list[tuple[int, str]] = []
+    values_logged: list[Any] = []
     finished: list[bool] = []
 
     def log(values: dict[str, Any], step: int) -> None:
-        logged.extend((step, value) for key, value in values.items() if key.endswith("/loss"))
+        logged.extend((step, key) for key in values if key.endswith("/loss"))
+        values_logged.extend(values.values())
 
     def init(**given: Any) -> Any:
         options.update(given)
@@ -42,5 +44,6 @@ def test_the_callback_for_weights_and_biases_logs_steps_and_evaluations(monkeypa
     train(config, "runs/mine", callbacks=[namespace["WandbLogger"]()])
     assert options["id"] == "mine"
     assert options["config"]["model"]["width"] == 8
-    assert [step for step, _ in logged] == [0, 1, 2, 2]
+    assert logged == [(0, "eval/loss"), (1, "train/loss"), (2, "train/loss"), (2, "eval/loss")]
+    assert all(isinstance(value, int | float) for value in values_logged)
     assert finished == [True]
