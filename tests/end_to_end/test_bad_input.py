@@ -51,8 +51,8 @@ CALLS = {
     "deeply nested TOML": ([*TRAIN[:2], "--config", "deep.toml"], "deep.toml cannot be read"),
     "NUL in a path": (["train", "--config", "nul.json"], "without NUL"),
     "width of zero": (["check", "standard", "--width", "0"], "width and heads must be at least 1"),
-    "callable that makes no module": (["check", "os:system"], "expected an nn.Module"),
-    "module of another kind": (["check", "returns_three:make"], "returned a int"),
+    "callable that makes no module": (["check", "os:system"], "cannot build a layer: system("),
+    "module of another kind": (["check", "returns_three:make"], "returned int, expected an nn.Module"),
     "option given twice": (["check", "standard:window=4,window=5"], "window twice"),
     "infinite temperature": (["generate", "run", "--temperature=inf"], "--temperature must be between -2^63 and 2^63"),
     "empty stop string": (["generate", "run", "--stop="], "--stop is empty"),
@@ -63,7 +63,12 @@ CALLS = {
     "empty option with an underscore": ([*TRAIN, "--data_dir", ""], "--data_dir is empty"),
     "not a finite number": (["generate", "run", "--top-p", "nan"], "--top-p must be between -2^63 and 2^63"),
     "only NUL bytes": (["train", "nul.txt", *TRAIN[2:]], "--binary"),
-    "UTF-16": (["train", "utf16.txt", *TRAIN[2:]], "UTF-16"),
+    "NUL bytes in a folder": (
+        ["train", "nul", *TRAIN[2:]],
+        "nul/b.txt is not text (66.7% of the bytes of nul are NUL)",
+    ),
+    "UTF-16": (["train", "utf16.txt", *TRAIN[2:]], "utf16.txt is UTF-16"),
+    "UTF-32": (["train", "utf32.txt", *TRAIN[2:]], "utf32.txt is UTF-32"),
     "binary file": (["train", "binary.txt", *TRAIN[2:]], "--binary"),
     "pipe as a corpus": (["train", "pipe.txt"], "pipe.txt is not a regular file"),
     "pipe as a compressed corpus": (["train", "pipe.gz"], "pipe.gz is not a regular file"),
@@ -89,7 +94,11 @@ def test_bad_input_is_refused_with_one_line(usage_error: Command, case: str, mon
     Path("deep.toml").write_text("a = " + "[" * 100_000 + "]" * 100_000)
     Path("returns_three.py").write_text("def make(width, heads, layer, layers):\n    return 3\n")
     Path("nul.txt").write_bytes(b"\0" * 20_000)
-    Path("utf16.txt").write_bytes("文字\n".encode("utf-16") * 2000)
+    Path("nul").mkdir()
+    for name, content in {"a.txt": b"a\0" * 5000, "b.txt": bytes(15_000), "c.txt": b"c" * 5000}.items():
+        Path("nul", name).write_bytes(content)
+    for encoding in ("utf-16", "utf-32"):
+        Path(f"{encoding.replace('-', '')}.txt").write_bytes("文字\n".encode(encoding) * 2000)
     Path("binary.txt").write_bytes(random.Random(0).randbytes(20_000))
     for name in PIPES:
         Path(name).parent.mkdir(exist_ok=True)
@@ -182,7 +191,7 @@ def test_changed_data_and_metrics_give_a_note(run_copy: str, capsys: pytest.Capt
         assert main(["eval", run_copy]) == 0
     finally:
         source.write_text(text)
-    assert "text has changed since the run was trained on it" in capsys.readouterr().err
+    assert "text has changed since the run was trained on it (its SHA-256 was " in capsys.readouterr().err
     Path(run_copy, "weights.safetensors").unlink()
     metrics = Path(run_copy, "metrics.jsonl")
     metrics.write_text(metrics.read_text().replace("8.0", "9.0", 1) + '{"a":' * 100_000)

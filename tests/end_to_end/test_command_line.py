@@ -118,7 +118,8 @@ def test_train_evaluates_a_stated_sample_at_the_end_unless_asked_for_all(
 ) -> None:
     monkeypatch.setattr(train, "_FINAL_TOKENS", 256)
     write("short.json", tiny(steps=1, final_tokens=None, evaluate_tokens=64))
-    assert "a sample of 256 of 851 held-out tokens" in qkflow("train", "text.txt", "--config", "short.json")
+    sample = "a sample of 256 of 851 held-out tokens (--evaluate-all: all of them)"
+    assert sample in qkflow("train", "text.txt", "--config", "short.json")
     assert "a sample of" not in qkflow("train", "text.txt", "--config", "short.json", "--evaluate-all")
     runs = [read_metrics(Path("runs", name, "metrics.jsonl")) for name in ("standard-seed0", "standard-seed0-2")]
     scored = [[record["scored_tokens"] for record in run if record["kind"] == "eval"][-1] for run in runs]
@@ -276,7 +277,7 @@ BAD_CALLS = {
     "heads that do not divide the width": (["check", "standard", "--heads", "5"], "divide"),
     "no width": (["check", "standard", "--width", "0"], "at least 1"),
     "factory of another signature": (["check", "os:system"], "layer=0, layers=1) raised TypeError"),
-    "factory of something else": (["check", "builtins:dict"], "expected an nn.Module"),
+    "factory of something else": (["check", "builtins:dict"], "cannot build a layer: dict("),
 }
 
 

@@ -74,7 +74,8 @@ class Eval:
         print_notices(run.notices + corpus.notices)
         digest = recorded_digest(run.folder)
         if source.source == own.source and digest is not None and digest != corpus.digest:
-            print_notices([f"{corpus.name} has changed since the run was trained on it (SHA-256 {digest[:12]} then)"])
+            changed = f"{corpus.name} has changed since the run was trained on it"
+            print_notices([f"{changed} (its SHA-256 was {digest[:12]}...)"])
         if self.json:
             record = {"run": str(run.folder), "step": run.step, "data": corpus.name, "digest": corpus.digest}
             record |= {"split": self.split, **result.summary(), **_recall_record(corpus, result)}

@@ -12,6 +12,7 @@ from qkflow.cli.console import Console
 from qkflow.formatting import escape_unprintable, format_accuracy
 from qkflow.models import DecoderConfig
 from qkflow.training import Callback, Result, Run
+from qkflow.training.loop import SAMPLE_NOTICE
 
 _LINES_EVERY = 5.0
 """Seconds between plain lines."""
@@ -84,7 +85,8 @@ class TrainProgress(Callback):
 
     def on_notice(self, text: str) -> None:
         """Print a message for the user."""
-        self.say(f"note: {text}")
+        hint = " (--evaluate-all: all of them)" if text.startswith(SAMPLE_NOTICE) else ""
+        self.say(f"note: {text}{hint}")
 
     def on_end(self, result: Result) -> None:
         """Remove the bar."""

@@ -95,11 +95,11 @@ def check_factory(factory: Factory, width: int, heads: int) -> None:
             raise
         message = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise UsageError(
-            f"{name}({width}, {heads}, layer=0, layers=1) raised {message}: expected an nn.Module"
+            f"cannot build a layer: {name}({width}, {heads}, layer=0, layers=1) raised {message}"
         ) from error
     if not isinstance(layer, nn.Module):
         raise UsageError(
-            f"{name}(width, heads, layer, layers) returned a {type(layer).__name__}: expected an nn.Module"
+            f"{name}({width}, {heads}, layer=0, layers=1) returned {type(layer).__name__}, expected an nn.Module"
         )
 
 

@@ -31,6 +31,9 @@ from qkflow.training.run_dir import finish, read_documents, read_result, resume_
 from qkflow.training.signals import StopRequest
 from qkflow.training.step import Learner
 
+SAMPLE_NOTICE = "evaluating a sample"
+"""How the notice begins that the last evaluation does not use all held-out tokens."""
+
 
 class _Reporter:
     """Writes metrics.jsonl and calls the callbacks on rank 0; an error there is raised on all ranks."""
@@ -178,8 +181,7 @@ class Loop:
         """Notify the user if the last evaluation is on a sample."""
         n_tokens, available = held_out.n_tokens(), held_out.n_available()
         if n_tokens < available:
-            text = f"evaluating a sample of {n_tokens:,} of {available:,} held-out tokens (--evaluate-all: all of them)"
-            self.reporter.call("on_notice", text)
+            self.reporter.call("on_notice", f"{SAMPLE_NOTICE} of {n_tokens:,} of {available:,} held-out tokens")
 
     def _evaluate_final(self, held_out: HeldOut) -> np.ndarray:
         """Evaluate the test documents, and return their losses."""

@@ -68,6 +68,13 @@ def test_callbacks_are_called_in_order(configure: Any, tmp_path: Path, watcher: 
     assert isinstance(recorder.model, Decoder)
 
 
+def test_a_sample_of_the_held_out_tokens_is_stated_without_flags(configure: Any, tmp_path: Path, watcher: Any) -> None:
+    recorder = watcher()
+    train(configure(steps=1, final_tokens=64), tmp_path / "run", callbacks=[recorder])
+    assert [text.partition(" of ")[0] for text in recorder.notices] == ["evaluating a sample"]
+    assert "--" not in recorder.notices[0]
+
+
 def test_training_depends_on_the_config_only(configure: Any, tmp_path: Path) -> None:
     def weights(name: str, **changes: Any) -> bytes:
         train(configure(**{"model": {"dropout": 0.2}, **changes}), tmp_path / name)

@@ -39,7 +39,7 @@ from qkflow.errors import UsageError
 SplitName = Literal["train", "validation", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 Rule = Literal["official", "hash", "contiguous"]
-SCAN_VERSION = 2
+SCAN_VERSION = 3
 SETTLED_SECONDS = 2.0  # a file modified more recently could change again without a new modification time
 
 
@@ -88,19 +88,22 @@ class ScanResult:
     """Name of the first document that is not UTF-8, and the offset of the invalid byte."""
     nul_bytes: int
     """Number of NUL bytes, which text does not contain."""
-    utf16: str | None
-    """Name of the first document with a byte-order mark of UTF-16."""
+    nul_document: str | None
+    """Name of the document with most NUL bytes."""
+    wide: tuple[str, str] | None
+    """Name of the first document with a byte-order mark of UTF-16 or UTF-32, and that encoding."""
 
 
 def scan(source: Source) -> ScanResult:
     """Read the whole source once; raise a `UsageError` if it is empty."""
     digest = hashlib.sha256()
     counts: dict[str, int] = dict.fromkeys(SPLITS, 0)
-    n_bytes, nul_bytes, has_splits, not_utf8, utf16 = 0, 0, False, None, None
+    n_bytes, nul_bytes, has_splits, not_utf8, wide = 0, 0, False, None, None
+    nul_document, most_nul = None, 0
     for document in with_digest(source.documents(), digest.update):
         counts[document.split or hash_split(document.key)] += 1
         has_splits = has_splits or document.split is not None
-        decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+        decoder, offset, nul_here = codecs.getincrementaldecoder("utf-8")(), 0, 0
         for block in itertools.chain(document.blocks, [None]):  # None: the end of the document
             if not_utf8 is None:
                 n_pending = len(decoder.getstate()[0])
@@ -108,11 +111,14 @@ def scan(source: Source) -> ScanResult:
                     decoder.decode(block or b"", final=block is None)
                 except UnicodeDecodeError as error:
                     not_utf8 = (document.name, offset - n_pending + error.start)
-            if block and not offset and utf16 is None and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                utf16 = document.name
+            if wide is None and block and not offset and (encoding := _wide_encoding(block)) is not None:
+                wide = (document.name, encoding)
             offset += len(block or b"")
-            nul_bytes += (block or b"").count(0)
+            nul_here += (block or b"").count(0)
         n_bytes += offset
+        nul_bytes += nul_here
+        if nul_here > most_nul:
+            nul_document, most_nul = document.name, nul_here
     if not n_bytes:
         raise UsageError(f"{source.name} is empty: use a file or folder that contains text")
     documents = (counts["train"], counts["validation"], counts["test"])
@@ -123,17 +129,27 @@ def scan(source: Source) -> ScanResult:
         has_splits=has_splits,
         not_utf8=not_utf8,
         nul_bytes=nul_bytes,
-        utf16=utf16,
+        nul_document=nul_document,
+        wide=wide,
     )
 
 
+def _wide_encoding(start: bytes) -> str | None:
+    """The encoding that a byte-order mark shows, or None: the mark of UTF-32 begins with that of UTF-16."""
+    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "UTF-32"
+    return "UTF-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else None
+
+
 def refuse_binary(source: Source, scanned: ScanResult) -> None:
-    """Raise `UsageError` if the source is UTF-16, or more than a thousandth of its bytes are NUL."""
+    """Raise `UsageError` if the source is UTF-16 or UTF-32, or more than a thousandth of its bytes are NUL."""
     reason = None
-    if scanned.utf16 is not None:
-        reason = f"{scanned.utf16} is UTF-16"
+    if scanned.wide is not None:
+        name, encoding = scanned.wide
+        reason = f"{name} is {encoding}"
     elif 1000 * scanned.nul_bytes > scanned.bytes:
-        reason = f"{source.name} is not text ({scanned.nul_bytes / scanned.bytes:.1%} of its bytes are NUL)"
+        share = f"{scanned.nul_bytes / scanned.bytes:.1%} of the bytes of {source.name} are NUL"
+        reason = f"{scanned.nul_document} is not text ({share})"
     if reason is not None:
         raise UsageError(f"{reason}: convert it to UTF-8, or use --binary to train on its bytes")
 
