@@ -79,7 +79,7 @@ CALLS = {
     "pipe as a BLiMP archive": (["sharpen", "--data", "pipe.tar"], "pipe.tar is not a regular file"),
     "pipe as SST-2": (["sharpen", "--task", "sst2", "--data", "sst2"], "train.tsv is not a regular file"),
     "pipe as SQuAD": (["sharpen", "--task", "squad", "--data", "squad"], "train.json is not a regular file"),
-    "pipe as a config": ([*TRAIN[:2], "--config", "pipe.txt"], "pipe.txt"),
+    "pipe as a config": ([*TRAIN[:2], "--config", "pipe.txt"], "pipe.txt is not a regular file"),
     "pipe as a table": (["judge", "pipe.txt"], "pipe.txt is not a regular file"),
 }
 

@@ -29,6 +29,7 @@ from qkflow.errors import DiskError, DivergenceError, Interrupted, UsageError, u
 from qkflow.experiment.budget import TOKENS_PER_PARAMETER
 from qkflow.experiment.spec import parse_arm
 from qkflow.formatting import format_accuracy
+from qkflow.io import refuse_special_files
 from qkflow.models import SIZES, DecoderConfig, parameters, size
 from qkflow.training import Result, TrainConfig, load_run, read_metrics, read_recall, steps_for_budget, train
 from qkflow.training.distributed import LostProcessError, Parallel, SingleProcess, is_on_all_ranks, is_torchrun, join
@@ -348,6 +349,8 @@ def _improvement(result: Result) -> str:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """A config file as plain data."""
+    if not path.is_dir():
+        refuse_special_files(path)
     if not path.is_file():
         raise UsageError(f"config file {path} does not exist: expected a .toml or .json file")
     if path.suffix not in (".json", ".toml"):
