@@ -160,7 +160,7 @@ def refuse_state(mechanism: Mechanism, state: State | None) -> None:
     """Raise if a call that is not causal gets a state."""
     if state is not None:
         raise UsageError(
-            f"{type(mechanism).__name__} got a state, but earlier tokens would see the new ones, so that there is"
+            f"{type(mechanism).__name__} got a state, but earlier tokens would see the new ones, so there is"
             " nothing to continue: pass whole sequences without a state, or use causal=True without memory"
         )
 

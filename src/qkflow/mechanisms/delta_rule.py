@@ -84,7 +84,7 @@ class DeltaConfig:
     def __post_init__(self) -> None:
         if not self.causal:
             raise UsageError(
-                "causal=False: a delta rule writes its memory token by token, so that it has no bidirectional form; use"
+                "causal=False: a delta rule writes its memory token by token, so it has no bidirectional form; use"
                 " standard, differential, coupled or kuramoto"
             )
         for name in ("heads", "key_width", "value_expansion"):

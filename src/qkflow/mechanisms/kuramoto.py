@@ -133,11 +133,13 @@ class SynchronyConfig:
             raise UsageError(f"harmonics must be 1, or more with frustrated=True, got {self.harmonics}")
         if self.frustrated and not self.strict:
             raise UsageError("frustrated=True requires strict=True")
-        if not self.causal and (self.frustrated or self.window is not None):
+        if not self.causal and self.frustrated:
             raise UsageError(
-                "causal=False: frustrated=True pairs a key with the value of the next token, which has no meaning"
-                " without an order, and a window looks back in time; leave them out"
+                "causal=False cannot be combined with frustrated=True, which pairs a key with the value of the next"
+                " token"
             )
+        if not self.causal and self.window is not None:
+            raise UsageError("causal=False cannot be combined with window, which looks back in time")
 
     def n_heads(self, model_heads: int) -> int:
         """Return the number of heads in a model with `model_heads` heads.
@@ -239,7 +241,7 @@ class SynchronyMechanism(Mechanism):
         scores = attention_map(
             inputs.q, inputs.k, causal=inputs.causal, window=inputs.window, mask=inputs.mask, scale=1.0
         )
-        scores = _zero_rows(F.pad(scores, (inputs.first_slot, 0)), inputs.is_blind)
+        scores = inputs.zero_blind_rows(F.pad(scores, (inputs.first_slot, 0)))
         if self.config.causal and self.config.strict and not self.config.frustrated:
             scores = shift_left(scores, inputs.cache)
         return map_by_token(scores, 0 if layout is None else scores.shape[-1] - layout.span, layout)
@@ -422,7 +424,7 @@ class SynchronyMechanism(Mechanism):
         z = attention(
             inputs.q, inputs.k, inputs.v, causal=inputs.causal, window=inputs.window, mask=inputs.mask, scale=1.0
         )
-        return _zero_rows(z, inputs.is_blind)
+        return inputs.zero_blind(z)
 
     def _update(self, z: Float[Tensor, "b t h v"], points: Points, x: Stream) -> Stream:
         """Equations (2) and (3), given the means `z`."""
@@ -455,10 +457,6 @@ class _Call(NamedTuple):
     points: Points
     inputs: AttentionInputs
     last: tuple[Tensor, ...]
-
-
-def _zero_rows(x: Float[Tensor, "n _ _ _"], rows: Tensor | None) -> Float[Tensor, "n _ _ _"]:
-    return x if rows is None else x.masked_fill(rows[:, None, None, None], 0)
 
 
 def _split(x: Tensor, harmonics: int) -> tuple[Tensor, ...]:

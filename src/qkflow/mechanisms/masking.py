@@ -32,8 +32,16 @@ class AttentionInputs(NamedTuple):
     cache: KVCache
     first_slot: int
     """The slot of the cache that `k` and `v` start at; earlier slots are outside the window."""
-    is_blind: Bool[Tensor, " n"] | None = None
-    """Rows whose queries see no key; their outputs are zero."""
+    is_blind: Bool[Tensor, "_ _ _"] | None = None
+    """Which queries see no key, of shape [n h t] or 1 in place of a size; their weights and outputs are zero."""
+
+    def zero_blind(self, z: Float[Tensor, "n t h v"]) -> Float[Tensor, "n t h v"]:
+        """Return the weighted values with zeros for queries that see no key."""
+        return z if self.is_blind is None else z.masked_fill(self.is_blind.transpose(1, 2).unsqueeze(-1), 0)
+
+    def zero_blind_rows(self, weights: Float[Tensor, "n h t s"]) -> Float[Tensor, "n h t s"]:
+        """Return the map with zeros for queries that see no key."""
+        return weights if self.is_blind is None else weights.masked_fill(self.is_blind.unsqueeze(-1), 0)
 
 
 def validate_input(x: Stream, layout: Layout | None) -> Stream:
@@ -80,10 +88,39 @@ def all_keys(
     if skip_own:
         others = ~torch.eye(t, s, dtype=torch.bool, device=q.device)
         mask = others if mask is None else mask & others
-        is_blind = (torch.full((n,), t, device=q.device) if lengths is None else lengths) <= 1
-    if mask is not None:  # a query that sees nothing sees everything instead: its softmax is finite, its output unused
-        mask = mask | ~mask.any(-1, keepdim=True)
+        lengths = torch.full((n,), t, device=q.device) if lengths is None else lengths
+    if mask is not None and lengths is not None:
+        is_blind = (lengths <= int(skip_own))[:, None, None]
+        mask = mask | ~mask.any(-1, keepdim=True)  # a blind query sees everything instead: its softmax is finite
     return AttentionInputs(q, k, v, False, None, mask, KVCache.start((k, v)), 0, is_blind)
+
+
+def restrict(
+    inputs: AttentionInputs,
+    mask: Bool[Tensor, "_ _ t t"] | Float[Tensor, "_ _ t t"],
+    layout: Layout | None,
+) -> AttentionInputs:
+    """Also apply a mask of the pairs of tokens in each row of the batch: true where allowed, or added to the scores.
+
+    For inputs without a state. A number of minus infinity forbids a pair.
+    """
+    if layout is not None and layout.index is not None:
+        row, column = layout.index // layout.valid.shape[1], layout.index % layout.valid.shape[1]
+        mask = mask.expand(len(layout.valid), -1, -1, -1)  # advanced indices move the heads to the end
+        mask = mask[row[:, :, None], :, column[:, :, None], column[:, None, :]].movedim(-1, 1)
+    is_allowed = mask if mask.dtype == torch.bool else mask != -torch.inf
+    visible = inputs.mask
+    if inputs.causal:
+        positions = torch.arange(inputs.q.shape[1], device=mask.device)
+        visible = causal_mask(positions, positions, inputs.window)
+    is_allowed = is_allowed if visible is None else is_allowed & visible
+    is_blind = ~is_allowed.any(-1)
+    if mask.dtype == torch.bool:
+        mask = is_allowed | is_blind.unsqueeze(-1)
+    else:
+        mask = mask.to(inputs.q.dtype).masked_fill(~is_allowed, -torch.inf).masked_fill(is_blind.unsqueeze(-1), 0)
+    is_blind = is_blind if inputs.is_blind is None else is_blind | inputs.is_blind
+    return inputs._replace(causal=False, window=None, mask=mask, is_blind=is_blind)
 
 
 def map_by_token(

@@ -34,7 +34,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from einops import reduce, repeat
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qkflow.errors import UsageError
@@ -55,6 +55,7 @@ from qkflow.mechanisms.masking import (
     AttentionInputs,
     all_keys,
     map_by_token,
+    restrict,
     shift_right,
     validate_input,
     visible_keys,
@@ -107,8 +108,8 @@ class SoftmaxConfig:
             raise UsageError(f"head_width must be at least 1, got {self.head_width}")
         if not 0 <= self.dropout < 1:
             raise UsageError(f"dropout must be at least 0 and below 1, got {self.dropout}")
-        if not self.causal and self._causal_options():
-            raise UsageError(f"{self._causal_options()} looks back in time: with causal=False, leave it out")
+        if not self.causal and (options := self._causal_options()):
+            raise UsageError(f"causal=False cannot be combined with {options}")
         if not 1 <= self.conv <= MAX_TAPS:
             raise UsageError(f"conv must be from 1 (no convolution) to {MAX_TAPS}, got {self.conv}")
         if self.qk_norm == "before" and self.coupling is None:
@@ -117,9 +118,10 @@ class SoftmaxConfig:
             raise UsageError("key_shift shifts the lower rotary frequencies, but rotary_base is None: set rotary_base")
 
     def _causal_options(self) -> str:
-        """The options in use that are defined for causal attention only."""
+        """The options in use that are defined for causal attention only, as a clause; empty if there are none."""
         is_used = {"window": self.window is not None, "conv": self.conv != 1, "key_shift": self.key_shift}
-        return ", ".join(name for name, used in is_used.items() if used)
+        names = [name for name, used in is_used.items() if used]
+        return f"{', '.join(names)}, which {'looks' if len(names) == 1 else 'look'} back in time" if names else ""
 
     def width_of_head(self, width: int, heads: int) -> int:
         """Return the width of a head in a model of this width."""
@@ -151,11 +153,14 @@ class SoftmaxMechanism(QKMechanism):
         super().__init__()
         build.load()  # build the kernels before torch.compile traces this module
         if shape.key_width % 2 and config.rotary_base is not None:
-            raise UsageError(f"rotary positions need an even head width, got {shape.key_width}: change width or heads")
+            raise UsageError(
+                f"rotary positions need an even head width, got {shape.key_width}: change width, heads or head_width"
+            )
         if shape.key_width % 4 and config.key_shift:
             raise UsageError(
                 f"key_shift shifts half of the {shape.key_width // 2} rotary pairs of a head, which must be an even"
-                f" number: the head width must be a multiple of 4, got {shape.key_width}: change width or heads"
+                f" number: the head width must be a multiple of 4, got {shape.key_width}: change width, heads or"
+                " head_width"
             )
         self.width, self.shape, self.config = width, shape, config
         self.query = self.query_map(width, shape.queries * shape.key_width)
@@ -216,11 +221,12 @@ class SoftmaxMechanism(QKMechanism):
     ) -> tuple[Stream, State]:
         """Return the output of each token, and the cache of keys and values.
 
-        With a `memory`, tokens attend to it instead of each other: to all of the row of their sequence.
+        With a `memory`, tokens attend to it instead of each other: to all of the row of their sequence. If it has no
+        tokens, the attention output before the output projection is zero.
         """
         if memory is not None:
             inputs = self._cross_inputs(x, state, layout, memory, memory_layout)
-            return self._output(self.attend(inputs), x, layout), inputs.cache
+            return self._output(inputs.zero_blind(self.attend(inputs)), x, layout), inputs.cache
         if memory_layout is not None:
             raise UsageError("got a memory_layout without a memory: pass memory=, or layout= for the tokens of x")
         if self._can_step and layout is None and isinstance(state, KVCache) and x.shape[1] == 1:
@@ -243,7 +249,8 @@ class SoftmaxMechanism(QKMechanism):
         With a `memory`, over the positions in the sequence of the memory that belongs to each token's own sequence.
         """
         if memory is not None:
-            scores = self.map(self._cross_inputs(x, state, layout, memory, memory_layout))
+            inputs = self._cross_inputs(x, state, layout, memory, memory_layout)
+            scores = inputs.zero_blind_rows(self.map(inputs))
             return map_by_token(scores, scores.shape[-1], layout)
         if isinstance(state, KVCache):
             state = replace(state, window=None)  # keep every slot: each has a column
@@ -434,7 +441,7 @@ class SoftmaxMechanism(QKMechanism):
                 " pair, and across two sequences there are no pairs: use standard or differential attention"
             )
         if options := self.config._causal_options():
-            raise UsageError(f"{options} looks back in time: for a memory, leave it out")
+            raise UsageError(f"a memory cannot be combined with {options}")
         refuse_state(self, state)
         x, memory = validate_input(x, layout), validate_input(memory, memory_layout)
         shape = self.shape
@@ -531,6 +538,29 @@ class StandardAttention(SoftmaxMechanism):
         if keys < 1 or heads % keys:
             raise UsageError(f"key_heads must divide the heads, got {keys} for {heads} heads")
         super().__init__(width, HeadShape(heads, keys, head_width, keys, head_width, heads), config)
+
+    def forward(
+        self,
+        x: Stream,
+        state: State | None = None,
+        layout: Layout | None = None,
+        memory: Float[Tensor, "m u d"] | None = None,
+        memory_layout: Layout | None = None,
+        *,
+        mask: Bool[Tensor, "_ _ t t"] | Float[Tensor, "_ _ t t"] | None = None,
+    ) -> tuple[Stream, State]:
+        """Return the output of each token, and the cache of keys and values.
+
+        `mask`, [b h t t] or 1 in place of b and h, further restricts the pairs of tokens: it is true where a pair is
+        allowed, or added to the scores. For a token without pairs, the attention output before the output projection
+        is zero. It is for whole sequences, without a state or a memory.
+        """
+        if mask is None:
+            return super().forward(x, state, layout, memory, memory_layout)
+        if state is not None or memory is not None or memory_layout is not None:
+            raise UsageError("got a mask with a state or a memory: a mask is for the pairs of tokens of x")
+        inputs = restrict(self._attention_inputs(x, None, layout), mask, layout)
+        return self._output(inputs.zero_blind(self.attend(inputs)), x, layout), inputs.cache.trim()
 
     def attend(self, inputs: AttentionInputs) -> Float[Tensor, "n t h v"]:
         """Equations (1) and (2), without the map in memory."""

@@ -87,6 +87,17 @@ def test_cross_attention_is_its_map_times_the_values_of_the_memory(spec: str) ->
     close(map[0].unflatten(1, (2, 3)).transpose(0, 1)[..., :5], layer.weights(x, memory=memory))
 
 
+@pytest.mark.parametrize("spec", ["standard:bias=True", "differential:bias=True"])
+def test_of_an_empty_memory_there_is_nothing_but_the_bias_of_the_output(spec: str) -> None:
+    layer, x, memory = make(spec), stream(2, 3), stream(2, 4)
+    torch.nn.init.normal_(layer.value.bias)
+    arguments: Any = {"memory": memory, "memory_layout": Layout.padded([0, 4], 4)}
+    y = layer(x, **arguments)[0]
+    assert torch.equal(y[0], layer.output.bias.expand(3, -1))
+    assert not layer.weights(x, **arguments)[0].any()
+    close(y[1], layer(x[1:], memory=memory[1:])[0][0])
+
+
 def test_every_token_sees_the_whole_memory() -> None:
     layer, x, memory = make("standard"), stream(1, 2), stream(1, 4)
     permuted = layer(x.flip(1), memory=memory.flip(1))[0]
@@ -126,9 +137,9 @@ def test_a_bidirectional_layer_takes_no_state(spec: str) -> None:
     [
         *((f"{name}:causal=False", "writes its memory token by token") for name in DELTAS),
         *((f"{name}:causal=False,frustrated=True", "the value of the next token") for name in GROUPS),
-        ("kuramoto:causal=False,window=3", "a window looks back in time"),
-        ("standard:causal=False,window=3,conv=2", "window, conv looks back in time"),
-        ("coupled:causal=False,key_shift=True", "key_shift looks back in time"),
+        ("kuramoto:causal=False,window=3", "combined with window, which looks back in time"),
+        ("standard:causal=False,window=3,conv=2", "combined with window, conv, which look back in time"),
+        ("coupled:causal=False,key_shift=True", "combined with key_shift, which looks back in time"),
         ("standard:head_width=0", "head_width must be at least 1, got 0"),
         ("standard:dropout=1", "dropout must be at least 0 and below 1, got 1"),
     ],
@@ -145,7 +156,7 @@ def test_an_option_is_refused_with_the_reason(spec: str, message: str) -> None:
         ("differential+affine", "across two sequences there are no pairs"),
         *((name, "reads and writes the tokens of one sequence in turn") for name in DELTAS),
         *((name, "synchronize with each other in one stream") for name in GROUPS),
-        ("standard:window=3", "window looks back in time"),
+        ("standard:window=3", "a memory cannot be combined with window, which looks back in time"),
     ],
 )
 def test_a_memory_is_refused_with_the_reason(spec: str, message: str) -> None:

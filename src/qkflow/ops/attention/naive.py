@@ -9,7 +9,8 @@ r"""Softmax attention: the definition, with the attention map in memory.
 | k_s, v_s | `k`, `v` | `[b s g k]`, `[b s g v]`; g divides h, and head i uses group i // (h / g)  |
 | A        |          | `[b h t s]`                                                                |
 
-Visible keys are given by `causal` or by a boolean `mask`, True where visible. With `causal`, the queries are the last
+Visible keys are given by `causal` or by a boolean `mask`, True where visible; a `mask` of numbers is added to the
+scores. Every query must see a key. With `causal`, the queries are the last
 tokens of the keys' sequence: query t has the position p = t + n_keys - n_queries and sees the keys s <= p, or with a
 `window` the last of them, p - window < s <= p.
 """
@@ -26,7 +27,8 @@ from torch import Tensor
 Queries = Float[Tensor, "b t h k"]
 Keys = Float[Tensor, "b s g k"]
 Values = Float[Tensor, "b s g v"]
-Mask = Bool[Tensor, "t s"] | Bool[Tensor, "b 1 t s"]
+Mask = Bool[Tensor, "t s"] | Bool[Tensor, "_ _ t s"] | Float[Tensor, "_ _ t s"]
+"""Of all sequences or one each, and of all heads or one each."""
 
 
 def attention_map(
@@ -50,7 +52,7 @@ def attention_map(
         keys = torch.arange(k.shape[1], device=q.device)
         mask = causal_mask(keys[k.shape[1] - q.shape[1] :], keys, window)
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(-1)
 
 
