@@ -143,7 +143,10 @@ def map_by_token(
 
 def shift_right(x: Float[Tensor, "n t h p"], last: Float[Tensor, "n 1 c"]) -> Float[Tensor, "n t h p"]:
     """Move every token one position later; `last`, from the previous call, fills the first position."""
-    return torch.cat([last.view(x.shape[0], 1, *x.shape[2:]).to(x.dtype), x[:, :-1]], 1)
+    first = last.view(x.shape[0], 1, *x.shape[2:]).to(x.dtype)
+    if torch.compiler.is_compiling():  # `x[:, :-1]` would exclude length 2 from a graph for any length
+        return torch.cat([first, x], 1)[:, : x.shape[1]]
+    return torch.cat([first, x[:, :-1]], 1)
 
 
 def shift_left(scores: Float[Tensor, "n h t s"], cache: KVCache) -> Float[Tensor, "n h t s"]:

@@ -235,7 +235,10 @@ def _shift_points(points: Tensor, rotation: Tensor | None, firsts: tuple[Tensor 
     keys = points if rotation is None else rotate_points(points, rotation.expand_as(points))
     t, shape = points.shape[1], (points.shape[0], 1, *points.shape[2:])
     starts = [points.new_zeros(shape) if first is None else first.expand(shape) for first in firsts]
-    return tuple(torch.cat([first, x[:, :-1]], 1)[:, :t] for first, x in zip(starts, (keys, points), strict=False))
+    end = (
+        None if torch.compiler.is_compiling() else -1
+    )  # `x[:, :-1]` would exclude length 2 from a graph for any length
+    return tuple(torch.cat([first, x[:, :end]], 1)[:, :t] for first, x in zip(starts, (keys, points), strict=False))
 
 
 def _unshift_gradients(gkey: Tensor, gvalue: Tensor | None, rotation: Tensor | None) -> Tensor:
