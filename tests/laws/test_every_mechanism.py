@@ -136,6 +136,11 @@ def test_laws_of_causality_are_skipped_without_it(law: str) -> None:
     assert outcome("standard:causal=False", law) == ("skipped", "not causal")
 
 
+@pytest.mark.parametrize("law", ["causality", "batching", "determinism", "attention_map"])
+def test_a_mechanism_with_dropout_satisfies_in_evaluation_mode(law: str) -> None:
+    assert outcome("standard:dropout=0.5", law) == ("passed", "")
+
+
 @pytest.mark.parametrize("law", COMBINATION_LAWS)
 @pytest.mark.parametrize("spec", COMBINATIONS)
 def test_a_combination_satisfies(spec: str, law: str) -> None:

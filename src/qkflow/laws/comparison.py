@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from qkflow.layout import Layout
 from qkflow.mechanisms.base import Factory
@@ -37,13 +38,17 @@ class LawContext:
     """The dtype of parameters and inputs; float32 for mechanisms without float64."""
 
     def make(self, seed: int = 0, dtype: torch.dtype | None = None) -> Any:
-        """A mechanism with perturbed parameters: those initialized to zero or one could hide errors."""
+        """A mechanism with perturbed parameters: those initialized to zero or one could hide errors.
+
+        With dropout it is in evaluation mode, for which the laws hold.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             mechanism = self.factory(self.width, self.heads, layer=1, layers=3).to(torch.float64)
             with torch.no_grad():
                 for parameter in mechanism.parameters():
                     parameter.add_(0.1 * torch.randn_like(parameter))
+        mechanism = mechanism.eval() if has_dropout(mechanism) else mechanism
         return mechanism.to(dtype or self.dtype)
 
     def input(self, b: int, t: int, *, seed: int = 1, dtype: torch.dtype | None = None) -> Tensor:
@@ -52,6 +57,16 @@ class LawContext:
         common = torch.randn(self.width, generator=generator, dtype=torch.float64)
         tokens = torch.randn(b, t, self.width, generator=generator, dtype=torch.float64)
         return (tokens + common).to(dtype or self.dtype)
+
+
+def has_dropout(mechanism: nn.Module) -> bool:
+    """Whether the mechanism has dropout: in a module of PyTorch, or as the `dropout` of its config.
+
+    >>> has_dropout(nn.Dropout(0.1)), has_dropout(nn.Dropout(0.0)), has_dropout(nn.Linear(1, 1))
+    (True, False, False)
+    """
+    probabilities = [m.p for m in mechanism.modules() if isinstance(m, _DropoutNd)]
+    return any(probabilities) or bool(getattr(getattr(mechanism, "config", None), "dropout", 0))
 
 
 def run(

@@ -14,6 +14,7 @@ from qkflow.laws.comparison import (
     LawContext,
     LawNotApplicable,
     LawViolation,
+    has_dropout,
     is_causal,
     require_equal,
     require_equal_with_gradients,
@@ -170,7 +171,8 @@ def _root_mean_square(x: torch.Tensor) -> float:
 
 def determinism(context: LawContext) -> None:
     """The same call gives bitwise identical outputs and gradients."""
-    mechanism = context.make(dtype=torch.float32).train()
+    mechanism = context.make(dtype=torch.float32)
+    mechanism.train(not has_dropout(mechanism))
     for t in (1, 33):
         x = context.input(2, t, dtype=torch.float32).requires_grad_()
         first, second = (run(mechanism, x)[0] for _ in range(2))
