@@ -23,7 +23,9 @@ def batch_layout(
     The mask may include the past columns, which the state has already read. Positions that restart at 0 inside a row
     separate packed sequences; all other positions must be the ones that the model counts itself.
     """
-    layout = None if mask is None else _padded_layout(_new_columns(inputs, mask, past_columns))
+    layout = None
+    if mask is not None and not bool((valid := _new_columns(inputs, mask, past_columns)).all()):
+        layout = Layout.from_mask(valid)
     if positions is None:
         return layout
     b, t = inputs.shape[:2]
@@ -56,17 +58,3 @@ def _new_columns(inputs: Inputs, mask: Any, past_columns: int) -> Bool[Tensor, "
     if len(mask) != b or mask.shape[1] not in (t, past_columns + t):
         raise UsageError(f"attention_mask must be {[b, past_columns + t]} for {[b, t]} tokens, got {list(mask.shape)}")
     return mask[:, -t:] != 0
-
-
-def _padded_layout(valid: Bool[Tensor, "b t"]) -> Layout | None:
-    if bool(valid.all()):
-        return None
-    t, lengths = valid.shape[1], valid.sum(1)
-    column = torch.arange(t, device=valid.device)
-    if torch.equal(valid, column < lengths[:, None]):
-        return Layout.padded(lengths, t)
-    if torch.equal(valid, column >= t - lengths[:, None]):
-        return Layout.padded(lengths, t, side="left")
-    raise UsageError(
-        "attention_mask has zeros between ones, or padding on both sides: pad all rows on the left or all on the right"
-    )

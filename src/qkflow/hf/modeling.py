@@ -84,7 +84,7 @@ class QKFlowPreTrainedModel(PreTrainedModel):
         if new_num_tokens is not None and new_num_tokens < 1:
             raise UsageError(f"new_num_tokens must be at least 1, got {new_num_tokens}")
         n_kept = self.config.vocab_size
-        embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of)
+        embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         vocabulary = self.config.vocab_size = embedding.num_embeddings
         if vocabulary > n_kept and not mean_resizing:
             kept = embedding.weight.detach()[:n_kept].clone()

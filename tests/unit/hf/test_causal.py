@@ -92,10 +92,19 @@ def test_positions_that_restart_separate_packed_sequences(causal: MakeModel) -> 
         model(TOKENS, attention_mask=LEFT, position_ids=torch.arange(5)[None])
 
 
-@pytest.mark.parametrize("mask", [[1, 0, 1, 1, 1], [0, 1, 1, 1, 0]])
-def test_a_mask_with_zeros_between_ones_is_refused(causal: MakeModel, mask: list[int]) -> None:
-    with pytest.raises(UsageError, match="zeros between ones"):
-        causal("standard")(TOKENS, attention_mask=torch.tensor([mask, [1] * 5]))
+def test_a_mask_with_zeros_between_ones_is_refused(causal: MakeModel) -> None:
+    with pytest.raises(UsageError, match=r"the mask has holes in the rows \[0\]"):
+        causal("standard")(TOKENS, attention_mask=torch.tensor([[1, 0, 1, 1, 1], [1] * 5]))
+
+
+@pytest.mark.parametrize("mechanism", ["standard", "qdelta", "kuramoto"])
+def test_padding_may_be_on_both_sides(causal: MakeModel, mechanism: str) -> None:
+    model, mask = causal(mechanism), torch.tensor([[0, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
+    outputs = model(TOKENS, attention_mask=mask)
+    rest = model(TOKENS[:, :2], past_key_values=outputs.past_key_values)
+    for i, row in enumerate(mask.bool()):
+        expected = model(torch.cat([TOKENS[i, row], TOKENS[i, :2]])[None]).logits[0]
+        assert_near(torch.cat([outputs.logits[i, row], rest.logits[i]]), expected)
 
 
 def test_invalid_inputs_are_refused(causal: MakeModel) -> None:
