@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, export
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, jvp, vmap
 from torch.testing import assert_close
 
 from qkflow.layout import Layout
@@ -69,6 +69,19 @@ def test_per_sample_gradients(spec: str) -> None:
         expected = torch.autograd.grad(loss(parameters, sample), [*parameters.values()], materialize_grads=True)
         for name, gradient in zip(parameters, expected, strict=True):
             assert_close(actual[name][i], gradient, rtol=0, atol=1e-10, msg=f"{name} of sample {i}")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # PyTorch's forward mode uses it
+@pytest.mark.parametrize("spec", SPECS)
+def test_forward_mode(spec: str) -> None:
+    """<dy, J dx> of `jvp` equals <J^T dy, dx> of the backward pass."""
+    layer, x, tangent, cotangent = make(spec), *(stream(spec, 2, 3) for _ in range(3))
+    with plain_form(spec):
+        y, change = jvp(lambda x: layer(x)[0], (x,), (tangent,))
+    expected = layer(x.requires_grad_())[0]
+    assert_close(y, expected, rtol=0, atol=1e-12)
+    (gradient,) = torch.autograd.grad(expected, x, cotangent)
+    assert_close((change * cotangent).sum(), (gradient * tangent).sum(), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -115,7 +115,7 @@ class _Polar(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         m, u, s, vh = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return _polar_backward(m, grads[0])
+            return _polar_derivative(m, grads[0])
         seen = _times(_times(u.mT, grads[0].to(u.dtype)), vh.mT)
         apart = (s.unsqueeze(-1) + s.unsqueeze(-2)).abs().clamp_min(torch.finfo(s.dtype).tiny)
         return _times(_times(u, (seen - seen.mT) / apart), vh).to(grads[0].dtype)
@@ -134,10 +134,15 @@ class _TransformedPolar(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _polar_backward(ctx.saved_tensors[0], grads[0])
+        return _polar_derivative(ctx.saved_tensors[0], grads[0])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _polar_derivative(ctx.saved_tensors[0], tangents[0])
 
 
 def _nearest_rotation(m: Tensor) -> Tensor:
@@ -156,7 +161,8 @@ def _signed_svd(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return u * flip.unsqueeze(-2), s * flip, vh
 
 
-def _polar_backward(m: Tensor, grad: Tensor) -> Tensor:
+def _polar_derivative(m: Tensor, grad: Tensor) -> Tensor:
+    """The derivative in a direction and, since it is self-adjoint, the gradient."""
     r = _nearest_rotation(m)
     p, seen, one = _times(r.mT, m), _times(r.mT, grad), torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
     both = torch.einsum("...ik,jl->...ijkl", p, one) + torch.einsum("ik,...jl->...ijkl", one, p)
