@@ -91,7 +91,8 @@ class EncoderLayer(nn.Module):
         self.dropout, self.dropout1, self.dropout2 = nn.Dropout(dropout), nn.Dropout(dropout), nn.Dropout(dropout)
         self.activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
         self.norm_first = norm_first
-        self.to(device=device, dtype=dtype)
+        if device is not None or dtype is not None:  # tensors without data cannot be moved
+            self.to(device=device, dtype=dtype)
 
     @classmethod
     def from_torch(cls, layer: nn.TransformerEncoderLayer) -> EncoderLayer:

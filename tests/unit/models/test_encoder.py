@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 from qkflow.errors import UsageError
@@ -109,6 +110,12 @@ def test_device_and_dtype_are_those_of_pytorch() -> None:
             for make in (nn.TransformerEncoderLayer, EncoderLayer)
         )
         assert {(p.device, p.dtype) for p in ours.parameters()} == {(p.device, p.dtype) for p in theirs.parameters()}
+
+
+def test_tensors_without_data() -> None:
+    with FakeTensorMode():
+        x, layer = torch.randn(2, 5, WIDTH), EncoderLayer(WIDTH, HEADS, HIDDEN)
+        assert layer(x, torch.zeros(5, 5), is_causal=True).shape == x.shape
 
 
 def test_nn_transformer_encoder_takes_the_layer() -> None:

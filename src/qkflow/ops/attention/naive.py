@@ -10,9 +10,9 @@ r"""Softmax attention: the definition, with the attention map in memory.
 | A        |          | `[b h t s]`                                                                |
 
 Visible keys are given by `causal` or by a boolean `mask`, True where visible; a `mask` of numbers is added to the
-scores. Every query must see a key. With `causal`, the queries are the last
-tokens of the keys' sequence: query t has the position p = t + n_keys - n_queries and sees the keys s <= p, or with a
-`window` the last of them, p - window < s <= p.
+scores. Every query must see a key. With `causal`, the queries are the last tokens of the keys' sequence: query t has
+the position p = t + n_keys - n_queries and sees the keys s <= p, or with a `window` the last of them, p - window < s <=
+p.
 """
 
 from __future__ import annotations
