@@ -141,8 +141,8 @@ class EncoderLayer(nn.Module):
         `src_mask`, [t, t] or [b * heads, t, t], is true where a token must not attend to another, or is added to the
         scores. Standard attention and its variants take it; a causal layer applies it as well. The attention output of
         a token that may attend to nothing is zero before the output projection, as in PyTorch's training mode (its
-        fast path for inference returns NaN). `is_causal` says that `src_mask` is causal, which is checked; then a
-        causal layer does not read it.
+        fast path for inference returns NaN). `is_causal` says that `src_mask` is causal, which is checked, except in
+        compiled graphs; then a causal layer does not apply it.
 
         `src_key_padding_mask` is true (or minus infinity) at padding, which may be on either side and hold any values.
         A `layout` in its place saves every layer from computing it.
