@@ -55,7 +55,8 @@ class Saboteur(Observer):
     def on_progress(self, progress: Progress) -> None:
         for run in progress.running:
             folder = self.study / "runs" / run.arm / f"seed-{run.seed}"
-            if run.step < 10 or (raylet := parent(worker := int((folder / "lock").read_text()))) is None:
+            lock = (folder / "lock").read_text() if run.step >= 10 else ""
+            if not lock or (raylet := parent(worker := int(lock))) is None:  # empty while a new worker takes it
                 continue
             if self.killed is None and raylet != self.raylet:
                 self.killed = folder

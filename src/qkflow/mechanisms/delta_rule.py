@@ -233,7 +233,7 @@ class DeltaMechanism(QKMechanism):
         decay = modules.get("decay")
         if not type(self).__dict__.get("has_decode_step", False):  # a parametrization has replaced the class
             return None
-        if decay is not None and (type(decay) is not self.decay_type or has_hooks(decay)):
+        if decay is not None and (decay.__class__ is not self.decay_type or has_hooks(decay)):
             return None
         rate, rate_up = (None, None) if decay is None else decay.maps()
         maps = [modules["query"], modules["key"], modules["value"], modules["beta"], rate]
