@@ -189,7 +189,7 @@ class KDADecay(nn.Module):
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         self.dt_bias = dt_bias(heads * key_width)
 
-    def maps(self) -> tuple[nn.Linear, nn.Linear | None]:
+    def maps(self) -> tuple[nn.Module, nn.Module | None]:
         """Return W_d and W_u of (5)."""
         return self.down, self.up
 

@@ -107,7 +107,7 @@ class Decay(nn.Module):
         self.A_log = nn.Parameter((16 * (1 - torch.rand(heads))).log())
         self.dt_bias = dt_bias(heads)
 
-    def maps(self) -> tuple[nn.Linear, nn.Linear | None]:
+    def maps(self) -> tuple[nn.Module, nn.Module | None]:
         """Return the projections of the rate: one, or two if their product has a low rank."""
         return self.rate, None
 

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from qkflow.errors import UsageError, unknown
@@ -28,7 +27,6 @@ from qkflow.mechanisms.softmax import StandardAttention
 from qkflow.ops.csrc.eager import has_values
 
 Activation = str | Callable[[Tensor], Tensor]
-Mask = Bool[Tensor, "*_ t t"] | Float[Tensor, "*_ t t"]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
 
@@ -129,13 +127,13 @@ class EncoderLayer(nn.Module):
 
     def forward(
         self,
-        src: Float[Tensor, "*b t d"],
-        src_mask: Mask | None = None,
-        src_key_padding_mask: Bool[Tensor, "*b t"] | Float[Tensor, "*b t"] | None = None,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
         *,
         layout: Layout | None = None,
-    ) -> Float[Tensor, "*b t d"]:
+    ) -> Tensor:
         """Return the output of each token, zero at padding; `src` is [b, t, d], or one sequence [t, d].
 
         `src_mask`, [t, t] or [b * heads, t, t], is true where a token must not attend to another, or is added to the
@@ -222,7 +220,7 @@ def _with_defaults(factory: Any, **options: Any) -> Any:
     return dataclasses.replace(factory, **changes) if changes else factory  # pyright: ignore[reportArgumentType]
 
 
-def _is_causal(mask: Mask) -> bool:
+def _is_causal(mask: Tensor) -> bool:
     is_later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
     expected = is_later if mask.dtype == torch.bool else torch.zeros_like(mask).masked_fill(is_later, -torch.inf)
     return bool((mask == expected).all())

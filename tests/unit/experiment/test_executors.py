@@ -205,5 +205,5 @@ def test_a_run_without_enough_memory_says_what_to_reduce(
     monkeypatch.setattr(worker, "_train", fail)
     (tmp_path / "run").mkdir()
     config = TrainConfig(data=data, model=DecoderConfig(width=8, layers=1, heads=2, hidden=8), steps=1)
-    spec = RunSpec(folder=str(tmp_path / "run"), config=config, command=(), lock_timeout=0)
+    spec = RunSpec(folder=str(tmp_path / "run"), config=config, command=(), lock_timeout=0.0)
     assert worker.run_one(spec) == RunOutcome(kind="crashed", reason=f"out of memory: reduce {flags}")
