@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qkflow.cli.claims import FILE
-from qkflow.recipes.claims import CLAIMS
-from qkflow.recipes.scoreboard import OUTCOMES, Record, control_rows, format_reading, score_rows, summary
+from qkflow.recipes.claims import CLAIMS, LONG
+from qkflow.recipes.scoreboard import OUTCOMES, Record, control_rows, format_reading, gap_rows, score_rows, summary
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs/results/data/claims.json"
@@ -23,7 +23,7 @@ _MARKED = re.compile(r"(<!-- claims: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTAL
 
 def fill(page: str, records: Mapping[str, Record]) -> str:
     """Replace the content of every marked table of a page."""
-    tables = {"scoreboard": scoreboard, "controls": controls, "summary": short_summary, "arms": arms}
+    tables = {"scoreboard": scoreboard, "controls": controls, "gaps": gaps, "summary": short_summary, "arms": arms}
 
     def replacement(match: re.Match[str]) -> str:
         opening, name, end = match.groups()
@@ -64,6 +64,16 @@ def controls(records: Mapping[str, Record]) -> str:
     header = ["claim", "study", "difference of", "bits (95% interval)", "seeds", "size", "tokens per run", "verdict"]
     lines = [list(row) for row in control_rows(records)]
     return markdown([header, *lines]) if lines else "Not yet run."
+
+
+def gaps(records: Mapping[str, Record]) -> str:
+    """How far Kuramoto attention is from standard attention, over the tokens of the longest runs."""
+    study = next((r["studies"][LONG] for r in records.values() if LONG in r["studies"]), None)
+    if study is None:
+        return "Not yet run."
+    header = ["training tokens", *(f"`{arm['arm']}`" for arm in study["arms"][1:])]
+    lines = [[f"{tokens:,}", *(f"{gap:+.4f}" for gap in values)] for tokens, values in gap_rows(study)]
+    return markdown([header, *lines])
 
 
 def arms(records: Mapping[str, Record]) -> str:

@@ -52,9 +52,16 @@ class Claim:
     """The studies that the criterion reads."""
 
 
-def study(*arms: str, source: str = "enwik8", size: str = "100k", seeds: int = SEEDS, **options: Any) -> LanguageStudy:
+def study(
+    *arms: str,
+    source: str = "enwik8",
+    size: str = "100k",
+    tokens: int | None = None,
+    seeds: int = SEEDS,
+    **options: Any,
+) -> LanguageStudy:
     """A study of language models."""
-    return LanguageStudy(arms=arms, source=source, size=size, seeds=seeds, options=options)
+    return LanguageStudy(arms=arms, source=source, size=size, tokens=tokens, seeds=seeds, options=options)
 
 
 _COUPLED = "Gahtan & Bronstein 2026, https://arxiv.org/abs/2604.01683"
@@ -78,6 +85,18 @@ _TASKS = {
 _STABILITY_RATES = {"best rate": 5e-3, "1.7 x": 8.7e-3, "3 x": 1.5e-2}
 """The best learning rate of Q-Delta at 100k parameters, and up to three times that."""
 _CONVOLVED = study("standard", "standard:conv=4", "gated-deltanet", "qdelta")
+LONG = "20m-tokens"
+"""The name of the study with the longest runs."""
+_LONG = study(
+    "standard",
+    "kuramoto",
+    "kuramoto:frustrated=True",
+    size="500k",
+    tokens=20_000_000,
+    seeds=2,
+    adaptive=False,
+)
+"""The gap to standard attention over many tokens: Kuramoto attention is published at convergence."""
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
@@ -313,6 +332,7 @@ CLAIMS: tuple[Claim, ...] = (
         studies={
             MAIN: study("standard", "kuramoto"),
             "500k": study("standard", "kuramoto", size="500k", seeds=5),
+            LONG: _LONG,
         },
         unclear="the paper trains to convergence, on billions of characters",
     ),
@@ -328,6 +348,7 @@ CLAIMS: tuple[Claim, ...] = (
             MAIN: study("standard", "kuramoto:frustrated=True"),
             "key-shift": study("standard:key_shift=True", "kuramoto:frustrated=True"),
             "500k": study("standard", "kuramoto:frustrated=True", size="500k", seeds=5),
+            LONG: _LONG,
         },
         unclear="the paper trains to convergence, on billions of characters",
     ),

@@ -6,12 +6,14 @@ A record holds everything behind an outcome: the arms of each study with their l
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qkflow.config import to_dict
 from qkflow.experiment.metrics.rationale import RationaleSummary
 from qkflow.experiment.result import ExperimentResult
+from qkflow.experiment.stats.curves import Curve
 from qkflow.formatting import MISSING
 from qkflow.recipes.claims import CLAIMS, Claim
 from qkflow.recipes.criteria import ClaimVerdict
@@ -50,10 +52,24 @@ def _study_record(result: ExperimentResult) -> dict[str, Any]:
             "losses": [round(loss, 6) for loss in arm.losses],
             "tokens": arm.tokens,
             "failures": list(arm.failures),
+            "curve": [[tokens, round(loss, 6)] for tokens, loss in mean_curve(arm.curves)],
         }
         for arm in result.arms
     ]
     return record | {"size": result.size, "tokens": result.arms[0].tokens, "arms": arms, "rows": result.rows()}
+
+
+def mean_curve(curves: Sequence[Curve]) -> list[tuple[int, float]]:
+    """The validation loss over tokens, as the mean over seeds, where all seeds were evaluated.
+
+    >>> one = Curve(seed=0, tokens=(10, 20), seconds=(1.0, 2.0), losses=(3.0, 2.0))
+    >>> two = Curve(seed=1, tokens=(10, 20), seconds=(1.0, 2.0), losses=(4.0, 2.5))
+    >>> mean_curve([one, two])
+    [(10, 3.5), (20, 2.25)]
+    """
+    by_seed = [dict(zip(curve.tokens, curve.losses, strict=True)) for curve in curves]
+    common = sorted(set.intersection(*map(set, by_seed))) if by_seed else []
+    return [(tokens, statistics.fmean(losses[tokens] for losses in by_seed)) for tokens in common]
 
 
 def _rationale_arms(summary: RationaleSummary) -> list[dict[str, Any]]:
@@ -124,6 +140,19 @@ def control_rows(records: Mapping[str, Record]) -> Iterator[tuple[str, ...]]:
                     tokens,
                     row["verdict"],
                 )
+
+
+def gap_rows(study: Record) -> Iterator[tuple[int, tuple[float, ...]]]:
+    """Tokens, and for each arm but the baseline the mean validation loss minus the baseline's.
+
+    >>> arms = [{"curve": [[10, 3.0], [20, 2.0]]}, {"curve": [[10, 3.5], [20, 2.25]]}]
+    >>> list(gap_rows({"arms": arms}))
+    [(10, (0.5,)), (20, (0.25,))]
+    """
+    baseline, *arms = (dict(arm["curve"]) for arm in study["arms"])
+    for tokens, loss in baseline.items():
+        if all(tokens in curve for curve in arms):
+            yield tokens, tuple(curve[tokens] - loss for curve in arms)
 
 
 def summary(records: Mapping[str, Record]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qkflow.cli import claims as cli_claims
@@ -42,6 +43,8 @@ def test_a_record_has_the_losses_and_trials_of_every_arm(records: dict[str, Any]
     for arm, expected in zip(arms, result.arms, strict=True):
         assert arm["losses"] == pytest.approx(expected.losses, abs=1e-6)
         assert len(arm["tuning"]) == len(expected.tuning) > 0
+        assert arm["curve"][-1][0] == expected.curves[0].tokens[-1]
+        assert arm["curve"][-1][1] == pytest.approx(np.mean([curve.losses[-1] for curve in expected.curves]), abs=1e-6)
 
 
 def test_rows_are_made_from_records(records: dict[str, Any]) -> None:
