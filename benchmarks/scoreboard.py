@@ -1,4 +1,4 @@
-"""Fill in the tables of docs/results/claims.md and README.md from docs/results/data/claims.json.
+"""Fill in docs/results/claims.md and the results of README.md from docs/results/data/claims.json.
 
 `--add FOLDER` first adds the outcomes that `qkflow reproduce --out FOLDER` found.
 """
@@ -12,12 +12,33 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qkflow.cli.claims import FILE
-from qkflow.recipes.claims import CLAIMS, LONG
+from qkflow.recipes.claims import CLAIMS, LONG, Claim
 from qkflow.recipes.scoreboard import OUTCOMES, Record, control_rows, format_reading, gap_rows, score_rows, summary
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs/results/data/claims.json"
 PAGES = ("docs/results/claims.md", "README.md")
+README = {
+    "coupled-better": "coupled attention beats standard attention",
+    "hamiltonian-equals-euler": "Hamiltonian and Euler couplings are equal",
+    "uncoupled-between": "the uncoupled control lies between coupled and standard attention",
+    "uncoupled-variance": "the uncoupled control varies more than coupled attention",
+    "steps-equal": "one, three and seven coupling steps are equal",
+    "coupled-seconds": "coupled attention is level at equal training time",
+    "coupled-text": "coupled attention helps on coherent text only",
+    "coupled-glue": "coupled attention makes no difference on GLUE",
+    "mass-grows": "attention mass on relevant tokens grows with r",
+    "confidence-up": "higher r raises attention confidence",
+    "comprehensiveness-up": "higher r raises comprehensiveness",
+    "factorised-collapsed": "factorised training equals collapsed training",
+    "qdelta-better": "Q-Delta beats Gated DeltaNet",
+    "qdelta-needles": "Q-Delta finds needles better than Gated DeltaNet",
+    "learned-lambda": "a learned lambda beats fixed ones",
+    "qdelta-stable": "Q-Delta trains stably",
+    "kuramoto-close": "Kuramoto attention is within 0.02 bits of standard attention",
+    "frustrated-better": "frustrated Kuramoto attention beats standard attention",
+}
+"""The claims in README.md, in a few words."""
 _MARKED = re.compile(r"(<!-- claims: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -46,17 +67,24 @@ def scoreboard(records: Mapping[str, Record]) -> str:
 
 
 def short_summary(records: Mapping[str, Record]) -> str:
-    """The table of README.md: one row per claim with an outcome, the decided ones first."""
-    rows = [row for outcome in OUTCOMES for row in score_rows(records) if row.outcome == outcome]
-    lines = [[row.claim, row.outcome, short(records, int(row.number))] for row in rows]
-    return markdown([["published claim", "at 100k parameters", "measured"], *lines])
+    """The list of README.md: for each outcome its claims, with the first measured quantity."""
+    lists = []
+    for outcome in OUTCOMES:
+        items = [short(claim.name, records[claim.name]) for claim in CLAIMS if has_outcome(claim, records, outcome)]
+        lists += ["\n".join([f"{outcome.capitalize()}:", "", *items])] if items else []
+    return "\n\n".join(lists)
 
 
-def short(records: Mapping[str, Record], number: int) -> str:
-    """The first measured quantity of a claim, without its name."""
-    (name,) = (claim.name for claim in CLAIMS if claim.number == number)
-    readings = records[name]["verdict"]["readings"]
-    return format_reading(readings[0]).rpartition(": ")[2] if readings else ""
+def has_outcome(claim: Claim, records: Mapping[str, Record], outcome: str) -> bool:
+    """Whether the runs of a claim gave this outcome."""
+    return claim.name in records and records[claim.name]["verdict"]["outcome"] == outcome
+
+
+def short(name: str, record: Record) -> str:
+    """A claim in a few words, linked to its details, and the first measured quantity without its name."""
+    readings = record["verdict"]["readings"]
+    measured = f": {format_reading(readings[0]).rpartition(': ')[2]}" if readings else ""
+    return f"- [{README[name]}](docs/results/claims.md#{name}){measured}"
 
 
 def controls(records: Mapping[str, Record]) -> str:

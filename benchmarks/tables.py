@@ -31,11 +31,11 @@ README = {
     ("training", "`1m`, 32 x 256 tokens", "x-transformers"): ("", "x-transformers"),
     ("generation", "`1m`, batch 1", "HF Llama"): ("greedy generation, 1M parameters", "HF Llama"),
     ("attention", "width 32, length 1,024", "forward and backward"): (
-        "causal attention, forward and backward, 1,024 tokens",
-        "PyTorch's fused attention",
+        "causal attention with backward, 1,024 tokens",
+        "PyTorch SDPA",
     ),
     ("delta-rule", "forward and backward, 4 x 1,024 tokens, 8 heads", "transformers"): (
-        "gated delta rule, forward and backward, 1,024 tokens",
+        "gated delta rule with backward, 1,024 tokens",
         "transformers",
     ),
 }

@@ -1,4 +1,4 @@
-"""The tables of docs/results/claims.md and README.md are what benchmarks/scoreboard.py makes of the stored outcomes."""
+"""The outcomes in docs/results/claims.md and README.md are what benchmarks/scoreboard.py makes of claims.json."""
 
 from __future__ import annotations
 
@@ -48,6 +48,10 @@ def test_every_claim_has_a_row_with_its_command_and_outcomes_have_details() -> N
     for claim in CLAIMS:
         assert f"`qkflow reproduce {claim.name}`" in page
         assert (f"### {claim.name}" in page) == (claim.name in RECORDS)
+
+
+def test_every_claim_has_a_short_form_for_the_readme() -> None:
+    assert [*scoreboard.README] == [claim.name for claim in CLAIMS]
 
 
 def test_outcomes_follow_from_the_readings_that_are_shown() -> None:
