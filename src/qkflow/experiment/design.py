@@ -130,9 +130,9 @@ class Design:
         """The arm of that name."""
         return next(arm for arm in self.arms if arm.name == name)
 
-    def round(self, number: int, arms: Sequence[str], done: int) -> Round:
-        """A round, counted from 1, of these arms, after rounds with `done` seeds; the rule gives its last seed."""
-        seeds = range(self.first_seed + done, self.first_seed + self.rule.seeds_by_round[number - 1])
+    def round(self, number: int, arms: Sequence[str], seeds_used: int) -> Round:
+        """A round, counted from 1, of these arms; its seeds are those after `seeds_used` up to the last by the rule."""
+        seeds = range(self.first_seed + seeds_used, self.first_seed + self.rule.seeds_by_round[number - 1])
         return Round(number=number, arms=tuple(arms), seeds=tuple(seeds))
 
     @property

@@ -2,6 +2,8 @@
 
     tune the learning rates  ->  round by round: train new seeds of the open arms  ->  judge them
 
+An arm is open while its verdict is undecided; any other verdict is final.
+
 Everything that outlives this process is in the folder: the design, the decisions, and run folders that are finished,
 started or missing. `run_queue` trains those that are not finished. Time decides only whether another round starts.
 """
@@ -67,19 +69,19 @@ def run_experiment(
     """
     study, observer = Path(out), observer or Observer()
     refuse_other_folder(spec, study)
-    with executor or LocalExecutor() as entered, locked_study(study):
+    with executor or LocalExecutor() as executor, locked_study(study):
         if holds_study(study):
             design = resumed_design(spec, study)
         elif spec is None:
             raise no_study(study)
         else:
             started = time.monotonic()
-            design = make_design(spec, entered, notice=observer.on_notice, command=command)
+            design = make_design(spec, executor, notice=observer.on_notice, command=command)
             write_design(study, design)
             Decisions(study).append_design(time.monotonic() - started)
         observer.on_design(design)
         with stop_on_signals() as stop:
-            _Session(study, design, entered, observer, stop, command, more=more, reuse=reuse).run()
+            _Session(study, design, executor, observer, stop, command, more=more, reuse=reuse).run()
     return read_result(study)
 
 
@@ -100,7 +102,7 @@ class _Session:
     ) -> None:
         self.study, self.design, self.observer = study, design, observer
         self.decisions = Decisions(study)
-        self.earlier, self.start = self.decisions.state(None).elapsed, time.monotonic()
+        self.earlier_seconds, self.start_time = self.decisions.state(None).elapsed, time.monotonic()
         self.queue = RunQueue(
             study, design, self.decisions, executor, observer, stop, command, self._elapsed, FinishedRuns(reuse)
         )
@@ -140,8 +142,8 @@ class _Session:
         verdicts = self._judge(round_, rates)
         if round_.number <= self.decisions.judged_rounds():
             recorded = self.decisions.verdicts(round_.number)
-            final = [verdict.arm for verdict in recorded.values() if verdict.kind != "undecided"]
-            if any(verdict != recorded[verdict.arm] for verdict in verdicts if verdict.arm in final):
+            decided = [verdict.arm for verdict in recorded.values() if verdict.kind != "undecided"]
+            if any(verdict != recorded[verdict.arm] for verdict in verdicts if verdict.arm in decided):
                 self.observer.on_notice(
                     f"round {round_.number}: the runs give other verdicts than those in {self.decisions.path}, which "
                     "are final"
@@ -174,7 +176,7 @@ class _Session:
         failed = [arm.name for arm in design.arms if arm.name not in rates or self.queue.has_failed(arm.name)]
         last = self.decisions.last_decision()
         if last["kind"] == "end" and all(arm in failed for arm in last["failed"]):
-            return None
+            return None  # the study has ended, and no arm that had failed by then has succeeded since
         open_arms = [arm.name for arm in design.arms[1:] if arm.name not in decided and arm.name not in failed]
         if number > 1 and design.spec.rationale is not None:
             return self._end("all runs have ended", failed)
@@ -183,8 +185,8 @@ class _Session:
             return self._end("runs failed" if undecided else "all arms are decided", undecided)
         if number > len(design.rule.seeds_by_round):
             return self._end(f"{design.seeds} seeds are the most", failed)
-        done = sum(len(earlier.seeds) for earlier in self.decisions.rounds())
-        round_ = design.round(number, (design.spec.baseline, *open_arms), done)
+        seeds_used = sum(len(earlier.seeds) for earlier in self.decisions.rounds())
+        round_ = design.round(number, (design.spec.baseline, *open_arms), seeds_used)
         budget = self.decisions.state(design.budget).budget
         while number > 1 and budget is not None and self._elapsed() + self._round_seconds(round_) > budget:
             if len(round_.seeds) == 1:
@@ -207,8 +209,8 @@ class _Session:
         self.decisions.append("budget", {"seconds": self._elapsed() + seconds})
 
     def _elapsed(self) -> float:
-        """Seconds that the study has taken, over all sessions, as far as they are on record."""
-        return self.earlier + time.monotonic() - self.start
+        """Seconds that the study has taken, over all sessions that have recorded their time."""
+        return self.earlier_seconds + time.monotonic() - self.start_time
 
     def _round_seconds(self, round_: Round) -> float:
         """Expected seconds of a round, from the runs of the rounds before it."""

@@ -5,7 +5,7 @@ STUDY/
   decisions.jsonl          the decisions of each round, and checksums (`decisions`)
   corpus.json              statistics and excerpts of the data
   tuning/ARM/lr-0.003/     one run folder per learning rate, if there is more than one
-  tuning.json              the learning rates that each arm tried, for people
+  tuning.json              the learning rates that each arm tried; qkflow does not read it
   runs/ARM/seed-0/         one run folder per arm and seed
   lock                     held by the process that runs the experiment
 """
@@ -66,15 +66,15 @@ def read_decisions(study: Path, design: Design) -> Decisions:
         raise UsageError(
             f"{path} was changed after the study was started: restore it from a copy, or start a new study"
         )
-    names, done = design.spec.arms, 0
+    names, seeds_used = design.spec.arms, 0
     for number, round_ in enumerate(decisions.rounds(), 1):
         arms = tuple(name for name in names if name in round_.arms)
         if number > len(design.rule.seeds_by_round) or names[0] not in arms:
             raise UsageError(f"{decisions.path}: round {number} does not follow the design")
-        planned = design.round(number, arms, done)
+        planned = design.round(number, arms, seeds_used)
         if round_ != replace(planned, seeds=planned.seeds[: len(round_.seeds)]):  # a round may be cut short by time
             raise UsageError(f"{decisions.path}: round {number} does not follow the design")
-        done += len(round_.seeds)
+        seeds_used += len(round_.seeds)
     for arm, rate in decisions.rates().items():
         if arm not in names or rate not in design.arm(arm).rates:
             raise UsageError(f"{decisions.path}: the learning rate {rate} of {arm!r} is not in the design")

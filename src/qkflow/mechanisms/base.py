@@ -71,7 +71,7 @@ class ParamOptions:
 
 
 class Mechanism(nn.Module, ABC):
-    """A map from a stream to a stream, causal by default.
+    """A map of the stream, the activations `[b, t, d]` that flow between layers. It is causal by default.
 
     By convention the projection back to the stream, if there is one, is called `output`: a model may zero it at
     initialisation.

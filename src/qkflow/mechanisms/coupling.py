@@ -16,8 +16,11 @@ r"""Couplings (Gahtan & Bronstein, https://arxiv.org/abs/2604.01683): queries an
 |------------------|----------------------|-------------------------------------------------------------|
 | q, k             | `q`, `k`             | `[b t h k]`, `[b t g k]`                                    |
 | \delta           | `dt`                 | `[]`, learned, one per layer                                |
-| f, g             | `force`, `of_query`, `of_key` | `MLP` or `Potential`                               |
+| f                | `force`, `of_key` in (4)      | `MLP` or `Potential`                               |
+| g, and f in (5)  | `of_query`                    | `MLP`                                              |
 | (s_1, m_1), (s_2, m_2) | `of_query`, `of_key`  | `MLP` with 2k outputs; log-scales s pass through tanh  |
+
+`of_query` moves the query and `of_key` the key, whichever of the two it reads.
 
 Grouped queries: the partner of a key is the mean query of its group, and every query of the group moves by the
 displacement of the mean. The controls (4) and (5) have no partners: every query moves alone. Our choices where the
@@ -222,7 +225,7 @@ class Coupling(nn.Module, ABC):
         if keys < 1 or queries % keys:
             raise UsageError(f"the number of key heads must divide that of query heads, got {keys} and {queries}")
         self.queries, self.keys, self.width, self.config = queries, keys, width, config
-        self._networks = keys if config.sharing == "none" else None
+        self._network_heads = keys if config.sharing == "none" else None
 
     def forward(self, q: Queries, k: Keys, *, skip_first_drift: bool = False) -> tuple[Queries, Keys]:
         """Return the moved queries and keys; skip the drift that the caller has applied (`foldable_drift`)."""
@@ -280,7 +283,7 @@ class DriftKick(Coupling):
         self.force: MLP | Potential | None = None
         if config.force != "none":
             kind = MLP if config.force == "mlp" else Potential
-            self.force = kind(width, config.hidden or width, self._networks)
+            self.force = kind(width, config.hidden or width, self._network_heads)
 
     def move(self, q: Queries, k: Keys, *, skip_first_drift: bool = False) -> tuple[Queries, Keys]:
         """Integrate `config.steps` steps."""
@@ -337,7 +340,9 @@ class Affine(Coupling):
         super().__init__(queries, keys, width, config)
         hidden = config.hidden or width
         self.of_query, self.of_key = (
-            nn.ModuleList(MLP(width, hidden, self._networks, outputs=2 * width) for _ in range(config.alternations))
+            nn.ModuleList(
+                MLP(width, hidden, self._network_heads, outputs=2 * width) for _ in range(config.alternations)
+            )
             for _ in range(2)
         )
 
@@ -380,8 +385,8 @@ class Uncoupled(Coupling):
         super().__init__(queries, keys, width, config)
         hidden = config.hidden or max(1, width // 2)
         self.dt = nn.Parameter(torch.tensor(float(config.dt)))
-        self.of_query = MLP(width, hidden, None if self._networks is None else queries)
-        self.of_key = MLP(width, hidden, self._networks)
+        self.of_query = MLP(width, hidden, None if self._network_heads is None else queries)
+        self.of_key = MLP(width, hidden, self._network_heads)
 
     def move(self, q: Queries, k: Keys, *, skip_first_drift: bool = False) -> tuple[Queries, Keys]:
         """Apply `config.steps` independent steps."""
@@ -405,7 +410,7 @@ class ResidualQuery(Coupling):
 
     def __init__(self, queries: int, keys: int, width: int, config: CouplingConfig) -> None:
         super().__init__(queries, keys, width, config)
-        self.of_query = MLP(width, config.hidden or width, None if self._networks is None else queries)
+        self.of_query = MLP(width, config.hidden or width, None if self._network_heads is None else queries)
 
     def move(self, q: Queries, k: Keys, *, skip_first_drift: bool = False) -> tuple[Queries, Keys]:
         """Update the query."""

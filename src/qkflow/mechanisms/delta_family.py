@@ -9,11 +9,13 @@ r"""The delta-rule mechanisms: how each chooses the erase direction x, the decay
 | `EraseThenDelta`, https://arxiv.org/abs/2606.26560   | e, then k; (6)     | per head    |
 | `Comba`, https://arxiv.org/abs/2506.02475            | sigmoid(b) k, (7)  | per head    |
 
-    \lambda_t = sigmoid(W_\lambda x_t - 0.9)                                                            (4)
-    \log \alpha_t = -A softplus(W_u W_d x_t + b),   A per head, b per channel                            (5)
+    \lambda_t = sigmoid(W_\lambda u_t - 0.9)                                                            (4)
+    \log \alpha_t = -A softplus(W_u W_d u_t + b),   A per head, b per channel                            (5)
     S_t = \alpha_t S_{t-1} (I - \gamma_t e_t e_t^\top) (I - \beta_t k_t k_t^\top) + \beta_t v_t k_t^\top,
-    \gamma_t = sigmoid(W_\gamma x_t)                                                                    (6)
+    \gamma_t = sigmoid(W_\gamma u_t)                                                                    (6)
     o_t = S_t (q_t - d x_t) / \sqrt{k},   b and d per head                                               (7)
+
+u_t is the input of the layer, as in `delta_rule.py`.
 
 (5) has the form and the initial values of flash-linear-attention's layer: A uniform in [1, 16], softplus(b) log-uniform
 in [0.001, 0.1], and an inner width of one head's keys. That layer also has a low-rank output gate with a sigmoid and

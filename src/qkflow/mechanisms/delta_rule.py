@@ -1,27 +1,31 @@
 r"""Memories of fixed size that every token corrects: the module that all delta-rule mechanisms share.
 
-        x ─► W_q ─► conv ─► silu ─┬────────────┬─► L2 norm ─► q ─┐
+        u ─► W_q ─► conv ─► silu ─┬────────────┬─► L2 norm ─► q ─┐
                                   │ [coupling] │                 │
-        x ─► W_k ─► conv ─► silu ─┴────────────┴─► L2 norm ─► k ─┤
-       [x ─► W_e ─► conv ─► silu ──────────────────► L2 norm ─► e ─┤]
-        x ─► W_v ─► conv ─► silu ──────────────────────────► v ──┼─► delta rule ─► norm ─► * ─► W_o ─► y
-        x ─► W_β ─► sigmoid ───────────────────────────────► β ──┤                         │
-       [x ─► W_a ─► -A softplus(. + b) ────────────────► log α ──┘]                        │
-        x ─► W_g ─► silu ──────────────────────────────────────────────────────────────────┘
+        u ─► W_k ─► conv ─► silu ─┴────────────┴─► L2 norm ─► k ─┤
+       [u ─► W_e ─► conv ─► silu ──────────────────► L2 norm ─► e ─┤]
+        u ─► W_v ─► conv ─► silu ──────────────────────────► v ──┼─► delta rule ─► norm ─► * ─► W_o ─► y
+        u ─► W_β ─► sigmoid ───────────────────────────────► β ──┤                         │
+       [u ─► W_a ─► -A softplus(. + b) ────────────────► log α ──┘]                        │
+        u ─► W_g ─► silu ──────────────────────────────────────────────────────────────────┘
 
     S_t = S_{t-1} diag(\alpha_t) (I - \beta_t x_t k_t^\top) + \beta_t v_t k_t^\top                       (1)
     o_t = S_t q_t / \sqrt{k}                                                                            (2)
-    \log \alpha_t = -A softplus(W_a x_t + b),  A = e^{A_log}                                            (3)
+    \log \alpha_t = -A softplus(W_a u_t + b),  A = e^{A_log}                                            (3)
+
+Parts in square brackets are in some mechanisms only.
 
 | symbol  | variable    | shape       |                                                 |
 |---------|-------------|-------------|-------------------------------------------------|
+| u       | `x`         | `[b t d]`   | input of the layer                              |
 | q, k    | `q`, `k`    | `[b t h k]` | unit length                                     |
-| e       | `own`       | `[b t h k]` | unit length; only some mechanisms have it       |
-| x       | `erase`     | `[b t h k]` | direction that is read and corrected; k by default |
+| e       | `own`       | `[b t h k]` | a learned direction of unit length              |
+| x       | `erase`     | `[b t h k]` | erase direction, which is read and corrected; k by default |
 | v       | `v`         | `[b t h v]` |                                                 |
 | \beta   | `beta`      | `[b t h]`   | learning rate of the memory                     |
 | \alpha  | `log_alpha` | `[b t h]`, or `[b t h k]` | decay per head, or per key channel  |
 | S       | `matrix`    | `[b h v k]` | memory                                          |
+| o       | `z`         | `[b t h v]` | output of the delta rule                        |
 
 `delta_family.py` has the mechanisms: each chooses x, the decay and the read-out in (1) and (2). Our choices: a coupling
 acts after the convolutions and before the L2 norm; the initialisation of the projections; the mechanisms differ in the
@@ -160,6 +164,7 @@ class DeltaMechanism(QKMechanism):
         self.output = projection(values, width)
         self.own = projection(width, keys) if config.has_own_direction else None
         self.own_conv = conv_weight(keys, config.conv) if config.has_own_direction else None
+        # The shapes of the weights, in the order of the decoding step (`_step`).
         gates, taps = (self.heads, width), config.conv
         rates, decay_shapes = gates, [(0,), (self.heads,), (self.heads,)]
         if self.has_channel_decay:
@@ -224,7 +229,7 @@ class DeltaMechanism(QKMechanism):
         return self.read(z, call.x), after
 
     def constant_lambda(self) -> tuple[float, float]:
-        """Return lambda of (4) if it is not projected, and the bias of its sigmoid if it is."""
+        """Return a fixed lambda of x = k + lambda q, or 0, and the bias of a projected one."""
         return 0.0, 0.0
 
     def _step(self, x: Stream, state: RecurrentState) -> tuple[Stream, State] | None:
@@ -335,7 +340,7 @@ class DeltaMechanism(QKMechanism):
         return (z if self.steps == 1 else z[:, self.steps - 1 :: self.steps]), matrix
 
     def _project(self, x: Stream, state: State | None, layout: Layout | None) -> _Call:
-        """Project, convert to row form, convolve, couple and normalise."""
+        """Project, convert to row form (see `qkflow.layout`), convolve, couple and normalise."""
         x = validate_input(x, layout)
         gates = self.gates(x)
         streams = self.query(x), self.key(x), self.value(x)

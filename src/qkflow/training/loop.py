@@ -6,6 +6,14 @@ The weights, the optimizer state and the number of steps are all that one step p
 are functions of (seed, step). A checkpoint holds these three. When a run is resumed, records in metrics.jsonl after the
 checkpoint are dropped and computed again, with the same bits.
 
+| `Objective`  | held-out data                    | evaluated                   | results                           |
+|--------------|----------------------------------|-----------------------------|-----------------------------------|
+| `validation` | validation split                 | every `evaluate_every` steps| "eval" records                    |
+| `final`      | test split of a text             | after the last step         | "test" record                     |
+| `test`       | test instances of a recall task  | after the last step         | recall.json                       |
+
+documents.npy holds the losses per document of `final`, or of the last validation if there is no `final`.
+
 If several processes train together, rank 0 writes files and calls callbacks (`_Reporter`).
 """
 
