@@ -93,7 +93,7 @@ def known_spread(calibration: Calibration, effect: float) -> int:
 
 
 def run_seconds(calibration: Calibration) -> float:
-    """Processor seconds of a run; 1 if they are not on record."""
+    """Processor seconds of a run; 1 if they were not recorded."""
     return float(calibration.record.get("cpu_seconds", 1.0))
 
 

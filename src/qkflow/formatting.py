@@ -1,4 +1,4 @@
-"""Format numbers, durations and untrusted text for people to read."""
+"""Format numbers, durations and untrusted text for output."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def _stop_after(seconds: float | None) -> Iterator[Callable[[], bool]]:
     def handle(number: int, frame: FrameType | None) -> None:
         if over.is_set():
             raise Interrupted("the budget is spent")
-        signal.signal(number, signal.SIG_DFL)  # from someone else
+        signal.signal(number, signal.SIG_DFL)  # a signal from another process
         os.kill(os.getpid(), number)
 
     timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), stop)

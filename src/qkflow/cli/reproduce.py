@@ -51,7 +51,7 @@ class Reproduce:
     controls: bool = False
     """Also run the control studies of a claim, and those at larger sizes."""
     scale: Literal["laptop", "paper"] = "laptop"
-    """The size of the paper, or what a laptop can do in minutes."""
+    """Minutes on a laptop, or the size of the paper."""
     budget: Annotated[str | None, flag("TIME")] = None
     """Total time, with shorter runs (--all: with full runs, as many as fit). Default: the full studies of a claim; 5
     minutes per arm of a table."""

@@ -150,7 +150,7 @@ def best_rates(design: Design, losses: Mapping[str, Mapping[float, float | None]
 
 
 def write_tuning(study: Path, losses: Mapping[str, Mapping[float, float | None]], rates: Mapping[str, float]) -> None:
-    """Write tuning.json for people; the program does not read it."""
+    """Write tuning.json, which is for the user: qkflow does not read it."""
     table = {
         arm: {
             "chosen": rates.get(arm),

@@ -81,7 +81,7 @@ class RunQueue:
         return any(run.arm == arm and run.kind == "main" and run.folder in self.meter.failed for run in self.meter.runs)
 
     def _is_settled(self, run: PlannedRun) -> bool:
-        """Whether the run is finished or has failed for good, according to its folder."""
+        """Whether the run is finished or will not be retried, according to its folder."""
         folder = self.study / run.folder
         if (changed := self.decisions.changed_file(self.study, run.folder)) is not None:
             self.observer.on_notice(f"{self.study / changed} was changed after it was written: training the run again")

@@ -225,10 +225,10 @@ def _arm_summary(
     *,
     is_tuned: bool,
 ) -> ArmSummary:
-    done = [run for run in runs if run.result is not None]
-    losses = [float(run.result.metrics["bits_per_byte"]) for run in done if run.result is not None]
-    peaks = [run.peak_bytes for run in done if run.peak_bytes is not None]
-    last_records = [run.records[-1] for run in done if run.records]
+    finished_runs = [run for run in runs if run.result is not None]
+    losses = [float(run.result.metrics["bits_per_byte"]) for run in finished_runs if run.result is not None]
+    peaks = [run.peak_bytes for run in finished_runs if run.peak_bytes is not None]
+    last_records = [run.records[-1] for run in finished_runs if run.records]
     speeds = [record["tokens"] / record["seconds"] for record in last_records if record.get("seconds")]
     return ArmSummary(
         name=arm.name,
@@ -240,7 +240,7 @@ def _arm_summary(
         tokens=arm.steps * design.base.batch * design.base.context,
         learning_rate=rate,
         tuning=tuple(tuning.items()),
-        seeds=tuple(run.run.seed for run in done),
+        seeds=tuple(run.run.seed for run in finished_runs),
         losses=tuple(losses),
         mean=statistics.fmean(losses) if losses else None,
         spread=statistics.stdev(losses) if len(losses) > 1 else None,

@@ -115,11 +115,11 @@ class EncoderLayer(nn.Module):
             layer.linear1.weight.device,
             layer.linear1.weight.dtype,
         )
-        own = cast(StandardAttention, copy.self_attn)
+        target = cast(StandardAttention, copy.self_attn)
         weights = attention.state_dict()
         for kind in ("weight", "bias") if attention.in_proj_bias is not None else ("weight",):
             parts = (*weights[f"in_proj_{kind}"].chunk(3), weights[f"out_proj.{kind}"])
-            for projection, part in zip((own.query, own.key, own.value, own.output), parts, strict=True):
+            for projection, part in zip((target.query, target.key, target.value, target.output), parts, strict=True):
                 projection.get_parameter(kind).data.copy_(part)
         for name in ("linear1", "linear2", "norm1", "norm2"):
             copy.get_submodule(name).load_state_dict(layer.get_submodule(name).state_dict())

@@ -43,24 +43,24 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         weight = torch.cat([gate, up])
-        both = linear.forward(x, weight)
-        y = both.new_empty(*x.shape[:-1], len(gate))
-        build.call("swiglu", "lli", (_rows(y), len(gate), n_threads(both)), (both, y))
-        ctx.save_for_backward(x, gate, up, both)
+        products = linear.forward(x, weight)
+        y = products.new_empty(*x.shape[:-1], len(gate))
+        build.call("swiglu", "lli", (_rows(y), len(gate), n_threads(products)), (products, y))
+        ctx.save_for_backward(x, gate, up, products)
         ctx.weight = weight
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (gy,), (x, gate, up, both) = grads, ctx.saved_tensors
+        (gy,), (x, gate, up, products) = grads, ctx.saved_tensors
         if torch.is_grad_enabled():  # for a second derivative
             return differentiable_gradients(lambda *xs: (_swiglu(*xs),), (x, gate, up), ctx.needs_input_grad, grads)
-        gboth = torch.empty_like(both)
-        build.call("swiglu_backward", "lli", (_rows(gy), len(gate), n_threads(both)), (gy, both, gboth))
-        gx = linear.input_gradient(gboth, ctx.weight) if ctx.needs_input_grad[0] else None
+        gproducts = torch.empty_like(products)
+        build.call("swiglu_backward", "lli", (_rows(gy), len(gate), n_threads(products)), (gy, products, gproducts))
+        gx = linear.input_gradient(gproducts, ctx.weight) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[1:]):
             return gx, None, None
-        ggate, gup = linear.weight_gradient(gboth, x).split(len(gate))
+        ggate, gup = linear.weight_gradient(gproducts, x).split(len(gate))
         return gx, ggate, gup
 
 

@@ -370,9 +370,9 @@ def metric_changes(
             if not seeds:
                 continue
             ours, theirs = (np.stack([arm_runs[seed][metric] for seed in seeds]) for arm_runs in (runs, baseline))
-            known = np.isfinite(ours).all(0) & np.isfinite(theirs).all(0)
-            if known.any():
-                differences[arm] = mean_difference(ours[:, known], theirs[:, known], level=level)
+            finite = np.isfinite(ours).all(0) & np.isfinite(theirs).all(0)
+            if finite.any():
+                differences[arm] = mean_difference(ours[:, finite], theirs[:, finite], level=level)
         corrected = holm([difference.p for difference in differences.values()])
         most = _LARGEST_CHANGE.get(metric, math.inf)
         for (arm, (mean, low, high, p)), p_holm in zip(differences.items(), corrected, strict=True):
@@ -441,13 +441,13 @@ def _mean(by_seed: Sequence[float]) -> MetricSummary:
 
 
 def _finite_mean(values: np.ndarray) -> float | None:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else None
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else None
 
 
 def _confidence_curve(masses: Sequence[np.ndarray]) -> tuple[tuple[float, float], ...]:
-    known = np.concatenate([mass[np.isfinite(mass)] for mass in masses]) if masses else np.empty(0)
-    return tuple((tau, float(reaches(known, tau).mean())) for tau in _TAUS) if len(known) else ()
+    finite = np.concatenate([mass[np.isfinite(mass)] for mass in masses]) if masses else np.empty(0)
+    return tuple((tau, float(reaches(finite, tau).mean())) for tau in _TAUS) if len(finite) else ()
 
 
 def _by_kind(

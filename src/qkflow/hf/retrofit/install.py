@@ -122,15 +122,15 @@ def _identity_coupling(coupling: CouplingConfig | str) -> CouplingConfig:
 
 def install_coupling(model: nn.Module, coupling: CouplingConfig, layers: Sequence[int] | None) -> RetrofitConfig:
     """Install a coupling in the given layers, in all or in none. Returns which layers they are."""
-    found = find_layers(model)
-    indices = tuple(range(len(found))) if layers is None else tuple(sorted(set(layers)))
-    if not indices or not 0 <= indices[0] <= indices[-1] < len(found):
+    all_layers = find_layers(model)
+    indices = tuple(range(len(all_layers))) if layers is None else tuple(sorted(set(layers)))
+    if not indices or not 0 <= indices[0] <= indices[-1] < len(all_layers):
         raise UsageError(
-            f"layers {list(layers or ())} of {type(model).__name__}: expected some of its {len(found)} attention"
-            f" layers, from 0 to {len(found) - 1}"
+            f"layers {list(layers or ())} of {type(model).__name__}: expected some of its {len(all_layers)} attention"
+            f" layers, from 0 to {len(all_layers) - 1}"
         )
     couplings = []
-    for name, layer, projections, heads in (found[index] for index in indices):
+    for name, layer, projections, heads in (all_layers[index] for index in indices):
         if "forward" in vars(layer):
             raise UsageError(
                 f"{name} has a forward that is not of its class ({type(layer).__name__}) and would skip the coupling:"
@@ -144,7 +144,7 @@ def install_coupling(model: nn.Module, coupling: CouplingConfig, layers: Sequenc
             coupling(heads.queries, heads.keys, heads.width).to(weight.device, dtype).train(layer.training)
         )
     for index, module in zip(indices, couplings, strict=True):
-        _, layer, projections, _ = found[index]
+        _, layer, projections, _ = all_layers[index]
         layer.coupling = module
         object.__setattr__(layer, "__class__", _coupled_class(type(layer), projections))
     return RetrofitConfig(coupling=coupling, layers=indices)

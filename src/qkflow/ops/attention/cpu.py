@@ -94,8 +94,8 @@ def layer_step(
         None if difference is None else difference.norm.data_ptr(),
         y.data_ptr(),
     ]
-    seen = slot + 1 - first
-    threads = 1 if rows * h * seen * (key_width + value_width) <= _SINGLE_THREAD else torch.get_num_threads()
+    n_visible = slot + 1 - first
+    threads = 1 if rows * h * n_visible * (key_width + value_width) <= _SINGLE_THREAD else torch.get_num_threads()
     linear_threads = 1 if weights[0].numel() <= few_rows.SINGLE_THREAD else torch.get_num_threads()
     lam, norm_scale = (0.0, 1.0) if difference is None else difference[:2]
     scalars = (

@@ -116,9 +116,9 @@ class _Polar(torch.autograd.Function):
         m, u, s, vh = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _polar_derivative(m, grads[0])
-        seen = _times(_times(u.mT, grads[0].to(u.dtype)), vh.mT)
-        apart = (s.unsqueeze(-1) + s.unsqueeze(-2)).abs().clamp_min(torch.finfo(s.dtype).tiny)
-        return _times(_times(u, (seen - seen.mT) / apart), vh).to(grads[0].dtype)
+        g = _times(_times(u.mT, grads[0].to(u.dtype)), vh.mT)
+        s_sums = (s.unsqueeze(-1) + s.unsqueeze(-2)).abs().clamp_min(torch.finfo(s.dtype).tiny)
+        return _times(_times(u, (g - g.mT) / s_sums), vh).to(grads[0].dtype)
 
 
 class _TransformedPolar(torch.autograd.Function):
@@ -164,11 +164,12 @@ def _signed_svd(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _polar_derivative(m: Tensor, grad: Tensor) -> Tensor:
     """The derivative in a direction and, since it is self-adjoint, the gradient."""
     r = _nearest_rotation(m)
-    p, seen, one = _times(r.mT, m), _times(r.mT, grad), torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
-    both = torch.einsum("...ik,jl->...ijkl", p, one) + torch.einsum("ik,...jl->...ijkl", one, p)
-    both = both.flatten(-4, -3).flatten(-2)
-    both = both + torch.finfo(m.dtype).tiny * torch.eye(both.shape[-1], dtype=m.dtype, device=m.device)  # for padding
-    x = torch.linalg.solve(both, (seen - seen.mT).flatten(-2))
+    p, g, one = _times(r.mT, m), _times(r.mT, grad), torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
+    system = torch.einsum("...ik,jl->...ijkl", p, one) + torch.einsum("ik,...jl->...ijkl", one, p)
+    system = system.flatten(-4, -3).flatten(-2)  # X -> P X + X P as a matrix
+    tiny = torch.finfo(m.dtype).tiny  # at padding the system would be singular
+    system = system + tiny * torch.eye(system.shape[-1], dtype=m.dtype, device=m.device)
+    x = torch.linalg.solve(system, (g - g.mT).flatten(-2))
     return _times(r, x.unflatten(-1, m.shape[-2:]))
 
 
