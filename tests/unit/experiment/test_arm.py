@@ -60,10 +60,10 @@ def test_arms_with_equal_ratios_are_duplicates() -> None:
 
 
 def test_a_ratio_costs_neither_parameters_nor_flops(ask: Ask) -> None:
-    made = match_arms(ask(arms=("standard:r=2", "standard", "standard:r=5,growth=40")), "own", 257)
-    assert len({(arm.model, arm.parameters, arm.flops_per_token, arm.state_bytes) for arm in made.arms}) == 1
-    assert [arm.name for arm in made.arms] == ["standard:r=2", "standard", "standard:r=5,growth=40"]
-    assert made.arms[0].model.mechanism == "standard"
+    matched = match_arms(ask(arms=("standard:r=2", "standard", "standard:r=5,growth=40")), "own", 257)
+    assert len({(arm.model, arm.parameters, arm.flops_per_token, arm.state_bytes) for arm in matched.arms}) == 1
+    assert [arm.name for arm in matched.arms] == ["standard:r=2", "standard", "standard:r=5,growth=40"]
+    assert matched.arms[0].model.mechanism == "standard"
 
 
 def designed(spec: ExperimentSpec, executor: Any) -> Design:
@@ -74,9 +74,9 @@ def test_every_run_of_an_arm_including_tuning_has_its_ratio(ask: Ask, inline: An
     arms = ("standard", "standard:r=20", "differential:r=5,growth=40")
     design = designed(ask(arms=arms, learning_rates=(1e-3, 3e-3)), inline())
     ratios = {"standard": (1.0, None), "standard:r=20": (20.0, None), "differential:r=5,growth=40": (5.0, 40.0)}
-    made = planned_runs(design, dict.fromkeys(arms, 1e-3))
-    assert {job.kind for job in made} == {"tuning", "main"}
-    for job in made:
+    planned = planned_runs(design, dict.fromkeys(arms, 1e-3))
+    assert {job.kind for job in planned} == {"tuning", "main"}
+    for job in planned:
         assert job.config is not None
         assert (job.config.qk_ratio, job.config.qk_growth) == ratios[job.arm]
         assert job.config.model.mechanism == job.arm.partition(":")[0]

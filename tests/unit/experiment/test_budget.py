@@ -48,12 +48,12 @@ class Machine:
         self.measured: list[str] = []
         self.notices: list[str] = []
 
-    def measure(self, made: SizedArms, seconds: float) -> tuple[Speed, ...]:
-        self.measured.append(made.size)
+    def measure(self, matched: SizedArms, seconds: float) -> tuple[Speed, ...]:
+        self.measured.append(matched.size)
         self.now += self.measuring
-        costs = [3 * arm.flops_per_token * self.per_flop for arm in made.arms]
+        costs = [3 * arm.flops_per_token * self.per_flop for arm in matched.arms]
         costs[1:] = [cost * self.slower for cost in costs[1:]]
-        return tuple(Speed(step=cost * made.step_tokens, token=cost / 3, answer=cost) for cost in costs)
+        return tuple(Speed(step=cost * matched.step_tokens, token=cost / 3, answer=cost) for cost in costs)
 
     def choose_budget(self, spec: ExperimentSpec, corpus: Corpus, jobs: int = 2) -> BudgetChoice:
         return choose_budget(
@@ -144,9 +144,9 @@ def test_the_chosen_size_was_measured(open_ask: Ask, corpus: Corpus) -> None:
 
 def test_a_size_that_is_slower_than_predicted_is_rejected(open_ask: Ask, corpus: Corpus) -> None:
     class Slow(Machine):
-        def measure(self, made: SizedArms, seconds: float) -> tuple[Speed, ...]:
-            found = super().measure(made, seconds)
-            return found if made.size == "100k" else tuple(Speed(step=1e6, token=1e6) for _ in found)
+        def measure(self, matched: SizedArms, seconds: float) -> tuple[Speed, ...]:
+            found = super().measure(matched, seconds)
+            return found if matched.size == "100k" else tuple(Speed(step=1e6, token=1e6) for _ in found)
 
     machine = Slow()
     assert machine.choose_budget(open_ask(budget=1e6), corpus).arms.size == "100k"
@@ -312,11 +312,11 @@ def test_the_last_evaluation_covers_two_documents_of_any_length(
 
 
 def test_tuning_counts_towards_the_time(ask: Ask) -> None:
-    made = match_arms(ask(model=None, context=None, batch=None), "100k", 257)
-    speeds = Machine().measure(made, 1.0)
+    matched = match_arms(ask(model=None, context=None, batch=None), "100k", 257)
+    speeds = Machine().measure(matched, 1.0)
     plain, tuned = (
         Workload(
-            arms=made,
+            arms=matched,
             seeds=2,
             speeds=speeds,
             match="tokens",
@@ -331,11 +331,11 @@ def test_tuning_counts_towards_the_time(ask: Ask) -> None:
 
 
 def test_answering_recall_questions_counts_towards_the_time(ask: Ask) -> None:
-    made = match_arms(ask(model=None, context=None, batch=None), "100k", 257)
-    speeds = Machine().measure(made, 1.0)
+    matched = match_arms(ask(model=None, context=None, batch=None), "100k", 257)
+    speeds = Machine().measure(matched, 1.0)
     plain, asked = (
         Workload(
-            arms=made,
+            arms=matched,
             seeds=2,
             speeds=speeds,
             match="tokens",

@@ -31,8 +31,8 @@ def words(seed: int, count: int, distinct: int) -> str:
     return " ".join(f"w{draw.randrange(distinct)}" for _ in range(count))
 
 
-def figure(found: list[dict[str, str]], name: str) -> float:
-    return float(next(note["value"] for note in found if note["name"] == name).split()[0])
+def figure(description: list[dict[str, str]], name: str) -> float:
+    return float(next(note["value"] for note in description if note["name"] == name).split()[0])
 
 
 def test_a_repetitive_text_compresses_further_and_grows_less_than_a_random_one(tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def test_excerpts_are_held_out_tokens_inside_one_document() -> None:
     split = Split(
         tokens=np.arange(400), documents=np.array([[1, 100], [101, 110], [111, 400]]), sizes=np.array([99, 9, 289])
     )
-    found = excerpts(split)
-    assert [len(tokens) for tokens in found] == [EXCERPT, 9, EXCERPT]
-    for tokens, (begin, end) in zip(found, split.documents, strict=True):
+    description = excerpts(split)
+    assert [len(tokens) for tokens in description] == [EXCERPT, 9, EXCERPT]
+    for tokens, (begin, end) in zip(description, split.documents, strict=True):
         assert begin <= tokens[0]
         assert tokens[-1] < end
         assert tokens == list(range(tokens[0], tokens[0] + len(tokens)))
@@ -77,14 +77,14 @@ def test_excerpts_are_held_out_tokens_inside_one_document() -> None:
 
 def test_a_recall_task_is_described_by_instances_vocabulary_and_chance() -> None:
     corpus = open_corpus(CorpusConfig(source="mqar:pairs=2+4,length=24,keys=8,values=8,train=300,validation=30,each=5"))
-    found = {note["name"]: note["value"] for note in notes(corpus)}
-    assert found["instances"] == "300 for training, 30 held out, 10 for testing"
-    assert found["test grid"] == "2 cells by pairs"
-    assert found["vocabulary"] == f"{corpus.vocabulary} tokens"
-    assert found["chance"] == "12.5 %"
+    description = {note["name"]: note["value"] for note in notes(corpus)}
+    assert description["instances"] == "300 for training, 30 held out, 10 for testing"
+    assert description["test grid"] == "2 cells by pairs"
+    assert description["vocabulary"] == f"{corpus.vocabulary} tokens"
+    assert description["chance"] == "12.5 %"
     rare = open_corpus(CorpusConfig(source="s-niah-3:length=48,lengths=48,train=4,validation=2,each=1"))
     assert {note["name"]: note["value"] for note in notes(rare)}["chance"] == "1 in 281,474,976,710,656"
-    assert "compressibility" not in found
+    assert "compressibility" not in description
 
 
 def test_excerpts_of_a_recall_task_contain_question_and_needle() -> None:
@@ -100,7 +100,7 @@ def test_excerpts_of_a_recall_task_contain_question_and_needle() -> None:
 
 def test_the_description_is_json_and_deterministic(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path / "text", [words(seed, 200, 50) for seed in range(30)])
-    found = describe_corpus(corpus)
-    assert found == describe_corpus(corpus)
-    assert {type(token) for excerpt in found["excerpts"] for token in excerpt["tokens"]} == {int}
-    assert all(isinstance(value, str) for note in found["notes"] for value in note.values())
+    description = describe_corpus(corpus)
+    assert description == describe_corpus(corpus)
+    assert {type(token) for excerpt in description["excerpts"] for token in excerpt["tokens"]} == {int}
+    assert all(isinstance(value, str) for note in description["notes"] for value in note.values())

@@ -49,17 +49,17 @@ class LargerConfig(StandardConfig):
     more: int = 1000
 
     def __call__(self, width: int, heads: int, layer: int, layers: int) -> StandardAttention:
-        made = super().__call__(width, heads, layer, layers)
-        made.idle = nn.Parameter(torch.empty(self.more))
-        return made
+        layer_module = super().__call__(width, heads, layer, layers)
+        layer_module.idle = nn.Parameter(torch.empty(self.more))
+        return layer_module
 
 
 @pytest.mark.parametrize("size", ["100k", "500k", "1m", "5m"])
 def test_arms_have_the_baselines_parameters(ask: Ask, size: str) -> None:
-    made = match_arms(ask(arms=(*ARMS, *CONTROLS), model=None, size=size), size, 257)
-    for arm in made.arms:
+    matched = match_arms(ask(arms=(*ARMS, *CONTROLS), model=None, size=size), size, 257)
+    for arm in matched.arms:
         assert arm.parameters == parameters(arm.model)
-        assert abs(arm.parameters / made.parameters - 1) <= 0.005
+        assert abs(arm.parameters / matched.parameters - 1) <= 0.005
         assert arm.model.mechanism == arm.name
 
 
@@ -88,9 +88,9 @@ def test_an_unknown_arm_suggests_the_nearest_name(ask: Ask) -> None:
 
 def test_declared_flops_equal_those_counted_by_torch(ask: Ask) -> None:
     """On the maths path, whose squares are full: causal attention declares half of them."""
-    made = match_arms(ask(arms=ARMS, model=None, size="100k", context=None), "100k", 257)
-    t = made.context
-    for arm in made.arms:
+    matched = match_arms(ask(arms=ARMS, model=None, size="100k", context=None), "100k", 257)
+    t = matched.context
+    for arm in matched.arms:
         model = Decoder(arm.model)
         cost = model.cost(t)
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -102,20 +102,20 @@ def test_declared_flops_equal_those_counted_by_torch(ask: Ask) -> None:
 
 
 def test_equal_flops_give_a_costlier_arm_fewer_steps(ask: Ask) -> None:
-    made = match_arms(ask(arms=("standard", "differential"), model=None, size="100k"), "100k", 257)
-    steps = steps_per_arm(made, 10_000, "flops")
-    spent = [n * arm.flops_per_token for n, arm in zip(steps, made.arms, strict=True)]
+    matched = match_arms(ask(arms=("standard", "differential"), model=None, size="100k"), "100k", 257)
+    steps = steps_per_arm(matched, 10_000, "flops")
+    spent = [n * arm.flops_per_token for n, arm in zip(steps, matched.arms, strict=True)]
     assert abs(spent[1] / spent[0] - 1) < 0.002
-    assert steps != steps_per_arm(made, 10_000, "tokens") == (10_000, 10_000)
+    assert steps != steps_per_arm(matched, 10_000, "tokens") == (10_000, 10_000)
 
 
 @given(steps=st.floats(0, 1e7))
 @settings(deadline=None, max_examples=25)
 def test_an_evaluation_is_at_the_end_of_the_plateau(steps: float) -> None:
-    made = round_steps(steps)
-    assert made >= 20
-    assert made % 20 == 0
-    assert abs(made - steps) <= 10 or made == 20
+    rounded = round_steps(steps)
+    assert rounded >= 20
+    assert rounded % 20 == 0
+    assert abs(rounded - steps) <= 10 or rounded == 20
 
 
 def test_the_learning_rate_is_constant_until_an_evaluation(ask: Ask, inline: Any, planned_runs: Any) -> None:
@@ -130,15 +130,15 @@ def test_the_learning_rate_is_constant_until_an_evaluation(ask: Ask, inline: Any
 
 def test_run_i_of_every_arm_has_seed_i_and_data_seed_i(ask: Ask, inline: Any, planned_runs: Any) -> None:
     design = designed(ask(seeds=3), inline())
-    made = planned_runs(design)
-    assert {(job.arm, job.seed) for job in made} == {(arm, seed) for arm in design.spec.arms for seed in range(3)}
-    for job in made:
+    planned = planned_runs(design)
+    assert {(job.arm, job.seed) for job in planned} == {(arm, seed) for arm in design.spec.arms for seed in range(3)}
+    for job in planned:
         assert job.config is not None
         assert (job.config.seed, job.config.data_seed) == (job.seed, job.seed)
         assert job.config.model == design.arm(job.arm).model
         assert job.folder == Path("runs", design.arm(job.arm).folder, f"seed-{job.seed}")
-    assert len({job.folder for job in made}) == 6
-    assert [job.seed for job in made] == [0, 0, 1, 1, 2, 2]  # pairs come early: half a study can be read
+    assert len({job.folder for job in planned}) == 6
+    assert [job.seed for job in planned] == [0, 0, 1, 1, 2, 2]  # pairs come early: half a study can be read
 
 
 def test_runs_differ_only_in_arm_seed_and_rate(ask: Ask, inline: Any, planned_runs: Any) -> None:
@@ -152,14 +152,14 @@ def test_runs_differ_only_in_arm_seed_and_rate(ask: Ask, inline: Any, planned_ru
 
 def test_tuning_runs_have_their_own_seed_and_equal_length(ask: Ask, inline: Any, planned_runs: Any) -> None:
     design = designed(ask(learning_rates=(1e-3, 3e-3, 1e-2), tokens=400 * 64), inline())
-    made = planned_runs(design)
-    tuning = [job for job in made if job.kind == "tuning"]
+    planned = planned_runs(design)
+    tuning = [job for job in planned if job.kind == "tuning"]
     assert {(job.arm, job.config.lr) for job in tuning if job.config} == {
         (arm, rate) for arm in design.spec.arms for rate in (1e-3, 3e-3, 1e-2)
     }
     assert {(job.seed, job.steps) for job in tuning} == {(TUNING_SEED, 100)}
     assert all(job.config and job.config.data_seed == TUNING_SEED for job in tuning)
-    assert all(job.config is None for job in made if job.kind == "main")
+    assert all(job.config is None for job in planned if job.kind == "main")
     chosen = planned_runs(design, {"standard": 1e-2})
     assert {(job.arm, job.config and job.config.lr) for job in chosen if job.kind == "main"} == {
         ("standard", 1e-2),
@@ -202,10 +202,10 @@ def test_a_folder_without_a_design_is_refused(tmp_path: Path) -> None:
 @given(names=st.lists(st.text(max_size=120), max_size=8))
 @settings(deadline=None, max_examples=25)
 def test_folder_names_are_distinct(names: list[str]) -> None:
-    made = folder_names(names)
-    assert len(made) == len(names)
-    assert len({name.casefold() for name in made}) == len(names)
-    assert all(re.fullmatch(r"[A-Za-z0-9=+,_-][A-Za-z0-9=+,._-]{0,99}", name) for name in made)
+    folders = folder_names(names)
+    assert len(folders) == len(names)
+    assert len({name.casefold() for name in folders}) == len(names)
+    assert all(re.fullmatch(r"[A-Za-z0-9=+,_-][A-Za-z0-9=+,._-]{0,99}", name) for name in folders)
 
 
 @given(

@@ -58,8 +58,8 @@ def documents(study: Path, arm: str, seed: int) -> np.ndarray:
 
 
 def test_the_difference_is_that_of_documents_npy(study: Path) -> None:
-    found = read_result(study)
-    difference = found.comparisons[0].difference
+    result = read_result(study)
+    difference = result.comparisons[0].difference
     assert difference is not None
 
     def loss(arm: str, seed: int) -> float:
@@ -68,18 +68,18 @@ def test_the_difference_is_that_of_documents_npy(study: Path) -> None:
 
     by_hand = [loss("differential", seed) - loss("standard", seed) for seed in (0, 1)]
     assert difference.by_seed == pytest.approx(by_hand, abs=1e-12)
-    assert [arm.losses for arm in found.arms] == [
+    assert [arm.losses for arm in result.arms] == [
         pytest.approx([loss(arm, seed) for seed in (0, 1)]) for arm in ("standard", "differential")
     ]
-    assert found.comparisons[0].p_adjusted == found.verdicts[0].p_adjusted == pytest.approx(difference.p)
-    assert difference.level == pytest.approx(1 - found.error_rate)
-    assert found.margin == pytest.approx(0.005 * sum(found.arms[0].losses) / 2)
+    assert result.comparisons[0].p_adjusted == result.verdicts[0].p_adjusted == pytest.approx(difference.p)
+    assert difference.level == pytest.approx(1 - result.error_rate)
+    assert result.margin == pytest.approx(0.005 * sum(result.arms[0].losses) / 2)
 
 
 def test_every_arm_has_cost_curves_and_tuning(study: Path) -> None:
-    found = read_result(study)
-    assert (found.finished, found.runs) == (8, 8)
-    for arm in found.arms:
+    result = read_result(study)
+    assert (result.finished, result.runs) == (8, 8)
+    for arm in result.arms:
         assert abs(arm.parameters_off) <= 0.005
         assert arm.tokens == 20 * 4 * 16
         assert [len(curve.tokens) for curve in arm.curves] == [21, 21]
@@ -88,16 +88,16 @@ def test_every_arm_has_cost_curves_and_tuning(study: Path) -> None:
         assert arm.tokens_per_second is not None
         assert arm.peak_bytes is not None
         assert arm.failures == ()
-    assert [note.name for note in found.notes][:2] == ["size", "compressibility"]
-    assert found.remarks == ()
-    assert found.command == ("qkflow", "compare")
-    assert found.environment["threads"] >= 1
+    assert [note.name for note in result.notes][:2] == ["size", "compressibility"]
+    assert result.remarks == ()
+    assert result.command == ("qkflow", "compare")
+    assert result.environment["threads"] >= 1
 
 
 def test_a_result_survives_json(study: Path, tmp_path: Path) -> None:
-    found = read_result(study)
-    record = json.loads(export_json(found, tmp_path / "results.json").read_text())
-    assert record == json.loads(json.dumps(to_dict(found)))
+    result = read_result(study)
+    record = json.loads(export_json(result, tmp_path / "results.json").read_text())
+    assert record == json.loads(json.dumps(to_dict(result)))
 
 
 def not_judged(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -111,13 +111,13 @@ def test_a_failed_run_does_not_affect_other_pairs(study: Path, inline: Any, edit
     lost.mkdir()
     update_status(lost, attempts=1, failed="the loss went away", failed_for_good=True)
     edit_decisions(study, not_judged)
-    found = run_experiment(None, study, executor=inline())
-    difference = found.comparisons[0].difference
+    result = run_experiment(None, study, executor=inline())
+    difference = result.comparisons[0].difference
     assert difference is not None
     assert (difference.seeds, difference.low) == (1, None)
-    assert found.arms[1].failures == ("seed 1: the loss went away",)
-    assert "1 of 8 runs are not finished (1 failed)" in found.remarks[0]
-    assert found.verdicts[0].kind == "undecided"
+    assert result.arms[1].failures == ("seed 1: the loss went away",)
+    assert "1 of 8 runs are not finished (1 failed)" in result.remarks[0]
+    assert result.verdicts[0].kind == "undecided"
 
 
 def test_an_arm_without_any_run_is_undecided_and_not_an_error(study: Path, inline: Any, edit_decisions: Any) -> None:
@@ -127,10 +127,10 @@ def test_an_arm_without_any_run_is_undecided_and_not_an_error(study: Path, inlin
         update_status(study / f"runs/differential/seed-{seed}", failed="no loss", failed_for_good=True)
     edit_decisions(study, not_judged)
     assert read_result(study).verdicts[0].sentence == "no round has finished"
-    found = run_experiment(None, study, executor=inline())
-    assert found.comparisons[0].difference is None
-    assert found.verdicts[0].kind == "undecided"
-    assert found.arms[1].mean is None
+    result = run_experiment(None, study, executor=inline())
+    assert result.comparisons[0].difference is None
+    assert result.verdicts[0].kind == "undecided"
+    assert result.arms[1].mean is None
 
 
 def test_a_study_without_runs_has_a_result(study: Path) -> None:
@@ -138,9 +138,9 @@ def test_a_study_without_runs_has_a_result(study: Path) -> None:
     shutil.rmtree(study / "tuning")
     (study / "corpus.json").unlink()
     (study / "decisions.jsonl").unlink()
-    found = read_result(study)
-    assert found.finished == 0
-    assert found.arms[0].learning_rate is None
+    result = read_result(study)
+    assert result.finished == 0
+    assert result.arms[0].learning_rate is None
 
 
 def test_runs_that_scored_other_documents_are_not_compared(study: Path, inline: Any, edit_decisions: Any) -> None:
@@ -148,9 +148,9 @@ def test_runs_that_scored_other_documents_are_not_compared(study: Path, inline: 
     rows = np.load(path)
     rows["bytes"][0] += 1
     np.save(path, rows)
-    found = read_result(study)
-    assert f"{path} was changed after the run had finished: the run is left out" in found.remarks
-    assert [arm.seeds for arm in found.arms] == [(0, 1), (1,)]
+    result = read_result(study)
+    assert f"{path} was changed after the run had finished: the run is left out" in result.remarks
+    assert [arm.seeds for arm in result.arms] == [(0, 1), (1,)]
     edit_decisions(study, not_judged)  # without its checksum it cannot be known to be changed
     with pytest.raises(UsageError, match=r"documents\.npy scores other documents than the other runs"):
         run_experiment(None, study, executor=inline())

@@ -300,10 +300,10 @@ def test_a_changed_tuning_run_is_named_and_does_not_change_the_rates(
     before = run_experiment(ask(learning_rates=(1e-3, 3e-3)), study, executor=inline())
     path = study / "tuning/standard/lr-0.003/metrics.jsonl"
     change_metrics(path)
-    found = read_result(study)
-    assert any(f"{path} was changed" in remark for remark in found.remarks)
-    assert found.arms[0].learning_rate == before.arms[0].learning_rate == 1e-3
-    assert dict(found.arms[0].tuning)[3e-3] is None
+    result = read_result(study)
+    assert any(f"{path} was changed" in remark for remark in result.remarks)
+    assert result.arms[0].learning_rate == before.arms[0].learning_rate == 1e-3
+    assert dict(result.arms[0].tuning)[3e-3] is None
     n_started = len(fake_training.started)
     again = run_experiment(None, study, executor=inline(), observer=watcher)
     assert watcher.notices == [f"{path} was changed after it was written: training the run again"]

@@ -51,21 +51,21 @@ def difference(
 cases = st.tuples(st.integers(2, 8), st.integers(1, 9), st.integers(0, 10**6))
 
 
-def numbers(found: object) -> list[float]:
+def numbers(reading: object) -> list[float]:
     names = ("mean", "spread", "error", "freedom", "low", "high", "p", "smallest")
-    return [getattr(found, name) for name in names]
+    return [getattr(reading, name) for name in names]
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5, 10])
 def test_one_document_gives_the_paired_t_test(seeds: int) -> None:
     arm, baseline, sizes = study(seeds, 1, seed=seeds)
-    found = difference(arm, baseline, sizes, level=0.9)
+    measured = difference(arm, baseline, sizes, level=0.9)
     bits = [(nats / LN2 / sizes).ravel() for nats in (arm, baseline)]
     want = stats.ttest_rel(*bits)
     interval = want.confidence_interval(0.9)
-    assert (found.p, found.low, found.high) == pytest.approx((want.pvalue, interval.low, interval.high))
-    assert found.error == pytest.approx(stats.sem(bits[0] - bits[1]))
-    assert (found.freedom, found.documents) == (seeds - 1, 1)
+    assert (measured.p, measured.low, measured.high) == pytest.approx((want.pvalue, interval.low, interval.high))
+    assert measured.error == pytest.approx(stats.sem(bits[0] - bits[1]))
+    assert (measured.freedom, measured.documents) == (seeds - 1, 1)
 
 
 def test_documents_of_equal_size_add_the_component_of_a_two_way_analysis_of_variance() -> None:
@@ -78,12 +78,12 @@ def test_documents_of_equal_size_add_the_component_of_a_two_way_analysis_of_vari
     component = (by_document - interaction) / (n * d)
     assert component > 0
     by_seeds = rows.var(ddof=1) / n
-    found = difference(cells * LN2, np.zeros((n, d)), np.ones(d))
-    assert found.error == pytest.approx(math.sqrt(by_seeds + component))
+    measured = difference(cells * LN2, np.zeros((n, d)), np.ones(d))
+    assert measured.error == pytest.approx(math.sqrt(by_seeds + component))
     freedom = (by_seeds + component) ** 2 / (by_seeds**2 / (n - 1) + component**2 / (d - 1))
-    assert found.freedom == pytest.approx(freedom)
-    widths = [half_width(0.95, one) for one in ((found.error, freedom), (math.sqrt(by_seeds), n - 1))]
-    assert found.high - found.mean == pytest.approx(max(widths))
+    assert measured.freedom == pytest.approx(freedom)
+    widths = [half_width(0.95, one) for one in ((measured.error, freedom), (math.sqrt(by_seeds), n - 1))]
+    assert measured.high - measured.mean == pytest.approx(max(widths))
 
 
 @given(sizes=st.lists(st.integers(1, 1000), min_size=2, max_size=9))
@@ -121,23 +121,23 @@ def test_the_interval_keeps_its_level_for_every_source_of_variance(
 
 def test_each_of_the_two_intervals_alone_errs_too_often() -> None:
     bits, sizes = simulated(5, by_seed=1, by_document=15, rest=0)
-    found = paired(bits, np.zeros_like(bits), sizes)
-    assert (np.abs(found.mean) > half_width(0.95, found.std_errs[0])).mean() > 0.4
+    measured = paired(bits, np.zeros_like(bits), sizes)
+    assert (np.abs(measured.mean) > half_width(0.95, measured.std_errs[0])).mean() > 0.4
     bits, sizes = simulated(2, by_seed=1, by_document=0, rest=5)
-    found = paired(bits, np.zeros_like(bits), sizes)
-    assert (np.abs(found.mean) > half_width(0.95, found.std_errs[1])).mean() > 0.065
+    measured = paired(bits, np.zeros_like(bits), sizes)
+    assert (np.abs(measured.mean) > half_width(0.95, measured.std_errs[1])).mean() > 0.065
 
 
 @given(case=cases)
 @settings(deadline=None, max_examples=25)
 def test_the_interval_is_never_narrower_than_the_paired_t_over_seeds(case: tuple[int, int, int]) -> None:
     arm, baseline, sizes = study(case[0], case[1], seed=case[2])
-    found = difference(arm, baseline, sizes)
-    plain = stats.ttest_1samp(found.by_seed, 0.0)
+    measured = difference(arm, baseline, sizes)
+    plain = stats.ttest_1samp(measured.by_seed, 0.0)
     interval = plain.confidence_interval(0.95)
-    assert found.low <= interval.low + 1e-12
-    assert found.high >= interval.high - 1e-12
-    assert found.p >= plain.pvalue - 1e-12
+    assert measured.low <= interval.low + 1e-12
+    assert measured.high >= interval.high - 1e-12
+    assert measured.p >= plain.pvalue - 1e-12
 
 
 @given(case=cases, level=st.sampled_from([0.9, 0.95, 0.96, 0.992]))
@@ -146,11 +146,11 @@ def test_the_p_value_is_below_alpha_if_and_only_if_the_interval_excludes_zero(
     case: tuple[int, int, int], level: float
 ) -> None:
     arrays = study(case[0], case[1], seed=case[2], shift=0.03)
-    found, errors = difference(*arrays, level=level), paired(*arrays)
-    assume(abs(found.p - (1 - level)) > 1e-9)
-    assert (found.p < 1 - level) == (found.low > 0 or found.high < 0)
-    assert errors.one_sided_p(abs(found.mean)) == pytest.approx(found.p / 2)
-    assert errors.one_sided_p(found.high - found.mean) == pytest.approx((1 - level) / 2)
+    measured, errors = difference(*arrays, level=level), paired(*arrays)
+    assume(abs(measured.p - (1 - level)) > 1e-9)
+    assert (measured.p < 1 - level) == (measured.low > 0 or measured.high < 0)
+    assert errors.one_sided_p(abs(measured.mean)) == pytest.approx(measured.p / 2)
+    assert errors.one_sided_p(measured.high - measured.mean) == pytest.approx((1 - level) / 2)
 
 
 @given(case=cases)
@@ -203,9 +203,9 @@ def test_a_document_without_bytes_or_nats_changes_nothing() -> None:
 
 def test_identical_runs_have_no_difference() -> None:
     arm, _, sizes = study(6, 4)
-    found = difference(arm, arm.copy(), sizes)
-    assert (found.mean, found.spread, found.error, found.low, found.high) == (0, 0, 0, 0, 0)
-    assert (found.p, found.p_signs, found.smallest) == (1, 1, 0)
+    measured = difference(arm, arm.copy(), sizes)
+    assert (measured.mean, measured.spread, measured.error, measured.low, measured.high) == (0, 0, 0, 0, 0)
+    assert (measured.p, measured.p_signs, measured.smallest) == (1, 1, 0)
 
 
 def test_a_difference_without_spread_has_only_document_error() -> None:
@@ -247,9 +247,9 @@ def test_arms_without_common_seeds_are_compared_by_welchs_test(seeds: int, other
     errors = unpaired(arm[:, None], baseline[:, None], np.ones(1))
     want = stats.ttest_ind(arm, baseline, equal_var=False)
     assert (errors.p(), errors.freedom) == pytest.approx((want.pvalue, want.df))
-    found = describe(errors, documents=1, level=0.9, alpha=0.1, prior_used=False)
-    assert (found.low, found.high) == pytest.approx(tuple(want.confidence_interval(0.9)))
-    assert (found.seeds, found.by_seed, found.p_signs) == (seeds, (), None)
+    measured = describe(errors, documents=1, level=0.9, alpha=0.1, prior_used=False)
+    assert (measured.low, measured.high) == pytest.approx(tuple(want.confidence_interval(0.9)))
+    assert (measured.seeds, measured.by_seed, measured.p_signs) == (seeds, (), None)
 
 
 @pytest.mark.parametrize(("by_seed", "by_document", "rest"), [(1, 0, 0), (1, 5, 5), (1, 15, 0), (0.01, 5, 5)])
@@ -319,21 +319,23 @@ def test_the_spread_test_combines_pitman_morgan_and_a_heavy_tailed_test(
     x, y = (arm - arm.mean()) ** 2, (baseline - baseline.mean()) ** 2
     pulls = x / x.mean() - y / y.mean()
     t = math.log(x.sum() / y.sum()) / (pulls.std(ddof=1) / math.sqrt(n) * n / (n - 1))
-    found = spread_ratio(list(arm), list(baseline))
-    assert found.p == pytest.approx(max(pitman_morgan(arm, baseline), 2 * stats.t.sf(abs(t), n - 1)), rel=1e-6)
-    assert found.ratio == pytest.approx(arm.std() / baseline.std())
+    measured = spread_ratio(list(arm), list(baseline))
+    assert measured.p == pytest.approx(max(pitman_morgan(arm, baseline), 2 * stats.t.sf(abs(t), n - 1)), rel=1e-6)
+    assert measured.ratio == pytest.approx(arm.std() / baseline.std())
 
 
 @given(case=pairs, level=st.sampled_from([0.9, 0.95]))
 @settings(deadline=None, max_examples=25)
 def test_the_interval_of_a_spread_ratio_inverts_its_test(case: tuple[int, int], level: float) -> None:
     arm, baseline = two_arms(*case)
-    found = spread_ratio(list(arm), list(baseline), level=level)
-    for end in (found.low, found.high):
+    measured = spread_ratio(list(arm), list(baseline), level=level)
+    for end in (measured.low, measured.high):
         assert spread_ratio(list(arm), list(end * baseline)).p == pytest.approx(1 - level, rel=1e-4)
         assert pitman_morgan(arm, end * baseline) <= 1 - level + 1e-6
     inverse = spread_ratio(list(baseline), list(arm), level=level)
-    assert (inverse.ratio, inverse.low, inverse.high) == pytest.approx((1 / found.ratio, 1 / found.high, 1 / found.low))
+    assert (inverse.ratio, inverse.low, inverse.high) == pytest.approx(
+        (1 / measured.ratio, 1 / measured.high, 1 / measured.low)
+    )
 
 
 @pytest.mark.parametrize("seeds", [3, 5, 10])

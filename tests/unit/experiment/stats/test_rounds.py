@@ -99,9 +99,9 @@ def test_many_studies_at_once_are_judged_like_one(prior: Prior | None) -> None:
                 "base": base,
                 **{str(a): {i: base[i] + arm[i] for i in range(seeds)} for a, arm in enumerate(study)},
             }
-            found = judge_round(
+            verdicts = judge_round(
                 losses, np.arange(1.0, 6.0), baseline="base", rule=rule, round=round, decided=decided, scale=1.0
             )
-            decided = {verdict.arm: verdict for verdict in found}
+            decided = {verdict.arm: verdict for verdict in verdicts}
         assert [decided[str(a)].kind for a in range(3)] == [KINDS[code] for code in codes]
         assert [decided[str(a)].round or 0 for a in range(3)] == rounds.tolist()

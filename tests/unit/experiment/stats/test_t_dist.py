@@ -38,8 +38,8 @@ def test_power_with_document_variance_matches_simulated_studies(seeds: int, by_d
     rng = np.random.default_rng(0)
     bits = rng.standard_normal((4000, seeds, 1)) + by_document * rng.standard_normal((4000, 1, 100))
     effect = smallest_effect(spread=1.0, seeds=seeds, alpha=0.05, documents=by_document / 10)
-    found = crossed(bits + effect, np.ones(100))
-    assert ((found.p() < 0.05) & (found.mean > 0)).mean() == pytest.approx(0.8, abs=0.03)
+    measured = crossed(bits + effect, np.ones(100))
+    assert ((measured.p() < 0.05) & (measured.mean > 0)).mean() == pytest.approx(0.8, abs=0.03)
 
 
 @given(
@@ -99,8 +99,8 @@ def test_a_study_detects_its_smallest_effect_with_power_0_8(seeds: int) -> None:
     means, spreads = on_paper(seeds)
     errors = spreads / math.sqrt(seeds)
     smallest = np.array([observed_smallest((error, seeds - 1), alpha=0.04) for error in errors[:4000]])
-    found = (means[:4000] + smallest) / errors[:4000] > quantile(0.98, seeds - 1)
-    assert found.mean() == pytest.approx(0.8, abs=0.02)
+    measured = (means[:4000] + smallest) / errors[:4000] > quantile(0.98, seeds - 1)
+    assert measured.mean() == pytest.approx(0.8, abs=0.02)
 
 
 def test_the_larger_of_two_standard_errors_counts() -> None:

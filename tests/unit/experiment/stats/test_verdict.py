@@ -206,8 +206,8 @@ def test_a_rejected_hypothesis_leaves_its_family_and_an_equivalent_arm_keeps_its
 
     def second_round(**kinds: Any) -> Verdict:
         decided = {arm: Verdict(arm=arm, kind=kind, sentence="") for arm, kind in kinds.items()}
-        found = judge_round(losses, np.ones(4), baseline="standard", rule=rule, round=2, decided=decided, margin=0.1)
-        return next(verdict for verdict in found if verdict.arm == "a")
+        judged = judge_round(losses, np.ones(4), baseline="standard", rule=rule, round=2, decided=decided, margin=0.1)
+        return next(verdict for verdict in judged if verdict.arm == "a")
 
     p = second_round(b="worse", c="worse")
     assert p.difference is not None
@@ -257,15 +257,15 @@ def test_a_higher_number_can_be_better() -> None:
 @settings(deadline=None, max_examples=25)
 def test_the_verdict_of_a_single_arm_agrees_with_its_interval(values: list[float], pull: float) -> None:
     (verdict,) = verdicts(arm=values, pull=pull)
-    found = verdict.difference
-    assert found is not None
-    assert found.low is not None
-    assert found.high is not None
-    if found.high < -1e-12:
+    judged = verdict.difference
+    assert judged is not None
+    assert judged.low is not None
+    assert judged.high is not None
+    if judged.high < -1e-12:
         assert verdict.kind == "better"
-    elif found.low > 1e-12:
+    elif judged.low > 1e-12:
         assert verdict.kind == "worse"
-    elif max(-found.low, found.high) < 0.01:
+    elif max(-judged.low, judged.high) < 0.01:
         assert verdict.kind == "equivalent"  # the converse needs a 90 % interval: one-sided tests
     assert (verdict.advice is None) == (verdict.kind != "undecided")
 
@@ -299,5 +299,5 @@ def test_invalid_losses_are_refused() -> None:
 
 
 def test_a_study_without_runs_has_no_verdicts_yet() -> None:
-    found = judge_round({"standard": {}, "arm": {}}, np.ones(1), baseline="standard", rule=ONCE, round=1)
-    assert [verdict.kind for verdict in found] == ["undecided"]
+    judged = judge_round({"standard": {}, "arm": {}}, np.ones(1), baseline="standard", rule=ONCE, round=1)
+    assert [verdict.kind for verdict in judged] == ["undecided"]
