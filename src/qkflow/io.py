@@ -12,11 +12,15 @@ import hashlib
 import json
 import os
 import shutil
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from qkflow.errors import BusyError, DiskError, UsageError
+
+BAD_NPY = (ValueError, EOFError, SyntaxError, tokenize.TokenError)
+"""What `numpy.load` raises for a file that is not a .npy file, or whose header is damaged."""
 
 
 def cache_folder() -> Path:

@@ -34,6 +34,7 @@ from qkflow.data import CorpusConfig, Tokenizer, save_tokenizer
 from qkflow.data.text.tokenizers import saved_tokenizer
 from qkflow.errors import CheckpointError, UsageError
 from qkflow.io import (
+    BAD_NPY,
     checksum,
     discard,
     disk_errors,
@@ -322,7 +323,7 @@ def read_documents(path: Path) -> np.ndarray | None:
     """Read the result of `write_documents`; None for anything else, such as a truncated file or a pickle."""
     try:
         documents = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+    except (OSError, *BAD_NPY):
         return None
     return documents if isinstance(documents, np.ndarray) and documents.dtype == DOCUMENT else None
 

@@ -16,6 +16,8 @@ from qkflow.data import CorpusConfig
 from qkflow.errors import BusyError, CheckpointError, UsageError
 from qkflow.io import locked
 from qkflow.training import load_run, train
+from qkflow.training.evaluate import DOCUMENT
+from qkflow.training.run_dir import read_documents, write_documents
 
 
 def test_a_folder_in_use_is_refused(configure: Any, tmp_path: Path) -> None:
@@ -151,3 +153,13 @@ def test_damaged_result_files_of_a_finished_run_are_restored(configure: Any, tmp
     assert not train(None, tmp_path / "run", resume=True).was_finished
     assert file.read_bytes() == whole
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_document_losses_with_a_damaged_header_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "documents.npy"
+    write_documents(path, np.zeros(3, DOCUMENT))
+    content = path.read_bytes()
+    assert read_documents(path) is not None
+    for damaged in (content.replace(b"}", b" "), content[:-1], b""):
+        path.write_bytes(damaged)
+        assert read_documents(path) is None
