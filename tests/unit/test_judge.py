@@ -140,6 +140,10 @@ CSV_ERRORS = {
     "arm,seed,loss\na,0\n": "got 2 fields, expected 3",
     "arm,seed,loss\na,0,0\na,1,0\nb,0,1\nb,1,2\n": "mean is 0",
     "arm,seed,loss\n\x00": "CSV|no rows|fields",
+    "arm,seed,loss\na,0,1e200\na,1,1\nb,0,1\nb,1,2\n": "line 2: the loss is 1e.200: expected at most 1e.100",
+    "arm,seed,loss\na,0,1e-200\na,1,2e-200\nb,0,1e-201\nb,1,2e-201\n": "all losses are below 1e-100",
+    "arm,seed,loss\na,0,2_5\n": "the loss is '2_5', expected a number",
+    "arm,seed,loss,block,weight\na,0,1,x,inf\n": "line 2: the weight is inf: expected a number",
 }
 
 
@@ -161,6 +165,7 @@ def test_bad_tables_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
         ({"margin_absolute": -1.0}, "margin-absolute must be"),
         ({"margin": 0.1, "margin_absolute": 0.1}, "both"),
         ({"look": 0}, "counted from 1"),
+        ({"look": 1100}, "end at 30, got 1100"),
         ({"error_rate": 2.0}, "error_rate"),
     ],
 )
@@ -179,6 +184,8 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
         ([{"arm": "a", "loss": 1}], "row 1: no column 'seed'"),
         ({"arm": ["a"], "seed": [0, 1], "loss": [1]}, "different lengths"),
         ("missing.csv", "does not exist"),
+        ([("a", 0, True)], "row 1: the loss is True, expected a number"),
+        ([("a", 0, 10**400)], "row 1: the loss is inf"),
     ],
 )
 def test_bad_rows_are_refused(table: Any, message: str) -> None:
@@ -226,6 +233,10 @@ def test_an_arm_with_one_seed_is_undecided_if_others_have_more() -> None:
     late = result.verdicts[-1]
     assert (late.kind, late.p_adjusted) == ("undecided", None)
     assert result.to_dict()["verdicts"][-1]["seeds"] == 1
+    assert "late has fewer than 2 seeds: not compared" in result.notices
+    result = judge([*ROWS, {"arm": "late", "seed": "9", "loss": 2.4}])
+    assert "Welch" not in " ".join(result.notices)
+    assert "late has fewer than 2 seeds: not compared" in result.notices
 
 
 def test_undecided_arms_tell_how_many_seeds_would_decide() -> None:
@@ -333,6 +344,89 @@ def test_bad_run_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b" / "x" / "0" / "metrics.jsonl").write_text("[1\n")
     with pytest.raises(UsageError, match="cannot be read as JSON lines"):
         judge(tmp_path / "b")
+
+
+def change_last(folder: Path, **values: Any) -> None:
+    """Change the last evaluation of a run."""
+    path = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records[2].update(values)
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+
+@pytest.mark.parametrize("step", ["abc", [1], None, math.nan, math.inf, 10**400])
+def test_a_step_that_is_no_number_is_refused(tmp_path: Path, step: Any) -> None:
+    for row in ROWS:
+        run_folder(tmp_path / row["arm"] / row["seed"], row["loss"])
+    change_last(tmp_path / "good" / "1", step=step)
+    with pytest.raises(UsageError, match=r"good/1/metrics\.jsonl: the step is .*expected a number") as error:
+        judge(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 1e200, 10**400, True, "x", [1]])
+def test_a_loss_that_is_no_number_is_refused(tmp_path: Path, loss: Any) -> None:
+    for row in ROWS:
+        run_folder(tmp_path / row["arm"] / row["seed"], row["loss"])
+    change_last(tmp_path / "good" / "1", bits_per_byte=loss)
+    with pytest.raises(UsageError, match=r"good/1/metrics\.jsonl: the loss is"):
+        judge(tmp_path)
+
+
+def test_deeply_nested_metrics_are_refused(tmp_path: Path) -> None:
+    run_folder(tmp_path / "a" / "0", 1.0)
+    (tmp_path / "a" / "0" / "metrics.jsonl").write_text("[" * 10**5)
+    with pytest.raises(UsageError, match="cannot be read as JSON lines"):
+        judge(tmp_path)
+
+
+def documents_of(loss: float) -> np.ndarray:
+    documents = np.zeros(3, dtype=[("nats", "f8"), ("bytes", "i8")])
+    documents["bytes"] = [10, 20, 30]
+    documents["nats"] = loss * math.log(2) * documents["bytes"]
+    return documents
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda documents: documents[None],
+        lambda documents: documents[0],
+        lambda documents: documents.astype([("nats", "U9"), ("bytes", "U9")]),
+        lambda documents: np.zeros(3, [("nats", "f8", (2,)), ("bytes", "i8", (2,))]),
+    ],
+    ids=["two dimensions", "no dimension", "text", "several numbers"],
+)
+def test_document_losses_of_another_shape_are_refused(tmp_path: Path, change: Any) -> None:
+    for row in ROWS:
+        run_folder(tmp_path / row["arm"] / row["seed"], 5.0, documents=change(documents_of(row["loss"])))
+    with pytest.raises(UsageError, match=r"documents\.npy has shape .*expected one number"):
+        judge(tmp_path)
+
+
+def test_a_damaged_documents_file_is_refused(tmp_path: Path) -> None:
+    run_folder(tmp_path / "a" / "0", 1.0, documents=documents_of(1.0))
+    path = tmp_path / "a" / "0" / "documents.npy"
+    content = path.read_bytes()
+    too_long = content.replace(b"(3,), }           ", b"(300000000000,), }")
+    assert len(too_long) == len(content)
+    for damaged in (too_long, content[:-1], content.replace(b"}", b" "), b""):
+        path.write_bytes(damaged)
+        with pytest.raises(UsageError, match=r"documents\.npy cannot be read .*truncated"):
+            judge(tmp_path)
+
+
+def test_document_losses_that_cannot_be_used_are_a_notice(tmp_path: Path) -> None:
+    for row in ROWS:
+        run_folder(tmp_path / row["arm"] / row["seed"], row["loss"], documents=documents_of(row["loss"]))
+    path = tmp_path / "good" / "1" / "documents.npy"
+    np.save(path, documents_of(1.0)[:2])
+    assert "documents.npy hold different documents" in " ".join(judge(tmp_path).notices)
+    path.unlink()
+    result = judge(tmp_path)
+    assert result.blocks == 1
+    assert "documents.npy are missing in some runs" in " ".join(result.notices)
+    assert kinds(tmp_path) == kinds(ROWS)
 
 
 def simulated(rng: np.random.Generator, effects: tuple[float, ...], seeds: int) -> list[tuple[str, int, float]]:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from qkflow.experiment.stats.verdict import Verdict
 
 
+_MAX_LOOKS = 30
+"""The error rate that is left for later looks is below one in a billion of the first."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
     """The verdicts on a table of losses."""
@@ -142,8 +146,8 @@ def _check_options(margin: float | None, margin_absolute: float | None, look: in
     for name, value in (("margin", margin), ("margin-absolute", margin_absolute)):
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"the {name} must be a number above 0, got {value}")
-    if look is not None and look < 1:
-        raise UsageError(f"looks are counted from 1, got {look}")
+    if look is not None and not 1 <= look <= _MAX_LOOKS:
+        raise UsageError(f"looks are counted from 1 and end at {_MAX_LOOKS}, got {look}")
 
 
 def _read_losses(table: Any) -> LossTable:
@@ -194,6 +198,8 @@ def _absolute_margin(fraction: float, losses: Sequence[float]) -> float:
 
 
 def _pairing_notice(verdict: Verdict, baseline: str, losses: Mapping[str, Mapping[str, float]]) -> str | None:
+    if verdict.difference is None or verdict.p_adjusted is None:
+        return f"{verdict.arm} has fewer than 2 seeds: not compared"
     if verdict.paired == "unpaired":
         return f"{verdict.arm} and {baseline} share fewer than 2 seeds: compared without pairs (Welch's test)"
     if verdict.paired == "partly":

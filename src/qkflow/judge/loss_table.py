@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkflow.errors import UsageError
+from qkflow.errors import UsageError, short_repr
 from qkflow.io import refuse_special_files
 
 COLUMNS = ("arm", "seed", "loss", "block", "weight")
 _REQUIRED = COLUMNS[:3]
+_LIMIT = 1e100
+"""The squares of larger numbers, and of losses that are all below its inverse, are not floats."""
 
 
 class LossTable(NamedTuple):
@@ -51,7 +53,7 @@ def arrange(rows: Iterable[LossRow]) -> LossTable:
     cells: dict[str, dict[str, dict[str, float]]] = {}
     origins: dict[tuple[str, str, str], str] = {}
     weights: dict[str, float] = {}
-    last_digit = math.inf
+    last_digit, largest = math.inf, 0.0
     has_rows = False
     for row in rows:
         has_rows = True
@@ -67,8 +69,11 @@ def arrange(rows: Iterable[LossRow]) -> LossTable:
         if weights.setdefault(block, weight) != weight:
             raise UsageError(f"{row.where}: block {block} has the weight {weight:g}, and {weights[block]:g} before")
         origins[key] = row.where
+        largest = max(largest, abs(loss))
         last_digit = min(last_digit, _last_digit(row.loss))
         cells.setdefault(arm, {}).setdefault(seed, {})[block] = loss
+    if 0 < largest < 1 / _LIMIT:
+        raise UsageError(f"all losses are below {1 / _LIMIT:g}: give them in another unit")
     if not has_rows:
         raise UsageError("the table has no rows: expected one per run, with the columns arm, seed and loss")
     blocks = list(weights)
@@ -100,11 +105,18 @@ def _name(row: LossRow, column: str) -> str:
 def _number(row: LossRow, column: str) -> float:
     value = getattr(row, column)
     try:
+        if isinstance(value, bool) or (isinstance(value, str) and "_" in value):  # Python reads 2_5 as 25
+            raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        raise UsageError(f"{row.where}: the {column} is {value!r}, expected a number") from None
+        raise UsageError(f"{row.where}: the {column} is {short_repr(value)}, expected a number") from None
+    except OverflowError:  # an integer
+        number = math.inf
     if not math.isfinite(number):
-        raise UsageError(f"{row.where}: the {column} is {number}: leave out runs that failed")
+        advice = "leave out runs that failed" if column == "loss" else "expected a number"
+        raise UsageError(f"{row.where}: the {column} is {number}: {advice}")
+    if abs(number) > _LIMIT:
+        raise UsageError(f"{row.where}: the {column} is {number:g}: expected at most {_LIMIT:g}")
     return number
 
 

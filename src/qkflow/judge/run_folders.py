@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qkflow.errors import UsageError
-from qkflow.io import refuse_special_files
+from qkflow.errors import UsageError, short_repr
+from qkflow.io import BAD_NPY, refuse_special_files
 from qkflow.judge.loss_table import LossRow, LossTable, arrange
 
 _METRICS = ("bits_per_byte", "eval_loss", "val_loss", "loss")
+_MAX_STEP = 1e18
 _SEED_NAME = re.compile(r"(?P<arm>.*?)[-_.]?(?:seed[-_=]?|s)?(?P<seed>\d+)$", re.IGNORECASE)
 
 
@@ -39,15 +40,20 @@ def read_folder(folder: Path) -> LossTable:
         notices.append(f"left out, because other runs of the arm are longer: {names}")
     documents = [run.documents for run in complete]
     first = documents[0]
+    has_documents = [d is not None for d in documents]
     if first is not None and all(d is not None and np.array_equal(d["bytes"], first["bytes"]) for d in documents):
         rows = [
-            run.row._replace(loss=nats / math.log(2) / size if size else 0.0, block=str(n), weight=size)
+            run.row._replace(where=where, loss=nats / math.log(2) / size if size else 0.0, block=str(n), weight=size)
             for run in complete
             if run.documents is not None
+            for where in [str(Path(run.row.where).with_name("documents.npy"))]
             for n, (nats, size) in enumerate(zip(run.documents["nats"].tolist(), first["bytes"].tolist(), strict=True))
         ]
     else:
         rows = [run.row for run in complete]
+        if any(has_documents):
+            why = "hold different documents" if all(has_documents) else "are missing in some runs"
+            notices.append(f"the files documents.npy {why}: the losses in metrics.jsonl are compared, without blocks")
     table = arrange(rows)
     return table._replace(notices=tuple(notices))
 
@@ -71,11 +77,13 @@ def _read_run(root: Path, path: Path) -> _RunFolder:
             record = json.loads(line) if line.strip() else {}
             if record.get("kind", "eval") != "train" and (key := next((m for m in _METRICS if m in record), None)):
                 loss, step = record[key], record.get("step", 0)
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as JSON lines ({error})") from None
     if loss is None:
         raise UsageError(f"{path} has no evaluation: expected a line with one of {', '.join(_METRICS)}")
-    return _RunFolder(LossRow(str(path), arm, match["seed"], loss), float(step or 0), _read_documents(run))
+    if not isinstance(step, int | float) or not abs(step) <= _MAX_STEP:
+        raise UsageError(f"{path}: the step is {short_repr(step)}: expected a number")
+    return _RunFolder(LossRow(str(path), arm, match["seed"], loss), float(step), _read_documents(run))
 
 
 def _read_documents(run: Path) -> np.ndarray | None:
@@ -84,7 +92,17 @@ def _read_documents(run: Path) -> np.ndarray | None:
     if not path.exists():
         return None
     try:
-        documents = np.load(path, allow_pickle=False)
-        return documents if {"nats", "bytes"} <= set(documents.dtype.names or ()) else None
-    except (OSError, ValueError) as error:
+        documents = np.load(path, mmap_mode="r", allow_pickle=False)  # a header may claim more than the file holds
+    except OSError as error:
         raise UsageError(f"{path} cannot be read ({error}): remove it to use metrics.jsonl") from None
+    except BAD_NPY:
+        reason = "it is truncated, or not a .npy file of numbers"
+        raise UsageError(f"{path} cannot be read ({reason}): remove it to use metrics.jsonl") from None
+    if not isinstance(documents, np.ndarray) or not {"nats", "bytes"} <= set(documents.dtype.names or ()):
+        return None
+    if documents.ndim != 1 or any(documents.dtype[name].kind not in "fiu" for name in ("nats", "bytes")):
+        raise UsageError(
+            f"{path} has shape {documents.shape} and type {short_repr(documents.dtype.descr)}: expected one number of "
+            "nats and of bytes per document; remove it to use metrics.jsonl"
+        )
+    return np.array(documents)
