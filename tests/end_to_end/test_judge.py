@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,39 @@ def test_json_is_the_only_standard_output(table: Path, capsys: pytest.CaptureFix
     assert set(record) == {"baseline", "error_rate", "verdicts"}
     assert (record["baseline"], record["error_rate"]) == ("same", 0.025)
     assert [verdict["arm"] for verdict in record["verdicts"]][:2] == ["standard", "good"]
+
+
+def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results.csv"
+    path.write_text(TABLE.replace("good", "a:warning:b").replace("elsewhere", "c:smile:d"))
+    assert main(["judge", str(path), "--json"]) == 0
+    output = capsys.readouterr()
+    assert [verdict["arm"] for verdict in json.loads(output.out)["verdicts"]][::2] == ["a:warning:b", "c:smile:d"]
+    assert "c:smile:d" in output.err
+
+
+@pytest.mark.parametrize("unit", ["e-7", "e9", ""])
+def test_numbers_of_any_size_keep_their_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str], unit: str) -> None:
+    path = tmp_path / "results.csv"
+    losses = {"a": ("2.50", "2.52", "2.49"), "b": ("2.81", "2.82", "2.80")}
+    rows = [f"{arm},{seed},{loss}{unit}\n" for arm, values in losses.items() for seed, loss in enumerate(values)]
+    path.write_text("".join(["arm,seed,loss\n", *rows]))
+    assert main(["judge", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    difference, low, high = (float(text) for text in re.findall(r"[+-]\d\S*[\d]", lines[4]))
+    scale = float(f"1{unit}")
+    assert difference == pytest.approx(0.3067 * scale, rel=0.01)
+    assert 0.2 * scale < low < difference < high < 0.4 * scale
+    margin = float(re.findall(r"margin .(\S+);", lines[1])[0])
+    assert margin == pytest.approx(0.005 * 2.5033 * scale, rel=0.05)
+
+
+def test_the_margin_is_never_rounded_to_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results.csv"
+    path.write_text("arm,seed,loss\na,0,1\na,1,9\nb,0,7\nb,1,3\n")
+    assert main(["judge", str(path)]) == 0
+    assert "margin \N{PLUS-MINUS SIGN}0.025;" in capsys.readouterr().out
 
 
 def test_the_page_holds_the_verdicts_and_escapes_names(table: Path, tmp_path: Path) -> None:

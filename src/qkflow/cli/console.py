@@ -14,7 +14,13 @@ from qkflow.formatting import escape_unprintable
 
 
 class Console(RichConsole):
-    """A rich console that escapes control characters, which file names and configs may contain."""
+    """A rich console that escapes control characters, which file names and configs may contain, and has no emoji codes.
+
+    rich replaces text such as `:warning:` otherwise, also in JSON.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"emoji": False, **options})
 
     def render(self, *args: Any, **options: Any) -> Iterable[Segment]:
         """Render as rich does, with the text escaped."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from statistics import fmean, stdev
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from qkflow.experiment.stats.verdict import Verdict
-from qkflow.formatting import MISSING, escape_unprintable, format_p_value, format_percent, shorten
+from qkflow.formatting import MISSING, escape_unprintable, format_p_value, shorten
 from qkflow.judge import Judgement
 from qkflow.report import figures
 from qkflow.report.export import render_table
@@ -33,7 +34,7 @@ _NAME_WIDTH = 12
 def judgement_report(result: Judgement, source: str) -> ReportContent:
     """The page of a judgement; `source` is the name of its table."""
     better = "higher is better" if result.is_higher_better else "lower is better"
-    rate = format_percent(result.error_rate, 2)
+    rate = _rate(result)
     note = (
         f"Differences are arm minus {result.baseline}, in the unit of the table; {better}. Intervals are marginal: each"
         " covers the true difference of its arm alone. The probability of a false “better” or “worse” is at most"
@@ -62,7 +63,7 @@ def judgement_report(result: Judgement, source: str) -> ReportContent:
         callouts=[f"{notice[:1].upper()}{notice[1:]}." for notice in result.notices],
         facts=[
             ("table", shorten(source, 60)),
-            ("equivalence margin", f"\N{PLUS-MINUS SIGN}{result.margin:.{_digits(result)}f}"),
+            ("equivalence margin", _margin(result)),
             ("error rate", f"{rate}, all arms together"),
             ("blocks per run", f"{result.blocks}"),
         ],
@@ -85,13 +86,13 @@ _KINDS = ("better", "worse", "equivalent", "undecided")
 
 def judgement_terminal(result: Judgement) -> RenderableType:
     """One line per arm, at most 80 columns wide."""
-    digits = _digits(result)
+    number = _number_format(result)
     losses = list(result.losses[result.baseline].values())
     better = "higher" if result.is_higher_better else "lower"
-    name, rate = shorten(result.baseline, 32), format_percent(result.error_rate, 2)
+    name = shorten(result.baseline, 32)
     lines = [
-        f"baseline {name}: mean {fmean(losses):.{digits}f}, {len(losses)} seeds; {better} is better",
-        f"margin \N{PLUS-MINUS SIGN}{result.margin:.{digits}f}; error rate {rate} over all arms; marginal intervals",
+        f"baseline {name}: mean {number(fmean(losses))}, {len(losses)} seeds; {better} is better",
+        f"margin {_margin(result)}; error rate {_rate(result)} over all arms; marginal intervals",
     ]
     table = verdict_table(result)
     shown = table.select(table.terminal)
@@ -102,15 +103,10 @@ def judgement_terminal(result: Judgement) -> RenderableType:
 
 def verdict_table(result: Judgement) -> Table:
     """Every arm against the baseline."""
-    digits = _digits(result)
-
-    def number(value: float | None) -> str:
-        return MISSING if value is None else f"{value:.{digits}f}"
+    number, signed = _number_format(result), _number_format(result, "+")
 
     def interval(mean: float | None, low: float | None, high: float | None) -> str:
-        if mean is None:
-            return MISSING
-        return f"{mean:+.{digits}f}" + ("" if low is None else f" ({low:+.{digits}f} to {high:+.{digits}f})")
+        return signed(mean) + ("" if low is None else f" ({signed(low)} to {signed(high)})")
 
     level = next((v.difference.level for v in result.verdicts if v.difference is not None), 0.95)
     columns = (
@@ -152,23 +148,41 @@ def _row(result: Judgement, verdict: Verdict) -> tuple[str | int | float | None,
 
 
 def _run_table(result: Judgement) -> Table:
-    digits = _digits(result)
     columns = (
         text_column("arm"),
         text_column("seed"),
-        number_column("loss", "loss", lambda value: f"{value:.{digits}f}"),
+        number_column("loss", "loss", _number_format(result)),
     )
     rows = [(arm, seed, loss) for arm, runs in result.losses.items() for seed, loss in runs.items()]
     return Table(caption="Every run", columns=columns, rows=rows, name="runs", summary="Every run as a table")
 
 
-def _digits(result: Judgement) -> int:
-    """Decimals that show two significant digits of the narrowest interval, or else of the baseline's spread."""
+def _number_format(result: Judgement, sign: str = "") -> Callable[[float | None], str]:
+    """Writes losses with two significant digits of the narrowest interval, or else of the baseline's spread."""
     widths = [
         (difference.high - difference.low) / 2
         for verdict in result.verdicts
         if (difference := verdict.difference) is not None and difference.low is not None and difference.high is not None
     ]
-    widths.append(stdev(result.losses[result.baseline].values()))
+    losses = result.losses[result.baseline].values()
+    widths.append(stdev(losses))
     narrow = min((width for width in widths if width > 0), default=1e-4)
-    return min(8, max(0, 1 - math.floor(math.log10(narrow))))
+    largest = max(map(abs, losses))
+    if 1e-4 < largest < 1e8 or not largest:
+        form = f"{sign}.{min(8, max(0, 1 - math.floor(math.log10(narrow))))}f"
+    else:
+        form = f"{sign}.{min(8, max(1, 1 + math.floor(math.log10(largest / narrow))))}e"
+    return lambda value: MISSING if value is None else format(value, form)
+
+
+def _margin(result: Judgement) -> str:
+    """The equivalence margin; with two significant digits where the decimals of the losses would round it off."""
+    number = _number_format(result)(result.margin)
+    return "\N{PLUS-MINUS SIGN}" + (
+        number if abs(float(number) - result.margin) <= 0.05 * result.margin else f"{result.margin:.2g}"
+    )
+
+
+def _rate(result: Judgement) -> str:
+    """The error rate of this look."""
+    return f"{100 * result.error_rate:.3g}%"
