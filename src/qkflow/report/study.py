@@ -9,8 +9,10 @@ from typing import Any
 
 from qkflow.experiment.metrics.rationale import RationaleSummary
 from qkflow.experiment.result import ArmSummary, Comparison, ExperimentResult
+from qkflow.experiment.stats.verdict import Verdict
 from qkflow.formatting import (
     MISSING,
+    escape_unprintable,
     format_bytes,
     format_compact,
     format_difference,
@@ -100,15 +102,27 @@ def _state(result: ExperimentResult) -> list[str]:
     state, folder = result.state, shlex.quote(result.folder)
     open_arms = [verdict.arm for verdict in result.verdicts if verdict.kind == "undecided"]
     if state.ended is None:
-        left = "" if state.budget is None else f", about {format_duration(max(0.0, state.budget - state.elapsed))} left"
+        rounds = "1 round is" if state.rounds == 1 else f"{state.rounds} rounds are"
+        arms = "1 arm is" if len(open_arms) == 1 else f"{len(open_arms)} arms are"
         return [
-            f"The study is running or was interrupted (`qkflow compare --resume {folder}`): {state.rounds} rounds are "
-            f"judged, {len(open_arms)} of {len(result.verdicts)} arms are open{left}."
+            f"The study is running or was interrupted (`qkflow compare --resume {folder}`): {rounds} judged, {arms} "
+            f"open of {len(result.verdicts)}{_time_left(result, len(open_arms))}."
         ]
     if not open_arms or state.budget is None or state.ended != "the budget is spent":
         return []
     more = format_duration(state.elapsed)
     return [f"More time for the undecided arms: `qkflow compare --extend {folder} --budget {more}`"]
+
+
+def _time_left(result: ExperimentResult, open_arms: int) -> str:
+    """How long a study takes at most: what is left of its budget, or else all its seeds at the speed until now."""
+    state, seeds = result.state, result.design.get("rule", {}).get("seeds_by_round")
+    if state.budget is not None:
+        return f", at most about {format_duration(max(0.0, state.budget - state.elapsed))} left"
+    if not seeds or not result.finished or not result.arms:
+        return ""
+    runs = max(0, seeds[-1] - len(result.arms[0].seeds)) * (1 + open_arms)
+    return f", at most about {format_duration(state.elapsed / result.finished * runs)} left"
 
 
 def _progress(finished: int, runs: int, failed: int) -> list[str]:
@@ -281,8 +295,9 @@ def _verdict_section(result: ExperimentResult, table: Table) -> Section:
         accuracy = "" if result.recall is None else recall.accuracy_sentence(result.recall, verdict.arm)
         advice = " ".join(filter(None, (verdict.advice, accuracy)))
         text = f"{shorten(verdict.arm, 48)}: {verdict.sentence}."
-        line = f"{shorten(verdict.arm, 24)}: {verdict.advice}" if verdict.advice else ""
-        statements.append(Statement(verdict=verdict.kind, text=text, advice=advice, in_terminal=line))
+        statements.append(
+            Statement(verdict=verdict.kind, text=text, advice=advice, in_terminal=_terminal_advice(verdict))
+        )
     text = (
         f"Differences are in held-out {result.bits}: arm minus baseline, paired by seed and by document (the losses are"
         " means over the seeds of each arm, and arms that are decided early have fewer). Below zero,"
@@ -300,6 +315,19 @@ def _verdict_section(result: ExperimentResult, table: Table) -> Section:
     if not statements:
         statements = [Note(text="The study has one arm: there is nothing to compare.", style="plain")]
     return Section(name="verdicts", title="Verdicts", nav="Verdicts", blocks=[table, *statements, details])
+
+
+def _terminal_advice(verdict: Verdict) -> str:
+    """What would decide an undecided arm, on one line of 80 columns: the seeds alone if there is no room for more."""
+    if not verdict.advice:
+        return ""
+    name = shorten(verdict.arm, 24)
+    line = f"{name}: {verdict.advice}"
+    if len(escape_unprintable(line)) <= 80:
+        return line
+    if verdict.seeds_needed is not None:
+        return f"{name}: About {verdict.seeds_needed} seeds would decide."
+    return f"{name}: {verdict.advice.partition(':')[0].rstrip('.')}."
 
 
 def _learning_section(result: ExperimentResult) -> Section:

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from qkflow.config import to_dict
 from qkflow.experiment.result import ExperimentResult
-from qkflow.report import export_csv, export_json, terminal
+from qkflow.report import build_report, export_csv, export_json, terminal
+from qkflow.report.html import render
 from qkflow.report.study import comparison_table
 
 ARMS = ("standard", "differential", "coupled")
@@ -117,6 +118,32 @@ def test_the_terminal_shows_the_rows_of_the_page(synthetic: ModuleType) -> None:
 
 def test_the_terminal_needs_at_most_24_lines_for_eight_arms(synthetic: ModuleType) -> None:
     assert len(printed(synthetic.study(EIGHT, seeds=5)).splitlines()) < 25
+
+
+@pytest.mark.parametrize(
+    ("advice", "seeds_needed", "want"),
+    [
+        ("About 99 seeds would decide, longer runs or a wider margin may be cheaper.", 99, "About 99 seeds"),
+        ("The interval of this arm alone is not enough: about 15 seeds would decide.", 15, "About 15 seeds"),
+        ("The 105 held-out documents vary too much: use more documents or a wider margin.", None, "vary too much."),
+        ("More than 1000 seeds would be needed: use longer runs or a wider margin.", None, "would be needed."),
+        ("At least 2 seeds of both arms are needed.", None, "are needed."),
+    ],
+)
+def test_every_arm_has_one_line_of_advice_in_the_terminal(
+    synthetic: ModuleType, advice: str, seeds_needed: int | None, want: str
+) -> None:
+    """Any advice fits one line beside a long name; the page has all of it."""
+    result = synthetic.study((*EIGHT[:2], *(f"standard:window={n}" for n in range(100, 106))), seeds=5)
+    verdicts = tuple(
+        replace(verdict, kind="undecided", advice=advice, seeds_needed=seeds_needed) for verdict in result.verdicts
+    )
+    result = replace(result, verdicts=verdicts)
+    lines = printed(result).splitlines()
+    assert len(lines) < 25
+    assert max(map(len, lines)) <= 80
+    assert sum(want in line for line in lines) == 7
+    assert advice in render(build_report(result))
 
 
 def test_output_to_a_file_is_plain_text(synthetic: ModuleType) -> None:

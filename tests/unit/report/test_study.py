@@ -150,6 +150,24 @@ def test_the_page_reports_what_is_missing(synthetic: ModuleType, read: Read) -> 
     assert "standard: gone" in complete
 
 
+def test_the_page_of_a_running_study_says_what_is_open_and_for_how_long(synthetic: ModuleType, read: Read) -> None:
+    ended = synthetic.study(ARMS, seeds=4)
+    first, second = (
+        replace(verdict, kind=kind) for verdict, kind in zip(ended.verdicts, ("better", "undecided"), strict=True)
+    )
+    result = replace(ended, verdicts=(first, second), folder="my studies/a")
+    state = replace(ended.state, ended=None, rounds=1, elapsed=120.0)
+    text = read(replace(result, state=state)).text
+    assert "qkflow compare --resume 'my studies/a'" in text
+    assert "1 round is judged, 1 arm is open of 2, at most about 8m left." in text
+    text = read(replace(result, state=replace(state, rounds=3), verdicts=(second, replace(second, arm=first.arm)))).text
+    assert "3 rounds are judged, 2 arms are open of 2" in text
+    unlimited = replace(result, state=replace(state, budget=None))
+    assert "1 arm is open of 2." in read(unlimited).text
+    design = {**result.design, "rule": {"seeds_by_round": [2, 3, 4, 6]}}
+    assert "1 arm is open of 2, at most about 40s left." in read(replace(unlimited, design=design)).text
+
+
 def test_the_answer_is_one_line_for_any_number_of_arms(synthetic: ModuleType) -> None:
     names = ("standard", "differential", "coupled", "qdelta", "kuramoto", "a+b", "standard:window=64", "x:window=64")
     assert build_report(synthetic.study()).answer.startswith("differential: worse by 0.0")
