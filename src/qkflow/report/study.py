@@ -303,7 +303,8 @@ def _verdict_section(result: ExperimentResult, table: Table) -> Section:
         " means over the seeds of each arm, and arms that are decided early have fewer). Below zero,"
         f" the arm is better. The bars show the marginal {_level(result)} of each arm; the equivalence margin is"
         f" shaded. The probability of a false “better” or “worse” is at most {100 * result.error_rate:.3g}% for all"
-        " arms together (step-down max-t). A study like this one detects the minimum detectable effect with a"
+        " arms and rounds together (step-down max-t). Each round spends a part of it, so an arm whose adjusted p is"
+        " slightly smaller can still be undecided. A study like this one detects the minimum detectable effect with a"
         " probability of 80%."
     )
     if result.on_task:

@@ -150,6 +150,10 @@ def test_the_page_reports_what_is_missing(synthetic: ModuleType, read: Read) -> 
     assert "standard: gone" in complete
 
 
+def test_the_page_says_why_a_small_p_value_can_be_undecided(synthetic: ModuleType, read: Read) -> None:
+    assert "Each round spends a part of it" in read(synthetic.study(ARMS)).text
+
+
 def test_the_page_of_a_running_study_says_what_is_open_and_for_how_long(synthetic: ModuleType, read: Read) -> None:
     ended = synthetic.study(ARMS, seeds=4)
     first, second = (
