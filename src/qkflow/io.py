@@ -7,6 +7,7 @@ or the complete new content, even after a crash.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -91,6 +92,8 @@ def write_folder(path: Path, fill: Callable[[Path], object]) -> None:
 
 def replace(path: Path, fill: Callable[[Path], object]) -> None:
     """Create or replace a file or folder atomically; `fill` writes it at the temporary path that it receives."""
+    if not path.name:  # the current folder or the root
+        raise DiskError(errno.EISDIR, f"could not write {path}, which is a directory: give another path")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -161,6 +161,12 @@ def test_probe_refuses_a_pipe(usage_error: Command, run_copy: str) -> None:
     assert "pipe is not a regular file" in usage_error("probe", run_copy, "--file", "pipe")
 
 
+@pytest.mark.parametrize("out", [".", "/", "folder"])
+def test_a_page_is_not_written_over_a_folder(usage_error: Command, run_copy: str, out: str) -> None:
+    Path("folder").mkdir()
+    assert f"could not write {out}" in usage_error("probe", run_copy, "the fox", "--out", out)
+
+
 CHANGES = {
     "config.json": (
         b'"norm_eps": 1e-05',

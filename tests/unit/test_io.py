@@ -105,6 +105,13 @@ def test_disk_error_names_the_file_and_the_reason(tmp_path: Path) -> None:
     assert caught.value.errno == errno.ENOSPC
 
 
+@pytest.mark.parametrize("path", [".", "/"])
+def test_the_current_folder_and_the_root_are_not_replaced(path: str) -> None:
+    with pytest.raises(DiskError, match="is a directory: give another path") as caught:
+        io.write_file(Path(path), "new")
+    assert caught.value.errno == errno.EISDIR
+
+
 def test_write_folder(tmp_path: Path) -> None:
     io.write_folder(tmp_path / "deep" / "run", lambda folder: (folder / "a").write_text("1") and None)
     assert (tmp_path / "deep" / "run" / "a").read_text() == "1"
