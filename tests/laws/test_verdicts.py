@@ -84,6 +84,20 @@ def test_a_factory_that_fails_is_a_usage_error_instead_of_broken_laws() -> None:
         check(factory)
 
 
+def test_a_layer_with_other_arguments_is_a_usage_error_instead_of_broken_laws() -> None:
+    class Stateless(OnlyForward):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            return x, None
+
+    class AnyArguments(OnlyForward):
+        def forward(self, *args: Any, **kwargs: Any) -> Answer:
+            return super().forward(*args, **kwargs)
+
+    with pytest.raises(UsageError, match=r"Stateless\.forward\(x\) cannot be called as forward\(x, state=None"):
+        check(Stateless)
+    assert verdicts(AnyArguments, "batching") == {"batching": ("passed", "")}
+
+
 def test_a_factory_that_fails_at_some_sizes_breaks_laws_and_raises_nothing() -> None:
     calls = iter(range(100))
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -81,7 +82,10 @@ def check(
 
 
 def check_factory(factory: Factory, width: int, heads: int) -> None:
-    """Raise a `UsageError` unless the factory builds a layer: then no law is broken, the call is wrong."""
+    """Raise a `UsageError` unless the factory builds a layer that takes a state and a layout.
+
+    Otherwise the laws would all fail for the same reason, which has nothing to do with them.
+    """
     if width < 1 or heads < 1:
         raise UsageError(f"width and heads must be at least 1, got {width} and {heads}")
     name = getattr(factory, "__name__", type(factory).__name__)
@@ -101,6 +105,17 @@ def check_factory(factory: Factory, width: int, heads: int) -> None:
         raise UsageError(
             f"{name}({width}, {heads}, layer=0, layers=1) returned {type(layer).__name__}, expected an nn.Module"
         )
+    try:
+        signature = inspect.signature(layer.forward)
+    except (TypeError, ValueError):  # not written in Python
+        return
+    try:
+        signature.bind(None, state=None, layout=None)
+    except TypeError as error:
+        raise UsageError(
+            f"{type(layer).__name__}.forward({', '.join(signature.parameters)}) cannot be called as"
+            f" forward(x, state=None, layout=None): {error}"
+        ) from error
 
 
 def _check_law(name: str, context: LawContext) -> LawReport:
