@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import io
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
-
-import tyro
 
 from qkflow.cli.check import Check
 from qkflow.cli.compare import Compare
@@ -21,6 +16,7 @@ from qkflow.cli.export import Export
 from qkflow.cli.generate import Generate
 from qkflow.cli.judge import Judge
 from qkflow.cli.options import refuse_empty, refuse_extreme
+from qkflow.cli.parser import parse_command
 from qkflow.cli.probe import Probe
 from qkflow.cli.report import Report
 from qkflow.cli.reproduce import Reproduce
@@ -65,7 +61,7 @@ def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else args
     try:
         refuse_empty(args, COMMANDS)
-        command = _parse(args)
+        command = parse_command(args, COMMANDS)
         refuse_extreme(command)
         return command.run()
     except UsageError as error:
@@ -90,18 +86,6 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         reduce = _MEMORY_FLAGS.get(args[0], "the size of the input")
         return _fail(f"out of memory{reason}: reduce {reduce}", 1)
-
-
-def _parse(args: Sequence[str]) -> Any:
-    """The command. Control characters of the arguments are escaped in messages about them."""
-    errors = io.StringIO()
-    try:
-        with contextlib.nullcontext() if all(map(str.isprintable, args)) else contextlib.redirect_stderr(errors):
-            return tyro.extras.subcommand_cli_from_dict(
-                COMMANDS, prog="qkflow", description="Attention whose queries and keys move.", args=args
-            )
-    finally:
-        sys.stderr.writelines(f"{escape_unprintable(line)}\n" for line in errors.getvalue().split("\n")[:-1])
 
 
 def _fail(message: object, code: int, style: str = "red") -> int:
