@@ -237,6 +237,7 @@ class EraseThenDelta(DeltaMechanism):
     """
 
     config_type = EDAConfig
+    has_decode_step = True
     steps = 2
 
     def __init__(self, width: int, *args: Any, **options: Any) -> None:
@@ -283,12 +284,17 @@ class Comba(DeltaMechanism):
     """
 
     config_type = CombaConfig
+    has_decode_step = True
     config: CombaConfig
 
     def __init__(self, width: int, *args: Any, **options: Any) -> None:
         super().__init__(width, *args, **options)
         self.feedback = nn.Parameter(torch.ones(self.heads))  # b
         self.correction = nn.Parameter(torch.full((self.heads,), self.config.correction))  # d
+
+    def key_feedback(self) -> tuple[Tensor, Tensor]:
+        """Return b and d."""
+        return self.feedback, self.correction
 
     def delta_inputs(self, q: Keys, k: Keys, v: Tensor, own: Keys | None, gates: dict[str, Tensor]) -> DeltaInputs:
         """Erase along x = sigmoid(b) k and read with q - d x (7)."""

@@ -166,18 +166,18 @@ class DeltaMechanism(QKMechanism):
         self.own_conv = conv_weight(keys, config.conv) if config.has_own_direction else None
         # The shapes of the weights, in the order of the decoding step (`_step`).
         gates, taps = (self.heads, width), config.conv
-        rates, decay_shapes = gates, [(0,), (self.heads,), (self.heads,)]
+        rates, decay_shapes, per_head = gates, [(0,), (self.heads,), (self.heads,)], (self.heads,)
         if self.has_channel_decay:
             rates, decay_shapes = (self.key_width, width), [(keys, self.key_width), (self.heads,), (keys,)]
         self._step_shapes = [
-            *((keys, width), (keys, width), (values, width), gates, rates, gates, (values, width)),
-            *((keys, taps), (keys, taps), (values, taps), *decay_shapes, (self.value_width,), (width, values)),
+            *((keys, width), (keys, width), (values, width), (keys, width), gates, rates, gates, (values, width)),
+            *((keys, taps), (keys, taps), (values, taps), (keys, taps), *decay_shapes, per_head, per_head),
+            *((self.value_width,), (width, values)),
         ]
-        self._conv_channels = [keys, keys, values]
+        self._conv_channels = [keys, keys, values] if self.own is None else [keys, keys, values, keys]
         self._can_step = (
             type(self).__dict__.get("has_decode_step", False)
             and config.conv > 1
-            and self.own is None
             and (self.coupling is None or self.coupling.has_native_step)
         )
 
@@ -232,6 +232,10 @@ class DeltaMechanism(QKMechanism):
         """Return a fixed lambda of x = k + lambda q, or 0, and the bias of a projected one."""
         return 0.0, 0.0
 
+    def key_feedback(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return b and d of each head if the erase direction is sigmoid(b) k and the query is corrected."""
+        return None, None
+
     def _step(self, x: Stream, state: RecurrentState) -> tuple[Stream, State] | None:
         """Decode a token in one native call; None if that is not possible. The law of decoding compares it."""
         modules, parameters = cast(Any, self._modules), cast(Any, self._parameters)  # faster than attribute access
@@ -241,19 +245,24 @@ class DeltaMechanism(QKMechanism):
         if decay is not None and (decay.__class__ is not self.decay_type or has_hooks(decay)):
             return None
         rate, rate_up = (None, None) if decay is None else decay.maps()
-        maps = [modules["query"], modules["key"], modules["value"], modules["beta"], rate]
-        maps += [modules.get("lam"), modules.get("gate"), rate_up]
+        names = ("query_conv", "key_conv", "value_conv", "own_conv", "head_norm")
+        *convs, head_norm = [parameters[name] if name in parameters else getattr(self, name) for name in names]
+        maps = [modules["query"], modules["key"], modules["value"], modules.get("own"), modules["beta"], rate]
+        maps += [modules.get("lam", modules.get("gamma")), modules.get("gate"), rate_up]
         *projections, up = [None if map is None else few_rows.plain_weight(map) for map in maps]
         if any((map is None) != (weight is None) for map, weight in zip(maps, (*projections, up), strict=True)):
             return None
+        if len({maps[3] is None, convs[3] is None, len(self._conv_channels) == 3}) > 1:  # no longer as constructed
+            return None
         weights = cpu.StepWeights(
             tuple(projections),
-            (parameters["query_conv"], parameters["key_conv"], parameters["value_conv"]),
+            tuple(convs),
             (None, None, None) if decay is None else (up, decay.A_log, decay.dt_bias),
-            parameters["head_norm"],
+            self.key_feedback(),
+            head_norm,
             cast(Any, few_rows.plain_weight(modules["output"])),
         )
-        tensors = [*projections, *weights.convs, *weights.decay, weights.head_norm, weights.output]
+        tensors = [*projections, *weights.convs, *weights.decay, *weights.feedback, weights.head_norm, weights.output]
         present = [w for w in tensors[:-1] if w is not None]
         if not few_rows.supports(x, *present, weights.output, state.matrix, *state.conv_state):
             return None
@@ -261,7 +270,7 @@ class DeltaMechanism(QKMechanism):
             (*tensors, x), (*self._step_shapes, (len(x), 1, self.width))
         ):
             return None
-        if self._check_state(state, (x,) * 3) is None:
+        if self._check_state(state, (x,) * len(self._conv_channels)) is None:
             return None
         if any(
             tail.shape != (len(x), self.config.conv - 1, c)
@@ -271,7 +280,8 @@ class DeltaMechanism(QKMechanism):
         coupling = few_rows.NO_COUPLING if self.coupling is None else self.coupling.native_step(x)
         if coupling is None:
             return None
-        step = cpu.layer_step(x, weights, state.matrix, state.conv_state, *self.constant_lambda(), coupling)
+        lam, erase_first = self.constant_lambda(), self.steps == 2
+        step = cpu.layer_step(x, weights, state.matrix, state.conv_state, *lam, erase_first, coupling)
         return None if step is None else (step[0], RecurrentState.after(state, step[1], step[2], 1))
 
     def inputs(self, x: Stream) -> DeltaInputs:

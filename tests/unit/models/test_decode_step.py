@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.utils import prune
 from torch.testing import assert_close
 
 from qkflow.models import Decoder, DecoderConfig
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.skipif(not build.is_loaded(), reason="no C kernels")
 MECHANISMS = [
     *("standard", "standard:window=5", "standard:key_heads=2", "standard:rotary_base=None", "coupled:window=7"),
     *("deltanet", "gated-deltanet", "qdelta", "qdelta:lam=0.5", "qdelta:decay=False,gate=False", "qdelta+hamiltonian"),
-    *("kda", "kda+hamiltonian"),
+    *("kda", "kda+hamiltonian", "comba", "comba+hamiltonian", "eda", "eda:gate=False", "eda+hamiltonian"),
+    *("qdelta:erase=own", "qdelta:erase=own,lam=0.5", "qdelta:erase=own,decay=False"),
     *("kuramoto", "kuramoto:window=6", "kuramoto:frustrated=True", "kuramoto:rotary_base=None"),
     *("differential", "differential:window=5", "differential+hamiltonian"),
 ]
@@ -73,6 +75,27 @@ def test_hooks_of_a_projection_are_called(mechanism: str) -> None:
         n_calls = len(calls)
         model(tokens[:, :1], state)
     assert len(calls) == 2 * n_calls
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "names"),
+    [
+        ("gated-deltanet", ("query_conv", "head_norm", "decay.A_log")),
+        ("kda", ("key_conv", "decay.dt_bias")),
+        ("eda", ("own_conv",)),
+        ("comba", ("feedback", "correction")),
+    ],
+)
+def test_a_pruned_parameter_is_used(mechanism: str, names: tuple[str, ...]) -> None:
+    """`torch.nn.utils.prune` replaces a parameter with an attribute that a hook computes."""
+    model, tokens = decoder(mechanism), torch.randint(0, 256, (1, 6))
+    for layer in model.mechanisms:
+        for name in names:
+            module, _, parameter = name.rpartition(".")
+            prune.random_unstructured(layer.get_submodule(module), parameter, amount=2)
+    with torch.no_grad():
+        expected, state = model(tokens)[0], model(tokens[:, :5])[1]
+        assert_close(model(tokens[:, 5:], state)[0][:, 0], expected[:, 5], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("mechanism", ["standard", "kuramoto", "qdelta"])

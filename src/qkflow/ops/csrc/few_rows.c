@@ -92,17 +92,19 @@ int NAME(delta_recurrent)(long rows, long tokens, int heads, int key, int value,
                           double scale, const real *q, const real *k, const real *v, const real *beta,
                           const real *log_alpha, const real *erase, const real *state, real *o, real *final);
 
-enum { Q, K, V, BETA, RATE, LAM, GATE, PROJECTIONS, CONVOLVED = 3 };
+enum { Q, K, V, OWN, BETA, RATE, LAM, GATE, PROJECTIONS, CONVOLVED = 4 };
 
 typedef struct { /* as passed by the caller */
     long rows, width, heads, key, value, taps; /* `width` of the stream */
+    long erase_first; /* a step that erases along OWN precedes the write; its gate is LAM */
     long hidden, activation, steps; /* of the coupling */
 } DeltaStep;
 
 typedef struct {
-    const real *x, *projections[PROJECTIONS]; /* the last three may be null */
-    const real *convs[CONVOLVED], *states[CONVOLVED], *memory;
+    const real *x, *projections[PROJECTIONS]; /* OWN, RATE, LAM and GATE may be null */
+    const real *convs[CONVOLVED], *states[CONVOLVED], *memory; /* null for OWN if it is not projected */
     const real *rate_up, *A_log, *dt_bias; /* of the decay; with rate_up, [keys, key], it has one number per key channel */
+    const real *feedback, *correction; /* null, or per head: erase along x = sigmoid(feedback) k, read with q - correction x */
     const real *head_norm, *output;
     const double *coefficients; /* of the coupling, or null; then its force */
     const real *w1, *b1, *w2, *b2;
@@ -125,7 +127,7 @@ static void convolve(long channels, long taps, const real *weight, const real *s
 int NAME(delta_layer_few)(double dt, double lam, double lam_bias, int threads, const DeltaStep *s, const DeltaStepArrays *to) {
     long rows = s->rows, keys = s->heads * s->key, values = s->heads * s->value, gates = rows * s->heads;
     long decays = to->rate_up ? keys : s->heads; /* per row */
-    long sizes[] = {keys, keys, values, s->heads, decays, s->heads, values}, total = values + s->key;
+    long sizes[] = {keys, keys, values, keys, s->heads, decays, s->heads, values}, total = values + s->key;
     for (int i = 0; i < PROJECTIONS; i++) total += sizes[i];
     real *memory = aligned(rows * total), *at[PROJECTIONS + 1] = {memory};
     if (!memory) return NO_MEMORY;
@@ -140,7 +142,7 @@ int NAME(delta_layer_few)(double dt, double lam, double lam_bias, int threads, c
         linear(0, rows, s->key, keys, threads, to->rate_up, inner, at[RATE]);
     }
     for (int i = 0; i < CONVOLVED; i++)
-        for (long row = 0; row < rows; row++) {
+        for (long row = 0; row < rows && to->projections[i]; row++) {
             long before = row * (s->taps - 1) * sizes[i];
             convolve(sizes[i], s->taps, to->convs[i], to->states[i] + before, at[i] + row * sizes[i], to->tails[i] + before);
         }
@@ -148,7 +150,8 @@ int NAME(delta_layer_few)(double dt, double lam, double lam_bias, int threads, c
     if (to->coefficients)
         status = NAME(drift_kick_few)(gates, (int)s->key, (int)s->hidden, (int)s->activation, (int)s->steps, 1, dt,
                                       to->coefficients, to->w1, to->b1, to->w2, to->b2, at[Q], at[K], at[Q], at[K]);
-    for (int i = Q; i <= K; i++) { /* x / sqrt(|x|^2 + 1e-6) */
+    for (int i = Q; i <= OWN; i++) { /* x / sqrt(|x|^2 + 1e-6) */
+        if (i == V || !to->projections[i]) continue;
         normalize(gates, s->key, 1e-6 / s->key, at[i], NULL, at[i]);
         for (long j = 0; j < rows * keys; j++) at[i][j] *= 1 / (real)sqrt(s->key);
     }
@@ -161,9 +164,29 @@ int NAME(delta_layer_few)(double dt, double lam, double lam_bias, int threads, c
         at[RATE][i] = (real)(-A * (fmax(rate, 0) + log1p(exp(-fabs(rate)))));
     }
     const real *decay = to->projections[RATE] ? at[RATE] : NULL, *erase = to->projections[LAM] || lam != 0 ? at[LAM] : NULL;
+    const real *before = to->memory;
     real *z = at[PROJECTIONS], *gate = at[GATE];
-    status |= NAME(delta_recurrent)(rows, 1, (int)s->heads, (int)s->key, (int)s->value, to->rate_up != NULL, 0,
-                                    1 / sqrt(s->key), at[Q], at[K], at[V], at[BETA], decay, erase, to->memory, z, to->final);
+    int erase_channels = to->feedback || (to->projections[OWN] && !s->erase_first);
+    if (erase_channels) {
+        for (long i = 0; i < rows * keys; i++) {
+            long one = i / s->key, head = one % s->heads;
+            if (to->feedback) {
+                at[OWN][i] = at[K][i] / (1 + (real)exp(-(double)to->feedback[head]));
+                at[Q][i] -= to->correction[head] * at[OWN][i];
+            } else
+                at[OWN][i] = at[K][i] + at[LAM][one] * at[OWN][i];
+        }
+        erase = at[OWN];
+    }
+    if (s->erase_first) { /* a write of zero, so z can be both the values and the output, which is not needed */
+        memset(z, 0, sizeof(real) * rows * values);
+        status |= NAME(delta_recurrent)(rows, 1, (int)s->heads, (int)s->key, (int)s->value, to->rate_up != NULL, 0, 1, at[Q],
+                                        at[OWN], z, at[LAM], decay, NULL, before, z, to->final);
+        decay = erase = NULL;
+        before = to->final;
+    }
+    status |= NAME(delta_recurrent)(rows, 1, (int)s->heads, (int)s->key, (int)s->value, decay && to->rate_up, erase_channels,
+                                    1 / sqrt(s->key), at[Q], at[K], at[V], at[BETA], decay, erase, before, z, to->final);
     normalize(gates, s->value, 1e-5, z, to->head_norm, z);
     for (long i = 0; to->projections[GATE] && i < rows * values; i++) z[i] *= gate[i] * sigmoid(gate[i]);
     linear(0, rows, values, s->width, threads, to->output, z, to->y);

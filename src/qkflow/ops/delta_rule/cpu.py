@@ -23,7 +23,7 @@ _MAX_RECURRENT = 4
 """Number of tokens up to which the recurrence is faster than a chunk."""
 _BAD_GATES = 2
 """Status code of the kernel for gates out of range."""
-_Step, _StepArrays = ctypes.c_long * 9, ctypes.c_void_p * 30
+_Step, _StepArrays = ctypes.c_long * 10, ctypes.c_void_p * 36
 _HUGE_PAGES_FROM, _PAGE, _MADV_HUGEPAGE = 2**22, 2**12, 14
 
 
@@ -78,10 +78,13 @@ class StepWeights(NamedTuple):
     """The weights of a layer in the order of the kernel; None for what it does not have."""
 
     projections: tuple[Tensor | None, ...]
-    """Of queries, keys, values, beta, the rate of the decay, lambda and the gate."""
-    convs: tuple[Tensor, ...]
+    """Of queries, keys, values, own directions, beta, the rate of the decay, lambda (or gamma) and the gate."""
+    convs: tuple[Tensor | None, ...]
+    """Of queries, keys, values and own directions."""
     decay: tuple[Tensor | None, Tensor | None, Tensor | None]
     """The second projection of the rate, if there is one per key channel; A_log and dt_bias."""
+    feedback: tuple[Tensor | None, Tensor | None]
+    """The numbers b and d of each head, with which the erase direction is sigmoid(b) k and the query is corrected."""
     head_norm: Tensor
     output: Tensor
 
@@ -93,21 +96,25 @@ def layer_step(
     conv_state: tuple[Tensor, ...],
     lam: float,
     lam_bias: float,
+    erase_first: bool,
     coupling: few_rows.CouplingStep,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]] | None:
     """One token of a layer in one native call: the output, the next memory and the next convolution states.
 
-    `lam` is the constant lambda of a layer that does not project it. None if the gates are not finite.
+    `lam` is the constant lambda of a layer that does not project it. With `erase_first`, a step that erases along the
+    own direction, with its gate in the place of lambda, precedes the write. None if the gates are not finite.
     """
-    (rows, _, width), (_, heads, value, key), taps = x.shape, memory.shape, weights.convs[0].shape[1]
+    (rows, _, width), (_, heads, value, key), taps = x.shape, memory.shape, conv_state[0].shape[1] + 1
     x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     final, tails = torch.empty_like(memory), tuple([torch.empty_like(state) for state in conv_state])
     coupling_sizes, coupling_pointers = few_rows.coupling_arguments(coupling)
-    tensors = (x, *weights.projections, *weights.convs, *conv_state, memory, *weights.decay, *weights[3:])
+    own = (None,) * (4 - len(conv_state))
+    tensors = (x, *weights.projections, *weights.convs, *conv_state, *own, memory, *weights.decay, *weights.feedback)
+    tensors += weights.head_norm, weights.output
     pointers = [None if w is None else w.data_ptr() for w in tensors]
-    outputs = [w.data_ptr() for w in (*tails, final, y)]
+    outputs = [None if w is None else w.data_ptr() for w in (*tails, *own, final, y)]
     threads = 1 if weights.output.numel() <= few_rows.SINGLE_THREAD else torch.get_num_threads()
-    sizes = _Step(rows, width, heads, key, value, taps, *coupling_sizes)
+    sizes = _Step(rows, width, heads, key, value, taps, erase_first, *coupling_sizes)
     arrays = _StepArrays(*pointers, *coupling_pointers, *outputs)
     status = build.call("delta_layer_few", "dddipp", (coupling.dt, lam, lam_bias, threads, sizes, arrays), (), x.dtype)
     if status & _BAD_GATES:
