@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import secrets
 import stat
 from pathlib import Path
@@ -18,6 +19,8 @@ from qkflow.errors import UsageError
 
 _PRIVATE = 0o700
 _OTHERS_CAN_WRITE = 0o022
+_OWN_FILE = re.compile(r"[0-9a-f]{64}\.so|[0-9a-f]{32}\.sha256|\.[0-9a-f]{32,64}\.(so|sha256)\.[0-9a-f]{16}")
+"""Names of libraries, of manifests, and of temporary files that `_write` renames to them."""
 
 
 class LibraryCache:
@@ -82,8 +85,8 @@ class LibraryCache:
         os.fchmod(self._directory, _PRIVATE)
         if stat.S_IMODE(os.fstat(self._directory).st_mode) != _PRIVATE:
             raise UsageError(f"{self.path} cannot be made private: set QKFLOW_CACHE to a folder on another file system")
-        if status.st_mode & _OTHERS_CAN_WRITE:  # anyone may have planted what it holds
-            for name in os.listdir(self._directory):  # noqa: PTH208
+        if status.st_mode & _OTHERS_CAN_WRITE:  # anyone may have planted libraries; other files are not read
+            for name in filter(_OWN_FILE.fullmatch, os.listdir(self._directory)):  # noqa: PTH208
                 with contextlib.suppress(IsADirectoryError, PermissionError):
                     os.unlink(name, dir_fd=self._directory)
 

@@ -237,6 +237,20 @@ def test_a_library_and_a_manifest_planted_in_a_writable_directory_are_deleted(
     assert not path.with_name(f"{digest}.so").exists()
 
 
+def test_only_files_of_the_cache_are_deleted_from_a_writable_directory(tmp_path: Path) -> None:
+    key, digest, suffix = "0a" * 16, "0a" * 32, "0a" * 8
+    own = [f"{digest}.so", f"{key}.sha256", f".{digest}.so.{suffix}", f".{key}.sha256.{suffix}"]
+    foreign = ["notes.txt", "libm.so", "download.sha256", f"{digest}.so.bak", f"{digest.upper()}.so", f"{key}.py"]
+    for name in (*own, *foreign):
+        (tmp_path / name).write_text("?")
+    (tmp_path / f"{'1b' * 32}.so").mkdir()
+    tmp_path.chmod(0o777)
+    with LibraryCache(tmp_path):
+        pass
+    assert {file.name for file in tmp_path.iterdir()} == {*foreign, f"{'1b' * 32}.so"}
+    assert tmp_path.stat().st_mode & 0o777 == 0o700
+
+
 @compiles
 def test_a_directory_that_others_can_only_read_is_made_private(compiler: str, cache: Path) -> None:
     answer(compiler)
