@@ -263,8 +263,9 @@ class DeltaMechanism(QKMechanism):
             cast(Any, few_rows.plain_weight(modules["output"])),
         )
         tensors = [*projections, *weights.convs, *weights.decay, *weights.feedback, weights.head_norm, weights.output]
-        present = [w for w in tensors[:-1] if w is not None]
-        if not few_rows.supports(x, *present, weights.output, state.matrix, *state.conv_state):
+        optional = [w for w in (*projections, up, convs[3], *weights.feedback) if w is not None]
+        required = (*convs[:3], head_norm, weights.output, *(() if decay is None else weights.decay[1:]))
+        if not few_rows.supports(x, *optional, *required, state.matrix, *state.conv_state):
             return None
         if choose_backend(x.device) != "cpu" or not few_rows.have_shapes(
             (*tensors, x), (*self._step_shapes, (len(x), 1, self.width))

@@ -312,7 +312,7 @@ class SynchronyMechanism(Mechanism):
         if (
             past.lengths is not None
             or len(past.buffers) != 2
-            or past.slots_used == 0
+            or past.slots_used < 1
             or not few_rows.supports(x, *tensors)
         ):
             return None
@@ -417,6 +417,12 @@ class SynchronyMechanism(Mechanism):
                 f"{type(self).__name__} expected keys and values of shape {expected}, got {shapes}:"
                 " a state of another mechanism"
             )
+        for w, x in zip(state.last, (k, v), strict=False):
+            if w.shape != (rows, 1, x.shape[2:].numel()) or not w.is_floating_point():
+                raise UsageError(
+                    f"{type(self).__name__} expected the last token of each row as points of shape"
+                    f" {[rows, 1, x.shape[2:].numel()]}, got {w.dtype} {list(w.shape)}: a state of another mechanism"
+                )
         return state
 
     def _attend(self, inputs: AttentionInputs) -> Points:

@@ -310,7 +310,7 @@ class SoftmaxMechanism(QKMechanism):
             return None
         modules: Any = self._modules  # attribute access through nn.Module is slow enough to matter here
         weights = [few_rows.plain_weight(modules[name]) for name in ("query", "key", "value", "output")]
-        if state.lengths is not None or state.slots_used == 0 or not few_rows.supports(x, *weights, *state.buffers):
+        if state.lengths is not None or state.slots_used < 1 or not few_rows.supports(x, *weights, *state.buffers):
             return None
         if state.conv_state or len(state.buffers) != 2 or requested_backend() == "torch" or x.shape[2] != self.width:
             return None
@@ -320,7 +320,7 @@ class SoftmaxMechanism(QKMechanism):
             return None  # the general path reports it
         difference = self._difference()
         if difference is not None and (
-            len(difference.norm) != shape.value_width or not few_rows.are_plain(x.dtype, (difference.norm,))
+            difference.norm.shape != (shape.value_width,) or not few_rows.are_plain(x.dtype, (difference.norm,))
         ):
             return None
         coupling: Any = modules.get("coupling")

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from qkflow.errors import NotFiniteError
+from qkflow.errors import NotFiniteError, UsageError
 from qkflow.ops.csrc import build
 from qkflow.ops.csrc.eager import has_hooks, is_transformed
 
@@ -83,6 +83,9 @@ def have_shapes(tensors: Iterable[Tensor | None], shapes: Iterable[tuple[int, ..
 
 def norm(x: Rows, weight: Float[Tensor, " d"], eps: float) -> Rows:
     """`qkflow.ops.norm.rms_norm`."""
+    shape = x.shape
+    if len(shape) != 3 or shape[1] != 1 or shape[2:] != weight.shape:
+        raise UsageError(f"expected x [b, 1, d] and a weight [d], got {list(shape)} and {list(weight.shape)}")
     x = x.contiguous()
     y = torch.empty_like(x)
     build.call("norm_few", "lld", (x.shape[0], x.shape[2], eps), (x, weight, y))
@@ -94,10 +97,21 @@ def add_swiglu(x: Rows, norm: Tensor | None, eps: float, gate: Tensor, up: Tenso
 
     Without a norm, u is x, or its cosines and sines if the network has twice as many inputs.
     """
+    (hidden, inputs), width = gate.shape, x.shape[-1]
+    if (
+        x.ndim != 3
+        or x.shape[1] != 1
+        or up.shape != gate.shape
+        or output.shape != (width, hidden)
+        or (inputs != width and (norm is not None or inputs != 2 * width))
+        or (norm is not None and norm.shape != (width,))
+    ):
+        shapes = [None if w is None else list(w.shape) for w in (norm, gate, up, output)]
+        raise UsageError(f"norm, gate, up and output of shapes {shapes} do not fit x of shape {list(x.shape)}")
     x = x.contiguous()
-    y, (hidden, inputs) = torch.empty_like(x), gate.shape
+    y = torch.empty_like(x)
     threads = 1 if hidden * inputs <= SINGLE_THREAD else torch.get_num_threads()
-    scalars = (x.shape[0], x.shape[2], inputs, hidden, threads, eps)
+    scalars = (x.shape[0], width, inputs, hidden, threads, eps)
     status = build.call("swiglu_few", "llllid", scalars, (x, norm, gate, up, output, y))
     if status == _NOT_FINITE:
         raise NotFiniteError("phases must be finite, got NaN or infinite values")

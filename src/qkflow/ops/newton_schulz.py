@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkflow.errors import UsageError
 from qkflow.ops.csrc import build
 from qkflow.ops.csrc.eager import has_kernels
 
@@ -32,6 +33,8 @@ def newton_schulz(matrices: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batc
     >>> bool(((singular > 0.6) & (singular < 1.3)).all())
     True
     """
+    if matrices.ndim < 2 or not matrices.is_floating_point():
+        raise UsageError(f"expected floating-point matrices [..., m, n], got {matrices.dtype} {list(matrices.shape)}")
     x = matrices.float().reshape(matrices.shape[:-2].numel(), *matrices.shape[-2:])
     has_kernel = _IS_X86 and 0 < min(x.shape[1:]) <= _MAX_SIDE and not x.requires_grad and has_kernels(x)
     return (_kernel(x) if has_kernel else _torch(x)).view(matrices.shape).to(matrices.dtype)
@@ -49,6 +52,8 @@ def _torch(x: Float[Tensor, "batch m n"]) -> Float[Tensor, "batch m n"]:
 
 
 def _kernel(x: Float[Tensor, "batch m n"]) -> Float[Tensor, "batch m n"]:
+    if x.ndim != 3:
+        raise UsageError(f"the C kernel of Newton-Schulz takes a batch of matrices, got {list(x.shape)}")
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     coefficients = (ctypes.c_double * 3)(*_COEFFICIENTS)
     if build.call("newton_schulz", "liiiip", (*x.shape, _STEPS, torch.get_num_threads(), coefficients), (x, y)):
