@@ -7,8 +7,9 @@ from the definition by 1e-4 in float32 and 1e-10 in float64, relative to the lar
 `torch.empty` holds NaN, so that a value that a kernel does not write shows.
 
 An invalid call changes one argument of a valid call (shape, rank, dtype, device, layout, None, or a number out of
-range) and must raise an exception, through the public function and through the registered operators. Invalid calls run
-in a process of their own; if it dies, the call that killed it is reported and the run continues after it.
+range) and must raise an exception, through the public function and through the registered operators. The native
+decoding step of a mechanism may also return None: PyTorch's operators then compute or refuse the call. Invalid calls
+run in a process of their own; if it dies, the call that killed it is reported and the run continues after it.
 
 The seed is fixed: a failure prints the number of its call, and `--first NUMBER --valid 1` repeats it.
 
@@ -36,7 +37,28 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkflow.layout import Layout
-from qkflow.ops import kuramoto
+from qkflow.mechanisms.base import Mechanism
+from qkflow.mechanisms.coupled import CoupledAttention, CoupledConfig
+from qkflow.mechanisms.coupling import CouplingConfig
+from qkflow.mechanisms.delta_family import (
+    Comba,
+    CombaConfig,
+    DeltaNet,
+    DeltaNetConfig,
+    EDAConfig,
+    EraseThenDelta,
+    GatedDeltaNet,
+    GatedDeltaNetConfig,
+    KDAConfig,
+    KimiDeltaAttention,
+    QDelta,
+    QDeltaConfig,
+)
+from qkflow.mechanisms.delta_rule import DeltaMechanism
+from qkflow.mechanisms.differential import DifferentialAttention, DifferentialConfig
+from qkflow.mechanisms.kuramoto import KuramotoAttention, KuramotoConfig
+from qkflow.mechanisms.softmax import SoftmaxMechanism, StandardAttention, StandardConfig
+from qkflow.ops import few_rows, kuramoto, newton_schulz
 from qkflow.ops.attention import attention, attention_naive
 from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import delta_rule
@@ -49,6 +71,7 @@ from qkflow.ops.short_conv import short_conv
 from qkflow.ops.swiglu import swiglu
 from qkflow.ops.symplectic import naive
 from qkflow.ops.symplectic.reversible import drift_kick_reversible
+from qkflow.state import KVCache, RecurrentState, ShiftedKVCache, State
 
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10}
 MIN_SIZE = 0.1
@@ -84,6 +107,8 @@ class Call:
     """Size of the terms that each output and gradient is a sum of, given the inputs and the outputs' gradients."""
     has_operator: bool = True
     """Whether the kernel is also a registered operator."""
+    has_backward: bool = True
+    """Whether gradients are compared; without, calls run without gradients, as in decoding."""
 
 
 # ---- random tensors
@@ -600,6 +625,433 @@ def projection_call(rng: random.Random, dtype: torch.dtype, tokens: int | None =
     return Call(inputs=[x, *weights], kernel=call, reference=reference, entries=entries, has_operator=False)
 
 
+# ---- the Newton-Schulz iteration of Muon
+
+
+def newton_schulz_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None) -> Call:
+    batch = rng.choice(((), (rows(rng),), (2, rows(rng)), (5,)))
+    m, n = (rng.choice((*SIZES, 64, 65, 100)) for _ in range(2))
+    x = noise(rng, dtype, *batch, m if tokens is None else tokens, n) * rng.choice((1.0, 1e-3, 100.0))
+    is_float = dtype == torch.float32  # the public function computes in float32
+
+    def kernel(x: Tensor) -> Outputs:
+        if is_float or x.numel() == 0:
+            return (newton_schulz.newton_schulz(x),)
+        return (newton_schulz._kernel(x.reshape(-1, *x.shape[-2:])).view(x.shape),)
+
+    def reference(x: Tensor) -> Outputs:
+        if x.numel() == 0:
+            return (x,)
+        x = x / (x.square().sum((-2, -1), keepdim=True).sqrt() + 1e-7)
+        x = x.mT if m > n else x
+        for _ in range(5):
+            gram = x @ x.mT
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        return (x.mT if m > n else x,)
+
+    def entries() -> list[Entry]:
+        valid = (*map(str, range(x.ndim)), "rank", "float", "device")
+        batched = x.reshape(-1, *x.shape[-2:])
+        return [
+            Entry(
+                function=newton_schulz.newton_schulz,
+                arguments={"matrices": x},
+                free=frozenset(f"matrices.{change}" for change in valid),
+                wrong={"matrices": (torch.zeros(3), torch.zeros(()))},
+            ),
+            Entry(
+                function=newton_schulz._kernel,
+                arguments={"x": batched},
+                free=frozenset({"x.0", "x.1", "x.2", "x.float"}),
+                wrong={"x": (batched.half(),)},
+            ),
+        ]
+
+    return Call(
+        inputs=[x],
+        kernel=kernel,
+        reference=reference,
+        entries=entries,
+        sizes=lambda inputs, go: [1.0],  # singular values are close to 1
+        has_operator=False,
+        has_backward=False,
+    )
+
+
+# ---- layers for a few rows
+
+
+def few(rng: random.Random, tokens: int | None) -> int:
+    """A number of rows that the kernels for a few rows take; without tokens, none."""
+    return 0 if tokens == 0 else rng.choice((1, 1, 2, 3, few_rows.MAX_ROWS))
+
+
+def norm_few_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None) -> Call:
+    width, eps = rng.choice((*WIDTHS, 100)), rng.choice((1e-5, 1e-3))
+    x, weight = noise(rng, dtype, few(rng, tokens), 1, width), noise(rng, dtype, width)
+
+    def reference(x: Tensor, weight: Tensor) -> Outputs:
+        return (root_mean_square_norm(x, weight, eps),)
+
+    def entries() -> list[Entry]:
+        arguments = {"x": x, "weight": weight, "eps": eps}
+        return [Entry(function=few_rows.norm, arguments=arguments, free=frozenset({"x.0"}), wrong={"eps": ("x", None)})]
+
+    return Call(
+        inputs=[x, weight],
+        kernel=lambda x, weight: (few_rows.norm(x, weight, eps),),
+        reference=reference,
+        entries=entries,
+        has_operator=False,
+        has_backward=False,
+    )
+
+
+def swiglu_few_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None) -> Call:
+    width, hidden = rng.choice((*WIDTHS, 100)), rng.choice((*WIDTHS, 100))
+    kind = rng.choice(("norm", "points", "plain"))
+    inputs = 2 * width if kind == "points" else width
+    gate, up = (weight_matrix(rng, dtype, hidden, inputs) for _ in range(2))
+    tensors = [noise(rng, dtype, few(rng, tokens), 1, width), gate, up, weight_matrix(rng, dtype, width, hidden)]
+    if kind == "norm":
+        tensors.append(noise(rng, dtype, width))
+
+    def kernel(x: Tensor, gate: Tensor, up: Tensor, output: Tensor, norm: Tensor | None = None) -> Outputs:
+        return (few_rows.add_swiglu(x, norm, 1e-5, gate, up, output),)
+
+    def reference(x: Tensor, gate: Tensor, up: Tensor, output: Tensor, norm: Tensor | None = None) -> Outputs:
+        u = x if norm is None else root_mean_square_norm(x, norm, 1e-5)
+        if kind == "points":
+            u = torch.stack([x.cos(), x.sin()], -1).flatten(-2)
+        return (x + F.linear(F.silu(F.linear(u, gate)) * F.linear(u, up), output),)
+
+    def entries() -> list[Entry]:
+        arguments = {**dict(zip(("x", "gate", "up", "output", "norm"), (*tensors, None), strict=False)), "eps": 1e-5}
+        free = {"x.0", "norm.None"}
+        infinite = (tensors[0].new_full(tensors[0].shape, torch.inf),) if kind == "points" else ()
+        return [
+            Entry(
+                function=few_rows.add_swiglu,
+                arguments=arguments,
+                free=frozenset(free),
+                wrong={"eps": ("x", None), "x": infinite},
+            )
+        ]
+
+    return Call(
+        inputs=tensors, kernel=kernel, reference=reference, entries=entries, has_operator=False, has_backward=False
+    )
+
+
+# ---- decoding steps: one token of a whole layer
+
+
+def root_mean_square_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def turned(x: Tensor, position: int, base: float | None) -> Tensor:
+    """Every pair of adjacent coordinates rotated by its angle at a position."""
+    if base is None:
+        return x
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    angles = position * base ** -(torch.arange(pairs.shape[-1], dtype=x.dtype) / pairs.shape[-1])
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
+def coupled(x: dict[str, Tensor], q: Tensor, k: Tensor, config: CouplingConfig | None) -> tuple[Tensor, Tensor]:
+    """Queries and keys after the drifts and kicks of the coupling."""
+    if config is None:
+        return q, k
+    w1, b1, w2, b2 = (x[f"coupling.force.{name}"] for name in ("inner", "inner_bias", "outer", "outer_bias"))
+    coefficients = naive.drift_coefficients(config.integrator, config.steps)
+    return naive.drift_kick(
+        q, k, lambda q: F.linear(F.silu(F.linear(q, w1, b1)), w2, b2), x["coupling.dt"], coefficients
+    )
+
+
+def random_coupling(rng: random.Random) -> CouplingConfig | None:
+    integrator: Any = rng.choice(("leapfrog", "symplectic-euler"))
+    config = CouplingConfig(integrator=integrator, steps=rng.choice((1, 2)), hidden=rng.choice((None, 3, 9)))
+    return rng.choice((None, config))
+
+
+def random_parameters(rng: random.Random, layer: Mechanism, dtype: torch.dtype) -> dict[str, Tensor]:
+    """New values for the parameters of a layer, whose matrices are sometimes not contiguous."""
+    result = {}
+    for name, parameter in layer.named_parameters():
+        scale, shift = (0.3, -1.0) if name in ("temperature",) else (0.3, 0.0) if "lambda" in name else (1.0, 0.0)
+        if parameter.ndim > 1 and "conv" not in name and "step" not in name and "lag" not in name:
+            scale = parameter.shape[-1] ** -0.5
+        value = scale * torch.randn(parameter.shape, dtype=dtype) + shift
+        result[name] = strided(rng, value) if parameter.ndim > 1 and rng.random() < 0.02 else value
+    if "coupling.dt" in result:
+        result["coupling.dt"] = torch.empty((), dtype=dtype).uniform_(-0.3, 0.3)
+    return result
+
+
+def set_parameters(layer: Mechanism, tensors: dict[str, Any]) -> None:
+    for name, value in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        layer.get_submodule(module)._parameters[leaf] = value
+
+
+def step_call(
+    rng: random.Random,
+    layer: Any,
+    x: Tensor,
+    stored: dict[str, Tensor],
+    state: Callable[[dict[str, Tensor]], State],
+    outputs: Callable[[Any], Sequence[Tensor]],
+    reference: Callable[[Tensor, dict[str, Tensor]], Outputs],
+    free: frozenset[str] = frozenset(),
+) -> Call:
+    """A decoding step of a layer after a state made of the tensors `stored`.
+
+    `reference` gets the input, and the parameters and tensors of the state by name; it returns the output and the
+    tensors of the next state that `outputs` selects. `free`: changes of the input and the state that PyTorch takes.
+    """
+    parameters = random_parameters(rng, layer.eval(), x.dtype)
+    tensors = {**parameters, **stored}
+
+    def prepared(x: Any, named: dict[str, Any]) -> State:
+        set_parameters(layer, {name: named[name] for name in parameters})
+        return state({name: named[name] for name in stored})
+
+    def kernel(x: Tensor, *values: Tensor) -> Outputs:
+        past = prepared(x, dict(zip(tensors, values, strict=True)))
+        step = layer._step(x, past)
+        if (step is None) == few_rows.supports(x, *values):
+            raise AssertionError("the native step was skipped, or used for operands that it cannot read")
+        y, after = layer(x, past) if step is None else step
+        return y, *outputs(after)
+
+    def native(x: Any, **named: Any) -> object:
+        with torch.no_grad():
+            step = layer._step(x, prepared(x, {name.replace("__", "."): value for name, value in named.items()}))
+        if step is None:
+            raise TypeError("not computed by the native step")
+        return step
+
+    def public(x: Any, **named: Any) -> object:
+        with torch.no_grad():
+            return layer(x, prepared(x, {**parameters, **named}))
+
+    def entries() -> list[Entry]:
+        arguments = {name.replace(".", "__"): value for name, value in tensors.items()}
+        lambdas = [name for name in parameters if "lambda" in name]
+        changes = ("broadcast", "float", "rank", "0", "int")
+        scalars = {"coupling__dt.rank", "lag.None", *(f"{name}.{change}" for name in lambdas for change in changes)}
+        return [
+            Entry(function=native, arguments={"x": x, **arguments}, free=frozenset(scalars)),
+            Entry(function=public, arguments={"x": x, **stored}, free=free),
+        ]
+
+    return Call(
+        inputs=[x, *tensors.values()],
+        kernel=kernel,
+        reference=lambda x, *values: reference(x, dict(zip(tensors, values, strict=True))),
+        entries=entries,
+        has_operator=False,
+        has_backward=False,
+    )
+
+
+def stored_slots(rng: random.Random, dtype: torch.dtype, n: int, used: int, *shape: int) -> Tensor:
+    """The buffer of a cache, with or without free slots, sometimes not contiguous."""
+    free = rng.choice((0, 1, 5))
+    x = torch.randn(n, used + free, *shape, dtype=dtype)
+    return strided(rng, x) if not free and rng.random() < 0.1 else x
+
+
+def attention_step_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None) -> Call:
+    kind, n, heads = rng.choice(("standard", "coupled", "differential")), few(rng, tokens), rng.choice((1, 2, 4, 6))
+    heads = heads + heads % 2 if kind == "differential" else heads
+    width, head_width, base = rng.choice(WIDTHS), 2 * rng.choice(WIDTHS), rng.choice((None, 100.0, 10000.0))
+    used, window = tokens or rng.choice(SIZES), rng.choice((None, None, 1, 3, 20))
+    coupling = None if kind == "standard" else random_coupling(rng)
+    options: dict[str, Any] = {"head_width": head_width, "rotary_base": base, "window": window, "coupling": coupling}
+    layer: SoftmaxMechanism
+    if kind == "differential":
+        layer = DifferentialAttention(width, heads, rng.randrange(3), 4, config=DifferentialConfig(**options))
+    elif kind == "coupled":
+        layer = CoupledAttention(width, heads, config=CoupledConfig(**options))
+    else:
+        groups = rng.choice([g for g in (1, 2, 3, 4, 6) if heads % g == 0])
+        layer = StandardAttention(width, heads, config=StandardConfig(**options, key_heads=groups))
+    shape, seen = layer.shape, used + (0 if window is None else rng.choice((0, 7)))
+    visible = used + 1 if window is None else min(used + 1, window)
+    x = noise(rng, dtype, n, 1, width)
+    keys = stored_slots(rng, dtype, n, used, shape.keys, shape.key_width)
+    values = noise_like_slots(rng, keys, shape.values, shape.value_width)
+
+    def reference(x: Tensor, named: dict[str, Tensor]) -> Outputs:
+        q, k, v = (F.linear(x, named[f"{name}.weight"]) for name in ("query", "key", "value"))
+        q, k = q.unflatten(-1, (shape.queries, -1)), k.unflatten(-1, (shape.keys, -1))
+        q, k = (turned(y, seen, base) for y in coupled(named, q, k, coupling))
+        past = named["keys"][:, :used], named["values"][:, :used]
+        new = k, v.unflatten(-1, (shape.values, -1))
+        k, v = (torch.cat(pair, 1)[:, -visible:] for pair in zip(past, new, strict=True))
+        if isinstance(layer, DifferentialAttention):
+            first, second = (attention_naive(q[:, :, i::2], k[:, :, i::2], v, causal=True) for i in (0, 1))
+            a, b = (named[f"lambda_q{i}"] @ named[f"lambda_k{i}"] for i in (1, 2))
+            z = first - (a.exp() - b.exp() + layer.lambda_init) * second
+            z = (1 - layer.lambda_init) * root_mean_square_norm(z, named["head_norm"], 1e-5)
+        else:
+            z = attention_naive(q, k, v, causal=True)
+        return F.linear(z.flatten(2), named["output.weight"]), k, v
+
+    def state(stored: dict[str, Tensor]) -> KVCache:
+        cache = KVCache((stored["keys"], stored["values"]), used, seen, window)
+        cache.extent.filled = used
+        return cache
+
+    return step_call(
+        rng,
+        layer,
+        x,
+        {"keys": keys, "values": values},
+        state,
+        lambda cache: [y[:, -visible:] for y in cache.tensors],
+        reference,
+        frozenset({"x.1", "x.device", "keys.1", "values.1"}),
+    )
+
+
+def noise_like_slots(rng: random.Random, keys: Tensor, *shape: int) -> Tensor:
+    """A buffer with as many slots as another."""
+    return torch.randn(*keys.shape[:2], *shape, dtype=keys.dtype)
+
+
+def kuramoto_step_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None) -> Call:
+    n, heads, angles = few(rng, tokens), rng.choice((1, 2, 3)), rng.choice(WIDTHS)
+    used, window, base = tokens or rng.choice(SIZES), rng.choice((None, None, 1, 3, 20)), rng.choice((None, 100.0))
+    is_frustrated = rng.random() < 0.5
+    config = KuramotoConfig(frustrated=is_frustrated, rotary_base=base, window=window)
+    layer, size = KuramotoAttention(heads * angles, heads, config=config), 2 * heads * angles
+    seen = used + (0 if window is None else rng.choice((0, 7)))
+    visible = used + 1 if window is None else min(used + 1, window)
+    x, keys = 2 * noise(rng, dtype, n, 1, heads * angles), stored_slots(rng, dtype, n, used, heads, 2 * angles)
+    stored = {"keys": keys, "values": noise_like_slots(rng, keys, heads, 2 * angles)}
+    names = ("last_key",) if is_frustrated else ("last_key", "last_value")
+    stored |= {name: torch.randn(n, 1, size, dtype=dtype) for name in names}
+
+    def reference(x: Tensor, named: dict[str, Tensor]) -> Outputs:
+        point = torch.stack([x.cos(), x.sin()], -1).view(n, 1, heads, 2 * angles)
+        q = F.linear(point.flatten(2), named["query.weight"]).view_as(point) * named["temperature"].exp()[:, None]
+        q, key = turned(q, seen, base), turned(point, seen, base)
+        new = named["last_key"].view_as(point), point if is_frustrated else named["last_value"].view_as(point)
+        past = named["keys"][:, :used], named["values"][:, :used]
+        k, v = (torch.cat(pair, 1)[:, -visible:] for pair in zip(past, new, strict=True))
+        mean = attention_naive(q, k, v, causal=True, scale=1.0)
+        (c, s), (a, b) = (y.unflatten(-1, (-1, 2)).unbind(-1) for y in (point, mean))
+        lag = named["lag"][0] if is_frustrated else torch.zeros_like(named["step"])
+        y = named["step"] * (lag.cos() * (c * b - s * a) + lag.sin() * (c * a + s * b))
+        following = (key.flatten(2), point.flatten(2))[: len(names)]
+        return y.flatten(2), k, v, *following
+
+    def state(stored: dict[str, Tensor]) -> ShiftedKVCache:
+        cache = KVCache((stored["keys"], stored["values"]), used, seen, window)
+        cache.extent.filled = used
+        return ShiftedKVCache(cache, tuple(stored[name] for name in names))
+
+    free = frozenset({"x.1", "x.device", "keys.1", "values.1", *(f"{name}.float" for name in names)})
+
+    def outputs(state: ShiftedKVCache) -> list[Tensor]:
+        return [*(y[:, -visible:] for y in state.cache.tensors), *state.last]
+
+    return step_call(rng, layer, x, stored, state, outputs, reference, free)
+
+
+def random_delta_layer(rng: random.Random) -> DeltaMechanism:
+    heads, key_width = rng.choice((1, 2, 3)), rng.choice(WIDTHS)
+    options: dict[str, Any] = {
+        "key_width": key_width,
+        "value_expansion": rng.choice((1, 2, 3)),
+        "conv": rng.choice((2, 3, 4, 4, 7)),
+        "gate": rng.random() < 0.7,
+        "coupling": random_coupling(rng),
+    }
+    kind = rng.choice(("deltanet", "gated", "qdelta", "qdelta", "kda", "eda", "comba"))
+    width = rng.choice(WIDTHS)
+    if kind == "qdelta":
+        lam = rng.choice((None, None, 0.5, 1.0))
+        erase: Any = rng.choice(("query", "own"))
+        config = QDeltaConfig(decay=rng.random() < 0.5, lam=lam, erase=erase, **options)
+        return QDelta(width, heads, config=config)
+    if kind == "deltanet":
+        return DeltaNet(width, heads, config=DeltaNetConfig(**options))
+    if kind == "gated":
+        return GatedDeltaNet(width, heads, config=GatedDeltaNetConfig(**options))
+    if kind == "kda":
+        return KimiDeltaAttention(width, heads, config=KDAConfig(**options))
+    if kind == "eda":
+        return EraseThenDelta(width, heads, config=EDAConfig(**options))
+    return Comba(width, heads, config=CombaConfig(**options))
+
+
+def delta_step_call(rng: random.Random, dtype: torch.dtype, tokens: int | None = None) -> Call:
+    layer, n = random_delta_layer(rng), few(rng, tokens)
+    heads, width, values = layer.heads, layer.key_width, layer.value_width
+    names = ["query", "key", "value"] if layer.own is None else ["query", "key", "value", "own"]
+    stored = {"memory": 0.5 * torch.randn(n, heads, values, width, dtype=dtype)}
+    for name in names:
+        channels = heads * (values if name == "value" else width)
+        stored[f"{name}_tail"] = torch.randn(n, layer.config.conv - 1, channels, dtype=dtype)
+
+    def reference(x: Tensor, named: dict[str, Tensor]) -> Outputs:
+        def mapped(name: str) -> Tensor:
+            return F.linear(x[:, 0], named[f"{name}.weight"])
+
+        streams, tails = {}, []
+        for name in names:
+            window = torch.cat([named[f"{name}_tail"], mapped(name)[:, None]], 1)
+            stream = F.silu(torch.einsum("n t c, c t -> n c", window, named[f"{name}_conv"]))
+            streams[name] = stream.unflatten(-1, (heads, -1))
+            tails.append(window[:, 1:])
+        q, k = coupled(named, streams["query"], streams["key"], layer.config.coupling)
+        v, e = streams["value"], streams.get("own", k)
+        q, k, e = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k, e))
+        beta, S = mapped("beta").sigmoid()[..., None, None], named["memory"]
+        if "decay.dt_bias" in named:
+            has_channels = "decay.up.weight" in named
+            rate = F.linear(mapped("decay.down"), named["decay.up.weight"]) if has_channels else mapped("decay.rate")
+            rate = (rate + named["decay.dt_bias"]).exp().log1p().unflatten(-1, (heads, -1))
+            S = S * (-named["decay.A_log"].exp()[:, None] * rate).exp().unsqueeze(-2)
+        erase = k
+        if isinstance(layer, QDelta):
+            lam = (mapped("lam") - 0.9).sigmoid()[..., None] if layer.lam is not None else layer.config.lam or 0.0
+            erase = k + lam * (q if layer.own is None else e)
+        elif isinstance(layer, Comba):
+            erase = k * named["feedback"].sigmoid()[:, None]
+            q = q - named["correction"][:, None] * erase
+        elif isinstance(layer, EraseThenDelta):
+            gamma = mapped("gamma").sigmoid()[..., None, None]
+            S = S - gamma * torch.einsum("n h v k, n h k, n h j -> n h v j", S, e, e)
+        read = torch.einsum("n h v k, n h k -> n h v", S, erase)
+        S = S + beta * torch.einsum("n h v, n h k -> n h v k", v - read, k)
+        z = torch.einsum("n h v k, n h k -> n h v", S, q) * width**-0.5
+        z = root_mean_square_norm(z, named["head_norm"], 1e-5).flatten(1)
+        if layer.gate is not None:
+            z = z * F.silu(mapped("gate"))
+        return F.linear(z, named["output.weight"])[:, None], S, *tails
+
+    def state(stored: dict[str, Tensor]) -> RecurrentState:
+        memory, *tails = stored.values()
+        return RecurrentState(memory, tuple(tails), 9)
+
+    return step_call(
+        rng,
+        layer,
+        noise(rng, dtype, n, 1, layer.width),
+        stored,
+        state,
+        lambda state: [state.matrix, *state.conv_state],
+        reference,
+        frozenset({"x.1", "x.device", *(f"{name}.float" for name in stored)}),
+    )
+
+
 OPERATORS: dict[str, Callable[..., Call]] = {
     "attention": attention_call,
     "delta": delta_call,
@@ -611,6 +1063,12 @@ OPERATORS: dict[str, Callable[..., Call]] = {
     "swiglu": swiglu_call,
     "norm": norm_call,
     "projection": projection_call,
+    "newton_schulz": newton_schulz_call,
+    "norm_few": norm_few_call,
+    "swiglu_few": swiglu_few_call,
+    "attention_step": attention_step_call,
+    "delta_step": delta_step_call,
+    "kuramoto_step": kuramoto_step_call,
 }
 
 
@@ -645,8 +1103,14 @@ def draw(number: int) -> tuple[str, random.Random, torch.dtype]:
 
 
 def outputs_and_gradients(
-    function: Callable[..., Outputs], inputs: Sequence[Tensor], gradients: Callable[[Outputs], Sequence[Tensor]]
+    function: Callable[..., Outputs],
+    inputs: Sequence[Tensor],
+    gradients: Callable[[Outputs], Sequence[Tensor]],
+    has_backward: bool = True,
 ) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:
+    if not has_backward:
+        with torch.no_grad():
+            return [*function(*inputs)], [], []
     leaves = [x.detach().requires_grad_() for x in inputs]
     outputs = function(*leaves)
     go = gradients(outputs)
@@ -670,13 +1134,18 @@ def largest_error(call: Call, rng: random.Random) -> float:
     torch.set_num_threads(rng.choice((1, 1, 1, 2)))
     with poisoned_memory(), ThroughOperators() if call.has_operator and rng.random() < 0.2 else torch.enable_grad():
         outputs, gradients, go = outputs_and_gradients(
-            call.kernel, call.inputs, lambda outputs: [noise(rng, x.dtype, *x.shape) for x in outputs]
+            call.kernel,
+            call.inputs,
+            lambda outputs: [noise(rng, x.dtype, *x.shape) for x in outputs],
+            call.has_backward,
         )
         with torch.no_grad():
             without = call.kernel(*call.inputs)  # often another kernel
     torch.set_num_threads(1)
     doubles = [x.detach().double() for x in call.inputs]
-    expected, expected_gradients, _ = outputs_and_gradients(call.reference, doubles, lambda _: [x.double() for x in go])
+    expected, expected_gradients, _ = outputs_and_gradients(
+        call.reference, doubles, lambda _: [x.double() for x in go], call.has_backward
+    )
     sizes = call.sizes(doubles, go) if call.sizes else [0.0] * (len(outputs) + len(gradients))
     sizes = [max(size, MIN_SIZE) for size in sizes]
     n = len(outputs)

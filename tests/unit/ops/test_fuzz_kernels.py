@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(build.load_error() is not None, reason=f"no C ke
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "fuzz_kernels.py"
 OPERATORS = (
     *("attention", "delta", "drift_kick", "short_conv", "phases", "tangent"),
-    *("linear", "swiglu", "norm", "projection"),
+    *("linear", "swiglu", "norm", "projection", "newton_schulz"),
+    *("norm_few", "swiglu_few", "attention_step", "delta_step", "kuramoto_step"),
 )
 DTYPES = (torch.float32, torch.float64)
 
@@ -68,7 +69,7 @@ def run(fuzz: ModuleType, name: str, dtype: torch.dtype, tokens: int, seed: int)
     call = fuzz.OPERATORS[name](random.Random(seed), dtype, tokens)
     with fuzz.poisoned_memory():
         outputs, gradients, _ = fuzz.outputs_and_gradients(
-            call.kernel, call.inputs, lambda outputs: [torch.randn_like(x) for x in outputs]
+            call.kernel, call.inputs, lambda outputs: [torch.randn_like(x) for x in outputs], call.has_backward
         )
         with torch.no_grad():
             return *outputs, *gradients, *call.kernel(*call.inputs)
