@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from qkflow.errors import UsageError
 from qkflow.mechanisms.base import is_plain_linear
 from qkflow.ops import few_rows
 from qkflow.ops.csrc import build
@@ -49,6 +50,19 @@ def test_phases_must_be_finite() -> None:
     gate, output = torch.zeros(2, 6), torch.zeros(3, 2)
     with pytest.raises(ValueError, match="finite"):
         few_rows.add_swiglu(torch.full((1, 1, 3), torch.nan), None, 0.0, gate, gate, output)
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    x, weight, gate, output = torch.zeros(2, 1, 3), torch.zeros(3), torch.zeros(4, 3), torch.zeros(3, 4)
+    for wrong in (torch.zeros(2, 2, 3), torch.zeros(2, 1, 4), torch.zeros(2, 3)):
+        with pytest.raises(UsageError):
+            few_rows.norm(wrong, weight, 1e-5)
+        with pytest.raises(UsageError):
+            few_rows.add_swiglu(wrong, weight, 1e-5, gate, gate, output)
+    for operands in ((weight[:2], gate, gate, output), (weight, gate, gate[:3], output), (None, gate, gate, gate)):
+        norm, *matrices = operands
+        with pytest.raises(UsageError, match="do not fit"):
+            few_rows.add_swiglu(x, norm, 1e-5, *matrices)
 
 
 def test_supports_one_token_without_gradients() -> None:
