@@ -637,7 +637,7 @@ def newton_schulz_call(rng: random.Random, dtype: torch.dtype, tokens: int | Non
     def kernel(x: Tensor) -> Outputs:
         if is_float or x.numel() == 0:
             return (newton_schulz.newton_schulz(x),)
-        return (newton_schulz._kernel(x.reshape(-1, *x.shape[-2:])).view(x.shape),)
+        return (newton_schulz.by_kernel(x.reshape(-1, *x.shape[-2:])).view(x.shape),)
 
     def reference(x: Tensor) -> Outputs:
         if x.numel() == 0:
@@ -660,7 +660,7 @@ def newton_schulz_call(rng: random.Random, dtype: torch.dtype, tokens: int | Non
                 wrong={"matrices": (torch.zeros(3), torch.zeros(()))},
             ),
             Entry(
-                function=newton_schulz._kernel,
+                function=newton_schulz.by_kernel,
                 arguments={"x": batched},
                 free=frozenset({"x.0", "x.1", "x.2", "x.float"}),
                 wrong={"x": (batched.half(),)},

@@ -13,11 +13,15 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 
-from qkflow.ops import kuramoto
+from qkflow.mechanisms.registry import mechanism
+from qkflow.ops import few_rows, kuramoto, newton_schulz
 from qkflow.ops.attention import attention, attention_naive
+from qkflow.ops.attention import use_backend as use_attention
 from qkflow.ops.csrc import build
 from qkflow.ops.delta_rule import delta_rule, triton_error
+from qkflow.ops.delta_rule import use_backend as use_delta
 from qkflow.ops.delta_rule.dispatch import INTERPRETED
 from qkflow.ops.linear import linear
 from qkflow.ops.norm import add_rms_norm
@@ -94,6 +98,8 @@ def run_kernel_checks(device: torch.device | None = None) -> list[KernelCheck]:
         _phase_case(),
         *_coupling_cases(),
         *_layer_cases(),
+        *_decoding_cases(),
+        _newton_schulz_case(),
     ):
         precisions: tuple[Precision, ...] = ("float32", "bfloat16" if case.language == "Triton" else "float64")
         if is_available[case.language]:
@@ -314,3 +320,66 @@ def _layer_cases() -> list[_Case]:
         _Case("RMS norm", "C", add_rms_norm, norm_reference, (x, branch, _noise(g, d))),
         _Case("projections", "C", project, project_reference, (x, *weights)),
     ]
+
+
+def _decoding_cases() -> list[_Case]:
+    """Whole layers, token by token, against the whole sequence; and the feed-forward branch of a few rows."""
+    specs = {"attention": "standard", "differential": "differential", "coupled": "coupled"}
+    specs |= {"Q-Delta": "qdelta", "Kuramoto": "kuramoto"}
+    g, (b, d, hidden) = _generator(), (2, 48, 52)
+    x, norm = _noise(g, b, 1, d), _noise(g, d)
+    gate, up, output = _noise(g, hidden, d) / d**0.5, _noise(g, hidden, d) / d**0.5, _noise(g, d, hidden) / hidden**0.5
+
+    def kernel(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, output: Tensor) -> tuple[Tensor, ...]:
+        return few_rows.norm(x, norm, 1e-5), few_rows.add_swiglu(x, norm, 1e-5, gate, up, output)
+
+    def reference(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, output: Tensor) -> tuple[Tensor, ...]:
+        u = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm
+        return u, x + (F.silu(u @ gate.T) * (u @ up.T)) @ output.T
+
+    feed_forward = _Case(
+        "feed-forward, C, decoding", "C", kernel, reference, (x, norm, gate, up, output), has_backward=False
+    )
+    return [*(_layer_case(f"{name} layer, C, decoding", spec) for name, spec in specs.items()), feed_forward]
+
+
+def _layer_case(name: str, spec: str) -> _Case:
+    g, (b, t, d) = _generator(), (2, 40, 48)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layer = mechanism(spec)(d, 4, 0, 1).eval()
+    names = [name for name, _ in layer.named_parameters()]
+    parameters = [p.detach().double() + 0.1 * _noise(g, *p.shape) for p in layer.parameters()]
+    common = _noise(g, 1, 1, d)
+    x = _COMMON * common + (1 - _COMMON) * _noise(g, b, t, d)
+
+    def call(tokens: Sequence[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
+        outputs, state = [], None
+        for part in tokens:
+            y, state = functional_call(layer, dict(zip(names, parameters, strict=True)), (part, state))
+            outputs.append(y)
+        return (torch.cat(outputs, 1),)
+
+    def reference(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        with use_attention("torch"), use_delta("naive"):
+            return call((x,), *parameters)
+
+    def kernel(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        return call(x.split(1, 1), *parameters)
+
+    return _Case(name, "C", kernel, reference, (x, *parameters), has_backward=False)
+
+
+def _newton_schulz_case() -> _Case:
+    g = _generator()
+    x = _COMMON * _noise(g, 1, 40, 1) + (1 - _COMMON) * _noise(g, 3, 40, 70)  # columns that share a direction
+
+    def reference(x: Tensor) -> tuple[Tensor, ...]:
+        x = x / (x.square().sum((1, 2), keepdim=True).sqrt() + 1e-7)
+        for _ in range(newton_schulz.STEPS):
+            gram = x @ x.mT
+            a, b, c = newton_schulz.COEFFICIENTS
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return (x,)
+
+    return _Case("Newton-Schulz, C", "C", lambda x: (newton_schulz.by_kernel(x),), reference, (x,), has_backward=False)

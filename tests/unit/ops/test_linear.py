@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from qkflow.ops import linear as module
 from qkflow.ops.csrc import build
 from qkflow.ops.linear import forward, input_gradient, linear, weight_gradient
-from qkflow.ops.newton_schulz import _kernel, _torch
+from qkflow.ops.newton_schulz import _torch, by_kernel
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 needs_kernels = pytest.mark.skipif(build.load_error() is not None, reason="no C kernels")
@@ -87,4 +87,4 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
 def test_newton_schulz_matches_pytorch(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     tolerance = TOLERANCES[dtype]
-    assert_close(_kernel(x).double(), _torch(x.double()), rtol=tolerance, atol=tolerance)
+    assert_close(by_kernel(x).double(), _torch(x.double()), rtol=tolerance, atol=tolerance)
