@@ -135,13 +135,13 @@ class Studies:
         design = make_design(spec, LocalExecutor(), notice=lambda text: None)
         return replace(design, base=replace(design.base, checkpoint_every=checkpoint_every, log_every=1))
 
-    def adaptive_design(self, *, steps: int) -> Design:
+    def adaptive_design(self, *, steps: int, checkpoint_every: int = 7) -> Design:
         """Three arms in rounds of 2, 3 and 4 seeds: one is decided early, and one never is."""
         design = self.design(steps=steps, learning_rates=(1e-2,))
         arms = ("standard", "standard:r=0.0001,embeddings=0.0001", "differential")
         spec = replace(design.spec, arms=arms, seeds=4, margin=0.0001)
         design = make_design(spec, LocalExecutor(), notice=lambda text: None)
-        return replace(design, base=replace(design.base, checkpoint_every=7, log_every=1))
+        return replace(design, base=replace(design.base, checkpoint_every=checkpoint_every, log_every=1))
 
     def runs(self, study: Path) -> list[PlannedRun]:
         """All runs that a study has decided on."""

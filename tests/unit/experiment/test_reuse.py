@@ -22,12 +22,13 @@ RUN = Path("runs/standard/seed-0")
 
 
 @pytest.fixture
-def studies(ask: Ask, inline: Any, tmp_path: Path) -> Callable[[Callable[[Path], None] | None], list[str]]:
+def studies(
+    ask: Ask, inline: Any, finish_study: Any, tmp_path: Path
+) -> Callable[[Callable[[Path], None] | None], list[str]]:
     """Run a study, change it, and run a second one with another arm that may copy from it; the folders it trained."""
 
     def run(change: Callable[[Path], None] | None = None) -> list[str]:
-        first, second, executor = tmp_path / "first", tmp_path / "second", inline()
-        run_experiment(ask(), first, executor=inline())
+        first, second, executor = finish_study(tmp_path / "first"), tmp_path / "second", inline()
         if change is not None:
             change(first)
         spec = replace(ask(), arms=("standard", "standard:qk_norm=True"))

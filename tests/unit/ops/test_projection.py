@@ -13,9 +13,9 @@ WIDTHS = 8, 8, 10
 HEADS = 4, 2, 2
 
 
-def inputs(t: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+def inputs(t: int, dtype: torch.dtype = torch.float64, *, width: int = 24) -> tuple[Tensor, ...]:
     g = torch.Generator().manual_seed(0)
-    shapes = (2, t, 24), *((heads * width, 24) for heads, width in zip(HEADS, WIDTHS, strict=True))
+    shapes = (2, t, width), *((n * k, width) for n, k in zip(HEADS, WIDTHS, strict=True))
     return tuple(
         (torch.randn(shape, generator=g, dtype=torch.float64) / 5).to(dtype).requires_grad_() for shape in shapes
     )
@@ -66,7 +66,7 @@ def test_strided_inputs_and_gradients() -> None:
 
 
 def test_second_derivatives() -> None:
-    x, *weights = inputs(2)
+    x, *weights = inputs(2, width=6)
     factors = rotary_factors(0, 2, heads=4, width=8, base=100.0, like=x)
 
     def total(x: Tensor, weight: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def test_second_derivatives() -> None:
 
 @pytest.mark.parametrize("trained", [(0,), (1,), (3,), (0, 2)])
 def test_second_derivatives_with_frozen_inputs(trained: tuple[int, ...]) -> None:
-    leaves = [x if i in trained else x.detach() for i, x in enumerate(inputs(2))]
+    leaves = [x if i in trained else x.detach() for i, x in enumerate(inputs(2, width=6))]
     factors = rotary_factors(0, 2, heads=4, width=8, base=100.0, like=leaves[0])
 
     def total(x: Tensor, *weights: Tensor) -> Tensor:
