@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +46,15 @@ def parent(process: int) -> int | None:
 class Saboteur(Observer):
     """Kill a busy worker of the first node, then remove the second node while one of its workers is busy."""
 
-    def __init__(self, study: Path, cluster: Any, node: Any) -> None:
-        self.study, self.cluster, self.node = study, cluster, node
+    def __init__(self, runs: Mapping[str, Path], cluster: Any, node: Any) -> None:
+        self.runs, self.cluster, self.node = runs, cluster, node
         self.raylet = node.all_processes["raylet"][0].process.pid
         self.killed: Path | None = None
         self.notices: list[str] = []
 
     def on_progress(self, progress: Progress) -> None:
         for run in progress.running:
-            folder = self.study / "runs" / run.arm / f"seed-{run.seed}"
+            folder = self.runs[run.arm] / f"seed-{run.seed}"
             lock = (folder / "lock").read_text() if run.step >= 10 else ""
             if not lock or (raylet := parent(worker := int(lock))) is None:  # empty while a new worker takes it
                 continue
@@ -76,7 +76,8 @@ def test_a_killed_worker_and_a_removed_node_change_no_decision_and_no_result(
     design = studies.adaptive_design(steps=250, checkpoint_every=50)
     study = tmp_path / "study"
     write_design(study, design)
-    saboteur = Saboteur(study, cluster, cluster.add_node(**NODE))
+    folders = {arm.name: study / "runs" / arm.folder for arm in design.arms}
+    saboteur = Saboteur(folders, cluster, cluster.add_node(**NODE))
     with RayExecutor(cluster.address) as executor:
         assert executor.cores() == (1, 1)
         run_experiment(None, study, executor=executor, observer=saboteur)

@@ -49,7 +49,8 @@ def sampling_probabilities(scores: Float[Tensor, "b n"], sampling: Sampling) -> 
     >>> sampling_probabilities(torch.tensor([[0.0, 1.0, 2.0]]), Sampling(top_k=1)).tolist()
     [[0.0, 0.0, 1.0]]
     """
-    scores = (scores - scores.max(-1, keepdim=True).values).float() / sampling.temperature
+    temperature = max(sampling.temperature, torch.finfo(torch.float32).tiny)  # a smaller one would be rounded to 0
+    scores = (scores - scores.max(-1, keepdim=True).values).float() / temperature
     if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[:, -1:], -torch.inf)
     if sampling.top_p is not None:

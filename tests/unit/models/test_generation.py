@@ -182,7 +182,8 @@ def test_zero_tokens_returns_empty_rows() -> None:
 def test_low_temperature_is_greedy() -> None:
     decoder = model()
     greedy = generate(decoder, PROMPTS, tokens=10, sampling=GREEDY)
-    assert generate(decoder, PROMPTS, tokens=10, sampling=Sampling(temperature=1e-6, seed=8)) == greedy
+    for temperature in (1e-6, 5e-324):
+        assert generate(decoder, PROMPTS, tokens=10, sampling=Sampling(temperature=temperature, seed=8)) == greedy
     assert generate(decoder, PROMPTS, tokens=10, sampling=Sampling(top_k=1, seed=8)) == greedy
     assert generate(decoder, PROMPTS, tokens=10, sampling=Sampling(top_p=1e-9, seed=8)) == greedy
 
